@@ -1,0 +1,52 @@
+"""probprompt: teach a frozen vision transformer new classes, one task after another, without keeping old images."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Names are imported when first used: torch and timm take seconds, and help or an error message must not wait.
+_HOME = {
+    "FrozenViT": "probprompt.backbone",
+    "Run": "probprompt.runs.record",
+    "RunConfig": "probprompt.config",
+    "UserError": "probprompt.errors",
+    "load_backbone": "probprompt.checkpoints",
+    "load_model": "probprompt.runs.model_folder",
+    "resume": "probprompt.api",
+    "train": "probprompt.api",
+    "write_report": "probprompt.report",
+}
+
+if TYPE_CHECKING:
+    from probprompt.api import resume, train
+    from probprompt.backbone import FrozenViT
+    from probprompt.checkpoints import load_backbone
+    from probprompt.config import RunConfig
+    from probprompt.errors import UserError
+    from probprompt.report import write_report
+    from probprompt.runs.model_folder import load_model
+    from probprompt.runs.record import Run
+
+__all__ = [
+    "FrozenViT",
+    "Run",
+    "RunConfig",
+    "UserError",
+    "__version__",
+    "load_backbone",
+    "load_model",
+    "resume",
+    "train",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,64 @@
+"""Runs from Python: the same as on the command line."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from probprompt.config import RunConfig, apply_values, merge, parse_config
+from probprompt.report import write_report
+from probprompt.runs import execute
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run
+
+
+def train(
+    benchmark: str = "emoji-r",
+    method: str = "probprompt",
+    *,
+    out: str | Path | None = None,
+    seed: int = 0,
+    config: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    watcher: Watcher | None = None,
+    track: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Learn a benchmark, or a folder of class folders, task by task, and write the run with its report.
+
+    ``settings`` are any fields of :class:`~probprompt.RunConfig` by their unambiguous names
+    (``epochs=3, samples=10, tasks=5``); ``config`` takes them nested.
+    """
+    chosen = merge(
+        {"data": {"benchmark": benchmark}, "seeds": dict.fromkeys(("order", "init", "data"), seed)}, config or {}
+    )
+    parsed = parse_config(apply_values(merge(chosen, {"method": {"name": method}}), settings))
+    folder = Path(out) if out else free_folder(Path("runs"), f"{Path(benchmark).name}-{parsed.method.name}-s{seed}")
+    return start(parsed, folder, device, watcher, track)
+
+
+def start(
+    config: RunConfig,
+    out: Path,
+    device: str | None = None,
+    watcher: Watcher | None = None,
+    track: str | None = None,
+) -> Run:
+    """Carry out a run whose settings are complete."""
+    run = execute.train(config, out, device, watcher, track)
+    write_report([run.folder], run.report)
+    return run
+
+
+def resume(out: str | Path, device: str | None = None, watcher: Watcher | None = None, track: str | None = None) -> Run:
+    """Go on with a run that was stopped; the result is the same as if it had not been."""
+    run = execute.resume(Path(out), device, watcher, track)
+    write_report([run.folder], run.report)
+    return run
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """A folder that is not there yet: the name, or the name with a number."""
+    candidate, number = parent / name, 2
+    while candidate.exists():
+        candidate, number = parent / f"{name}-{number}", number + 1
+    return candidate

@@ -1,0 +1,237 @@
+"""A frozen vision transformer that reads out the class token, with or without prompts.
+
+The transformer itself is timm's: the loop here drives timm's own modules and only adds what a prompt injects.
+A model that holds anything this loop does not know is refused, so that nothing is left out unnoticed.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from timm.layers.attention import Attention
+from timm.layers.patch_embed import PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from probprompt.errors import UserError
+from probprompt.prompts import Prefix, Prompts
+
+SUPPORTED = (
+    "supported are timm's plain VisionTransformer models with a class token, built from Block and Attention "
+    "(such as vit_base_patch16_224, vit_small_patch14_dinov2, vit_base_patch16_clip_224)"
+)
+"""Which models can be frozen here, to be said where another is refused."""
+
+# Every part that the pass below runs, or that plays a role only after it: what is not listed is unknown.
+_PARTS: dict[type[nn.Module], set[str]] = {
+    VisionTransformer: {"patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "patch_drop"}
+    | {"norm_pre", "blocks", "norm", "attn_pool", "fc_norm", "head_drop", "head"},
+    PatchEmbed: {"proj", "norm"},
+    Block: {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"},
+    Attention: {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"},
+}
+
+
+class FrozenViT(nn.Module):
+    """A timm vision transformer whose weights never change: images, and prompts to inject, to class tokens.
+
+    It stays in evaluation mode whatever a parent module does, and gradients reach the prompts only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        refuse_unsupported(model)
+        self.model: Any = model.requires_grad_(False)
+        self.eval()
+        self._compare_with_timm()
+
+    @property
+    def width(self) -> int:
+        """The number of features (D)."""
+        return int(self.model.embed_dim)
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return len(self.model.blocks)
+
+    @property
+    def heads(self) -> int:
+        """The number of attention heads in a block."""
+        return int(self.model.blocks[0].attn.num_heads)
+
+    @property
+    def attention_width(self) -> int:
+        """The width of a prefix token, all heads together (W): nearly always the same as ``width``."""
+        return _attention_width(self.model.blocks[0].attn)
+
+    @property
+    def image_size(self) -> int | tuple[int, int]:
+        """The side of the images, or (height, width) where they are not square."""
+        height, width = self.model.patch_embed.img_size
+        return int(height) if height == width else (int(height), int(width))
+
+    def train(self, mode: bool = True) -> "FrozenViT":
+        """Stay in evaluation mode: dropout or stochastic depth would make a frozen backbone random."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def query(self, images: Tensor) -> Tensor:
+        """Class token after the final norm, without prompts or gradient: (B, 3, H, W) -> (B, D), float32."""
+        return self.features(images)
+
+    def features(self, images: Tensor, prompts: Prompts | None = None) -> Tensor:
+        """Class token after the final norm, with prompts injected: (B, 3, H, W) -> (B, D), float32."""
+        prompts = prompts or {}
+        _check_images(self.model, images)
+        _check_prompts(self.model, prompts, batch=len(images))
+        tokens = self._embed(images)  # (B, T, D)
+        for index, block in enumerate(self.model.blocks):
+            # Only the class token is read out, so the last block needs the others as keys and values alone.
+            class_token_only = index == self.depth - 1
+            tokens = _run_block(block, tokens, prompts.get(index), class_token_only)  # (B, T or 1, D)
+        features: Tensor = self.model.norm(tokens)[:, 0]  # (B, D)
+        return features.float()
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all weights: the same before and after training, to the bit."""
+        return fingerprint(self.model)
+
+    def _embed(self, images: Tensor) -> Tensor:
+        images = images.to(self.model.patch_embed.proj.weight.dtype)
+        tokens = self.model._pos_embed(self.model.patch_embed(images))  # (B, T, D), the class token first
+        embedded: Tensor = self.model.norm_pre(self.model.patch_drop(tokens))
+        return embedded
+
+    @torch.no_grad()
+    def _compare_with_timm(self) -> None:
+        """Refuse a model whose own pass gives something else, say because of a hook or a mixing layer."""
+        weight = self.model.patch_embed.proj.weight
+        shape = torch.Size([1, weight.shape[1], *self.model.patch_embed.img_size])
+        image = torch.arange(shape.numel(), device=weight.device).sin().view(shape).to(weight.dtype)
+        timms = self.model.forward_features(image)[:, 0].float()  # (1, D)
+        error = float((self.features(image) - timms).norm() / timms.norm())
+        # Rounding stays far below the bound, a forgotten layer far above it, and NaN is not below it either.
+        if not error < (1e-2 if weight.dtype == torch.float32 else 1e-1):
+            raise UserError(
+                f"the class token of this model differs from timm's own by {error:.1e} of it: its weights "
+                f"are not finite, or hooks or layers unknown here change what it computes; {SUPPORTED}"
+            )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """SHA-256 over the parameters and buffers of a module, in the order of their names."""
+    digest = hashlib.sha256()
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise a UserError that says what was found where the model is no plain ViT with a class token."""
+    _refuse_unknown_parts(model, VisionTransformer, "the model")
+    vit: Any = model  # the attributes of timm's modules have no types
+    _refuse_unknown_parts(vit.patch_embed, PatchEmbed, "the patch embedding")
+    if vit.cls_token is None:
+        raise UserError(f"the model has no class token (its pooling is {vit.global_pool!r}); {SUPPORTED}")
+    if not isinstance(vit.fc_norm, nn.Identity):
+        raise UserError(
+            f"the final norm of the model is for pooled patches, not for its class token (fc_norm, pooling "
+            f"{vit.global_pool!r}); {SUPPORTED}"
+        )
+    if len(vit.blocks) == 0:
+        raise UserError(f"the model has no blocks; {SUPPORTED}")
+    for index, block in enumerate(vit.blocks):
+        _refuse_unknown_parts(block, Block, f"block {index}")
+        _refuse_unknown_parts(block.attn, Attention, f"the attention of block {index}")
+        if type(block.attn.qkv) is not nn.Linear:  # slicing its rows would go past an adapter around it
+            raise UserError(f"block {index}: qkv is a {_kind(block.attn.qkv)}, not a Linear; {SUPPORTED}")
+
+
+def _refuse_unknown_parts(module: nn.Module, expected: type[nn.Module], where: str) -> None:
+    if type(module) is not expected:
+        raise UserError(f"{where} is a {_kind(module)}, not a {expected.__name__}; {SUPPORTED}")
+    parts = {name for name, _ in module.named_children()}
+    parts |= {name for name, _ in module.named_parameters(recurse=False)}
+    parts |= {name for name, _ in module.named_buffers(recurse=False)}
+    unknown = sorted(parts - _PARTS[expected])
+    if unknown:
+        raise UserError(f"{where} holds parts that are not known here: {', '.join(unknown)}; {SUPPORTED}")
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__name__}"
+
+
+def _check_images(model: Any, images: Tensor) -> None:
+    size, shape = tuple(model.patch_embed.img_size), tuple(images.shape)
+    if len(shape) != 4 or not images.is_floating_point():
+        raise ValueError(f"images are normalised floats (B, 3, H, W), got {images.dtype} of shape {shape}")
+    if not model.dynamic_img_size and shape[2:] != size:
+        raise ValueError(f"the backbone takes images of (H, W) = {size}, got {shape[2:]}")
+
+
+def _check_prompts(model: Any, prompts: Prompts, batch: int) -> None:
+    for index, prompt in prompts.items():
+        if index not in range(len(model.blocks)):
+            raise ValueError(f"no block {index!r} to prompt: the backbone has 0 to {len(model.blocks) - 1}")
+        if not isinstance(prompt, Prefix):
+            raise TypeError(f"block {index}: a prompt is a Prefix, got a {type(prompt).__name__}")
+        width = _attention_width(model.blocks[index].attn)
+        if prompt.width != width:
+            raise ValueError(f"block {index}: the prefix has width {prompt.width}, the attention {width}")
+        if prompt.batch not in (None, batch):
+            raise ValueError(f"block {index}: the prefix is for {prompt.batch} images, the batch has {batch}")
+
+
+def _attention_width(attention: Any) -> int:
+    return int(attention.num_heads * attention.head_dim)
+
+
+def _run_block(block: Any, tokens: Tensor, prefix: Prefix | None, class_token_only: bool) -> Tensor:
+    """Run timm's Block with a prefix in its attention: (B, T, D), or (B, 1, D) for the class token alone."""
+    attended = _attend(block.attn, block.norm1(tokens), prefix, class_token_only)  # (B, T or 1, D)
+    residual = tokens[:, : attended.shape[1]] + block.drop_path1(block.ls1(attended))
+    updated: Tensor = residual + block.drop_path2(block.ls2(block.mlp(block.norm2(residual))))
+    return updated
+
+
+def _attend(attention: Any, tokens: Tensor, prefix: Prefix | None, class_token_only: bool) -> Tensor:
+    """Run timm's Attention with the prefix in front of its keys and values: (B, T or 1, D)."""
+
+    def split_heads(tokens: Tensor) -> Tensor:
+        heads = tokens.reshape(*tokens.shape[:2], attention.num_heads, attention.head_dim)
+        return heads.transpose(1, 2)  # (B, heads, T, head width)
+
+    def put_before(prefix: Tensor, tokens: Tensor) -> Tensor:
+        prefix = split_heads(prefix.to(tokens.dtype).expand(len(tokens), -1, -1))  # (B, heads, P, head width)
+        return torch.cat([prefix, tokens], dim=2)  # (B, heads, P + T, head width)
+
+    query, key, value = map(split_heads, _project(attention, tokens, class_token_only))
+    query, key = attention.q_norm(query), attention.k_norm(key)
+    if prefix is not None:
+        key, value = put_before(prefix.key, key), put_before(prefix.value, value)
+    mixed = functional.scaled_dot_product_attention(query, key, value, scale=attention.scale)
+    mixed = attention.norm(mixed.transpose(1, 2).flatten(2))  # (B, T or 1, W)
+    gate = getattr(attention, "gate", None)  # newer versions of timm only
+    if gate is not None:
+        mixed = mixed * gate(tokens[:, : mixed.shape[1]]).sigmoid()
+    attended: Tensor = attention.proj_drop(attention.proj(mixed))  # (B, T or 1, D)
+    return attended
+
+
+def _project(attention: Any, tokens: Tensor, class_token_only: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Project to queries, keys and values, each (B, T, W); with the class token alone, queries (B, 1, W)."""
+    if not class_token_only:
+        query, key, value = attention.qkv(tokens).chunk(3, dim=-1)
+        return query, key, value
+    weight, bias = attention.qkv.weight, attention.qkv.bias  # (3 W, D), (3 W): queries, keys, values
+    width = _attention_width(attention)
+    query = functional.linear(tokens[:, :1], weight[:width], None if bias is None else bias[:width])
+    both = functional.linear(tokens, weight[width:], None if bias is None else bias[width:])  # (B, T, 2 W)
+    key, value = both.chunk(2, dim=-1)
+    return query, key, value

@@ -1,0 +1,419 @@
+"""Named weights: where they come from, how images are prepared for them, and how to check them.
+
+A backbone is named by one of the short names below, by a timm name ``architecture.tag``, or by a timm
+architecture together with a safetensors file. timm and torch are imported only when something is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from probprompt.errors import UserError, shorten
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from probprompt.backbone import FrozenViT
+
+Colour = tuple[float, float, float]
+
+RANDOM = "random"
+"""Given as ``weights``: untrained weights, the same ones each time. For tests and timings only."""
+
+_PACKAGED = Path(__file__).parent / "weights"
+_HUB_FILE = "model.safetensors"
+_HUB_TIMEOUT = 10.0  # seconds
+_PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
+_HEAD = ("head.", "fc_norm.")  # what a checkpoint may hold beyond the backbone
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images are prepared: the side in pixels, and the mean and deviation of each colour in [0, 1]."""
+
+    image_size: int
+    mean: Colour
+    std: Colour
+
+    def __post_init__(self) -> None:
+        if self.image_size < 1 or len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(f"needs a positive image size, 3 means and 3 positive deviations, got {self}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights by name: what they fit, how images are prepared for them, where they come from.
+
+    ``architecture`` is timm's name, built with ``arguments`` beside its own; where it is empty, ``arguments``
+    describe a VisionTransformer entirely. ``source`` is a repository on the Hugging Face hub, or empty.
+    """
+
+    name: str
+    architecture: str
+    arguments: dict[str, Any]
+    image_size: int
+    mean: Colour
+    std: Colour
+    source: str
+    sha256: str | None
+    licence: str
+    description: str = ""
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How images are prepared for these weights."""
+        return Preprocessing(self.image_size, self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A named checkpoint, and whether it can be loaded without a network."""
+
+    name: str
+    description: str
+    source: str
+    licence: str
+    available: bool
+
+
+@dataclass(frozen=True)
+class LoadedBackbone:
+    """A frozen backbone with what a run must record of it.
+
+    ``source`` is ``packaged``, ``hub:REPOSITORY``, ``file:PATH`` or ``random``. ``sha256`` is that of the
+    file of weights; random ones have no file, so there it is their fingerprint.
+    """
+
+    model: FrozenViT
+    preprocessing: Preprocessing
+    name: str
+    source: str
+    sha256: str
+
+
+def _vit_base(name: str, tag: str, mean: Colour, std: Colour, description: str) -> Checkpoint:
+    timm_name = f"vit_base_patch16_224.{tag}"
+    return Checkpoint(name, timm_name, {}, 224, mean, std, f"timm/{timm_name}", None, "apache-2.0", description)
+
+
+_HALF: Colour = (0.5, 0.5, 0.5)
+_IMAGENET_MEAN: Colour = (0.485, 0.456, 0.406)
+_IMAGENET_STD: Colour = (0.229, 0.224, 0.225)
+_SUP1K = "ViT-B/16, supervised on ImageNet-21K, then on ImageNet-1K"
+_SUP21K = "ViT-B/16, supervised on ImageNet-21K"
+_DINO1K = "ViT-B/16, self-supervised (DINO) on ImageNet-1K"
+
+_NAMED = {
+    "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, _HALF, _SUP1K),
+    "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, _HALF, _SUP21K),
+    "dino1k": _vit_base("dino1k", "dino", _IMAGENET_MEAN, _IMAGENET_STD, _DINO1K),
+}
+
+
+def known() -> list[Listing]:
+    """List the named checkpoints, and look up (without a network) whether they are on this machine."""
+    packaged = all((_PACKAGED / file).is_file() for file in ("demo.json", "demo.safetensors"))
+    listings = [Listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", packaged)]
+    for name, checkpoint in _NAMED.items():
+        source, cached = f"hub:{checkpoint.source}", _cached_hub_file(checkpoint.source) is not None
+        listings.append(Listing(name, checkpoint.description, source, checkpoint.licence, cached))
+    return listings
+
+
+def load_backbone(
+    name: str,
+    weights: str | Path | None = None,
+    image_size: int | None = None,
+    expected_sha256: str | None = None,
+) -> LoadedBackbone:
+    """Load a backbone by name and freeze it.
+
+    ``name`` is ``demo``, ``sup1k``, ``sup21k``, ``dino1k``, a timm name ``architecture.tag``, or a timm
+    architecture alone, which then needs ``weights``: a safetensors file, or ``random``. With a file, images
+    are prepared as timm does for ``name`` (so name the tag where there is one), unless a JSON file beside it
+    with the same stem says ``{"preprocessing": {"image_size": ..., "mean": [...], "std": [...]}}``. An
+    ``image_size`` other than that of the weights resamples their position embeddings.
+    """
+    if name == "demo":
+        if weights is not None:
+            raise UserError("'demo' brings its own weights: leave weights out, or name a timm architecture")
+        return _load_packaged(_PACKAGED, image_size, expected_sha256)
+    checkpoint = _NAMED[name] if name in _NAMED else _find_in_timm(name)
+    if weights is None:
+        return _load_from_hub(checkpoint, image_size, expected_sha256)
+    if weights == RANDOM:
+        return _load_random(checkpoint, image_size, expected_sha256)
+    return _load_file(checkpoint, Path(weights), f"file:{weights}", image_size, expected_sha256)
+
+
+def _find_in_timm(name: str) -> Checkpoint:
+    """Describe a timm name, ``architecture`` or ``architecture.tag``, from timm's own record of it."""
+    import timm
+
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        near = get_close_matches(name, ["demo", *_NAMED], n=2)
+        near += get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.7)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(
+            f"there is no backbone {name!r}. Allowed: {', '.join(['demo', *_NAMED])}, a timm name "
+            f"architecture.tag, or a timm architecture with weights=FILE.{hint}"
+        )
+    tagged = timm.list_pretrained(f"{architecture}.*")
+    if tag and name not in tagged:
+        raise UserError(f"timm has no weights {tag!r} for {architecture}; it has: {shorten(tagged, 12)}")
+    config = timm.get_pretrained_cfg(name)
+    if config is None:
+        raise UserError(f"timm does not say how images are prepared for {name!r}: name another architecture")
+    source = config.hf_hub_id or "" if tag else ""
+    return Checkpoint(
+        name=name,
+        architecture=name,
+        arguments={},
+        image_size=config.input_size[-1],
+        mean=_colour(config.mean),
+        std=_colour(config.std),
+        source=source,
+        sha256=None,
+        licence=config.license or "unknown",
+    )
+
+
+def _load_packaged(folder: Path, image_size: int | None, expected_sha256: str | None) -> LoadedBackbone:
+    description, weights = folder / "demo.json", folder / "demo.safetensors"
+    if not description.is_file() or not weights.is_file():
+        raise UserError(f"the demo weights are missing from {folder}: install the package again")
+    content = json.loads(description.read_text(encoding="utf-8"))
+    prepared = _parse_preprocessing(content["preprocessing"], description)
+    checkpoint = Checkpoint(
+        name="demo",
+        architecture="",
+        arguments=content["architecture"],
+        image_size=prepared.image_size,
+        mean=prepared.mean,
+        std=prepared.std,
+        source="",
+        sha256=content["sha256"],
+        licence="apache-2.0",
+    )
+    return _load_file(checkpoint, weights, "packaged", image_size, expected_sha256 or checkpoint.sha256)
+
+
+def _load_random(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
+    import torch
+
+    from probprompt.backbone import fingerprint
+
+    if checkpoint.source:
+        architecture = checkpoint.architecture.partition(".")[0]
+        raise UserError(f"{checkpoint.name!r} names trained weights: for random ones name {architecture!r}")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed would reach GPUs too
+        model = _build(checkpoint, device="cpu")
+    sha256 = fingerprint(model)
+    _check_hash(sha256, expected, "the random weights")
+    return _freeze(model, checkpoint.name, checkpoint.preprocessing, image_size, RANDOM, sha256)
+
+
+def _load_file(
+    checkpoint: Checkpoint, path: Path, source: str, image_size: int | None, expected: str | None
+) -> LoadedBackbone:
+    state, sha256 = _read_safetensors(path, expected)
+    model = _build(checkpoint, device="meta")  # no time is spent on weights that the file replaces
+    _fill(model, state, path)
+    beside = _preprocessing_beside(path)
+    prepared = beside or Preprocessing(_side(model), checkpoint.mean, checkpoint.std)
+    return _freeze(model, checkpoint.name, prepared, image_size, source, sha256)
+
+
+def _load_from_hub(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
+    import timm
+
+    name = checkpoint.architecture
+    _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
+    if not checkpoint.source:
+        tagged = shorten(timm.list_pretrained(f"{name.partition('.')[0]}.*"), 12) or "none"
+        raise UserError(
+            f"{name!r} does not say which weights: name one of timm's on the hub ({tagged}), or give "
+            f"weights=FILE (safetensors) or weights={RANDOM!r}"
+        )
+    path = _cached_hub_file(checkpoint.source) or _download(checkpoint)
+    state, sha256 = _read_safetensors(path, expected or checkpoint.sha256)
+    # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
+    model: Any = timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay={"state_dict": state}, weight_init="skip"
+    )
+    model.pretrained_cfg.pop("state_dict")  # a second copy of all weights
+    model.reset_classifier(0)
+    return _freeze(model, checkpoint.name, checkpoint.preprocessing, image_size, f"hub:{checkpoint.source}", sha256)
+
+
+def _cached_hub_file(repository: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, _HUB_FILE)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _download(checkpoint: Checkpoint) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    # The hub's client uses another HTTP library from one version to the next: this is the one it uses.
+    http_error: type[Exception] = getattr(errors, "HTTPError", OSError)
+    try:
+        # Asked first because it answers at once: without a network the download itself retries for a minute.
+        get_hf_file_metadata(hf_hub_url(checkpoint.source, _HUB_FILE), timeout=_HUB_TIMEOUT)
+        return Path(hf_hub_download(checkpoint.source, _HUB_FILE))
+    except (OSError, http_error) as error:
+        raise UserError(
+            f"the weights of {checkpoint.name!r} are not in the cache of this machine "
+            f"({huggingface_hub.constants.HF_HUB_CACHE}), and {checkpoint.source} could not be fetched from "
+            f"the Hugging Face hub: {error}. Connect to the network, or give weights=FILE with {_HUB_FILE} "
+            f"from there, or use 'demo', which needs no download"
+        ) from error
+
+
+def _build(checkpoint: Checkpoint, device: str) -> Any:
+    """Build the architecture without a head; on the device "meta" it has shapes and no values."""
+    import timm
+    import torch
+    from timm.models.vision_transformer import VisionTransformer
+
+    from probprompt.backbone import SUPPORTED, refuse_unsupported
+
+    model: nn.Module
+    try:
+        with torch.device(device):
+            if checkpoint.architecture:
+                model = timm.create_model(checkpoint.architecture, num_classes=0, **checkpoint.arguments)
+            else:
+                model = VisionTransformer(**{**checkpoint.arguments, "num_classes": 0})
+        refuse_unsupported(model)
+    except UserError as error:
+        raise UserError(f"{checkpoint.name!r} cannot be prompted: {error}") from None
+    except (NotImplementedError, RuntimeError) as error:
+        # Some architectures read values while they are built, which "meta" lacks: no plain ViT does.
+        raise UserError(f"{checkpoint.name!r} cannot be prompted: it is no plain ViT; {SUPPORTED}") from error
+    return model
+
+
+def _read_safetensors(path: Path, expected: str | None) -> tuple[dict[str, Tensor], str]:
+    """Read and hash a file of weights, floats as float32."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    _refuse_other_formats(path)
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    _check_hash(sha256, expected, str(path))
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}, sha256
+
+
+def _refuse_other_formats(path: Path) -> None:
+    if path.suffix in _PICKLES:
+        new = path.with_suffix(".safetensors").name
+        raise UserError(
+            f"{path} is a pickle, and opening a pickle can run any code: give a safetensors file. "
+            f"To convert it: state = torch.load({path.name!r}, weights_only=True), take the dictionary of "
+            f"weights out of it where it is nested, then safetensors.torch.save_file(state, {new!r})"
+        )
+    if path.suffix != ".safetensors":
+        raise UserError(f"weights are a .safetensors file or {RANDOM!r}, got {str(path)!r}")
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+
+
+def _check_hash(found: str, expected: str | None, what: str) -> None:
+    if expected is not None and found != expected.lower():
+        raise UserError(f"{what}: the SHA-256 is {found}, expected was {expected}: these are other weights")
+
+
+def _fill(model: Any, state: dict[str, Tensor], path: Path) -> None:
+    """Load weights into a model without values, every one of them and nothing else but a head."""
+    wanted = model.state_dict()
+    state = {name: t for name, t in state.items() if name in wanted or not name.startswith(_HEAD)}
+    _fit_positions(model, state)
+    wanted = model.state_dict()
+    problems = {
+        "missing": sorted(wanted.keys() - state.keys()),
+        "unexpected": sorted(state.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} {tuple(state[name].shape)} instead of {tuple(wanted[name].shape)}"
+            for name in sorted(wanted.keys() & state.keys())
+            if state[name].shape != wanted[name].shape
+        ],
+    }
+    if any(problems.values()):
+        said = "; ".join(f"{what}: {shorten(names, 8)}" for what, names in problems.items() if names)
+        raise UserError(f"{path} does not fit this architecture. {said}")
+    model.load_state_dict(state, assign=True)
+
+
+def _fit_positions(model: Any, state: dict[str, Tensor]) -> None:
+    """Give the model the image size that the file's position embeddings are for, where these are square."""
+    if model.pos_embed is None or "pos_embed" not in state or state["pos_embed"].ndim != 3:
+        return
+    patches = state["pos_embed"].shape[1] - (0 if model.no_embed_class else model.num_prefix_tokens)
+    if patches > 0 and math.isqrt(patches) ** 2 == patches and patches != model.patch_embed.num_patches:
+        height, width = model.patch_embed.patch_size
+        model.set_input_size((math.isqrt(patches) * height, math.isqrt(patches) * width))
+
+
+def _side(model: Any) -> int:
+    return int(model.patch_embed.img_size[0])
+
+
+def _preprocessing_beside(path: Path) -> Preprocessing | None:
+    description = path.with_suffix(".json")
+    if not description.is_file():
+        return None
+    try:
+        content = json.loads(description.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{description} is not JSON: {error}") from error
+    if not isinstance(content, dict) or "preprocessing" not in content:
+        return None
+    return _parse_preprocessing(content["preprocessing"], description)
+
+
+def _colour(values: Iterable[float]) -> Colour:
+    red, green, blue = values
+    return float(red), float(green), float(blue)
+
+
+def _parse_preprocessing(content: Any, where: Path) -> Preprocessing:
+    try:
+        return Preprocessing(int(content["image_size"]), _colour(content["mean"]), _colour(content["std"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f'{where}: "preprocessing" must hold "image_size" (a number), "mean" and "std" (three numbers '
+            f"each), got {content!r} ({error})"
+        ) from error
+
+
+def _freeze(
+    model: Any, name: str, prepared: Preprocessing, image_size: int | None, source: str, sha256: str
+) -> LoadedBackbone:
+    """Bring the model to the wanted image size and freeze it."""
+    from probprompt.backbone import FrozenViT
+
+    size = prepared.image_size if image_size is None else image_size
+    patch = model.patch_embed.patch_size
+    if size < 1 or any(size % side for side in patch):
+        raise UserError(f"{name!r} cuts images into patches of {patch} pixels: {size} is not a multiple of it")
+    if size != _side(model):
+        model.set_input_size((size, size))
+    preprocessing = Preprocessing(size, prepared.mean, prepared.std)
+    return LoadedBackbone(FrozenViT(model), preprocessing, name, source, sha256)

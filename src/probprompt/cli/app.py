@@ -1,0 +1,128 @@
+"""The commands. What is heavy is imported inside them, so that help and mistakes come at once."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from probprompt import __version__
+
+app = typer.Typer(
+    name="probprompt",
+    help="Teach a frozen vision transformer new classes, one task after another, without keeping old images.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Listed(StrEnum):
+    """What can be listed."""
+
+    methods = "methods"
+    benchmarks = "benchmarks"
+    backbones = "backbones"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"probprompt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU where there is one by default.")]
+Track = Annotated[str | None, typer.Option(help="Send numbers to tensorboard, trackio or wandb.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Where the runs are written; runs/demo by default.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
+    device: Device = None,
+) -> None:
+    """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside the linear probe, on embedded data and weights."""
+    from probprompt.cli.commands import run_demo
+
+    run_demo(out, seed, device)
+
+
+@app.command()
+def train(
+    benchmark: Annotated[
+        str | None, typer.Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="See: probprompt list methods.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")
+    ] = None,
+    test: Annotated[Path | None, typer.Option(help="A separate test folder; else a part is held out.")] = None,
+    backbone: Annotated[str | None, typer.Option(help="A named checkpoint or any timm arch.tag.")] = None,
+    weights: Annotated[str | None, typer.Option(help="A safetensors file for that architecture.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per task.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="All three seeds at once: order, init, data.")] = None,
+    order_seed: Annotated[int | None, typer.Option(min=0, help="Order of classes.")] = None,
+    init_seed: Annotated[int | None, typer.Option(min=0, help="Initial parameters.")] = None,
+    data_seed: Annotated[int | None, typer.Option(min=0, help="Batches, crops and noise.")] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Hold out 20 % of the training images and report on them, not on test.")
+    ] = False,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Go on without images that cannot be read; they are listed.")
+    ] = False,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one under runs/ by default.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
+    device: Device = None,
+    track: Track = None,
+) -> None:
+    """Learn a benchmark, or a folder of images, task by task."""
+    from probprompt.cli.commands import run_train
+
+    given: dict[str, Any] = {
+        "data": {"benchmark": benchmark, "tasks": tasks, "test": str(test) if test else None},
+        "backbone": {"name": backbone, "weights": weights},
+        "method": {"name": method},
+        "training": {"epochs": epochs, "batch": batch},
+        "seeds": {"order": seed, "init": seed, "data": seed},
+    }
+    if validate:
+        given["data"]["validation"] = 0.2
+    if skip_unreadable:
+        given["data"]["skip_unreadable"] = True
+    for name, value in (("order", order_seed), ("init", init_seed), ("data", data_seed)):
+        if value is not None:
+            given["seeds"][name] = value
+    run_train(given, assignments or [], config, out, resume, device, track)
+
+
+@app.command("list")
+def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None:
+    """List methods, benchmarks or backbones."""
+    from probprompt.cli.commands import run_list
+
+    run_list(what.value)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
+) -> None:
+    """Write report.html of a run, or one that compares several."""
+    from probprompt.cli.commands import run_report
+
+    run_report(runs, out)

@@ -1,0 +1,123 @@
+"""What the commands do."""
+
+from pathlib import Path
+from typing import Any
+
+from probprompt import api, presets
+from probprompt.cli.screen import Screen
+from probprompt.config import apply_assignments, merge, parse_config, read_toml
+from probprompt.data.stream import parse_tasks
+from probprompt.errors import UserError
+from probprompt.report import write_report
+from probprompt.runs.record import Run
+from probprompt.runs.tracking import check_tracker
+
+
+def run_demo(out: Path | None, seed: int, device: str | None) -> None:
+    """ProbPrompt and the linear probe, one after the other, then a table and a report on both."""
+    screen = Screen()
+    folder = out or api.free_folder(Path("runs"), "demo")
+    if folder.exists():
+        raise UserError(f"{folder} exists already: choose another folder with --out")
+    screen.say("20 classes of emoji arrive in 5 tasks; old images are never seen again.")
+    screen.say("The test images are drawn in styles that training never shows.\n")
+    runs = []
+    for method in ("probprompt", "linear-probe"):
+        screen.title(method)
+        runs.append(
+            api.train(method=method, out=folder / method, seed=seed, config=presets.DEMO, device=device, watcher=screen)
+        )
+    page = write_report([run.folder for run in runs], folder / "report.html")
+    screen.compare(runs)
+    screen.say(f"\nreport: {page}")
+
+
+def run_train(
+    given: dict[str, Any],
+    assignments: list[str],
+    config: Path | None,
+    out: Path | None,
+    resume: Path | None,
+    device: str | None,
+    track: str | None,
+) -> None:
+    """A new run, or the rest of one that was stopped."""
+    screen = Screen()
+    if track:
+        check_tracker(track)
+    if resume:
+        _refuse_changes(resume, given, assignments, config, out)
+        run = api.resume(resume, device, screen, track)
+    else:
+        run = _new_run(_gather({}, given, assignments, config), out, device, track, screen)
+    screen.show(run)
+
+
+def _gather(base: dict[str, Any], given: dict[str, Any], assignments: list[str], config: Path | None) -> dict[str, Any]:
+    """Settings from the file, over them the options, over them the assignments."""
+    settings = merge(base, read_toml(config)) if config else base
+    options = {name: {k: v for k, v in group.items() if v is not None} for name, group in given.items()}
+    settings = merge(settings, {name: group for name, group in options.items() if group})
+    settings = apply_assignments(settings, assignments)
+    tasks = settings.get("data", {}).get("tasks")
+    if isinstance(tasks, str):
+        settings = merge(settings, {"data": {"tasks": parse_tasks(tasks)}})
+    return settings
+
+
+def _new_run(settings: dict[str, Any], out: Path | None, device: str | None, track: str | None, screen: Screen) -> Run:
+    parsed = parse_config(settings)
+    name = f"{Path(parsed.data.benchmark).name}-{parsed.method.name}-s{parsed.seeds.order}"
+    return api.start(parsed, out or api.free_folder(Path("runs"), name), device, screen, track)
+
+
+def _refuse_changes(
+    folder: Path, given: dict[str, Any], assignments: list[str], config: Path | None, out: Path | None
+) -> None:
+    """A run goes on with the settings it began with; others are refused, not ignored."""
+    if out:
+        raise UserError("--resume goes on in the run's own folder: leave --out away")
+    recorded = Run.open(folder).config.model_dump(mode="json")
+    wanted = parse_config(_gather(recorded, given, assignments, config)).model_dump(mode="json")
+    changed = [
+        f"{group}.{name}: {recorded[group][name]!r} became {value!r}"
+        for group, values in wanted.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+        if recorded[group].get(name) != value
+    ]
+    if changed:
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(changed)}): resume it without changes, "
+            "or start a new run"
+        )
+
+
+def run_list(what: str) -> None:
+    """A table of what can be named."""
+    screen = Screen()
+    if what == "methods":
+        from probprompt import methods
+
+        rows = [(name, method.summary) for name, method in methods.registered().items()]
+        screen.listing(("method", "what it is"), rows)
+    elif what == "benchmarks":
+        from probprompt.data import benchmarks
+
+        known = benchmarks.registered().items()
+        rows = [(name, f"{source.summary}; {source.tasks} tasks") for name, source in known]
+        screen.listing(("benchmark", "what it is"), [*rows, ("FOLDER", benchmarks.Folder.summary)])
+    else:
+        from probprompt import checkpoints
+
+        found = [(item.name, item.description, "yes" if item.available else "no") for item in checkpoints.known()]
+        screen.listing(("backbone", "what it is", "on this machine"), found)
+        screen.say("Any other plain timm ViT by its arch.tag; a local file with --weights FILE.safetensors.")
+
+
+def run_report(runs: list[Path], out: Path | None) -> None:
+    """A page on one run or several."""
+    target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    for folder in runs:
+        Run.open(folder)
+    Screen().say(f"report: {write_report(runs, target)}")

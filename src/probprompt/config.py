@@ -1,0 +1,231 @@
+"""The settings of a run: frozen, checked, complete. What is not named here cannot be set."""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+
+from probprompt import methods
+from probprompt.errors import UserError, suggest
+from probprompt.methods import MethodConfig
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(_Settings):
+    """Which images, and how they are cut into tasks."""
+
+    benchmark: str = "emoji-r"
+    """A benchmark's name or the path of a folder of class folders."""
+    test: str | None = None
+    """A separate test folder, for a folder of images."""
+    test_fraction: float = Field(0.2, gt=0, lt=1)
+    """The part of a folder's images that is the test set where there is no separate one."""
+    tasks: int | tuple[int, ...] | tuple[tuple[str, ...], ...] | None = None
+    """Number of tasks, their sizes, or their classes by name; the benchmark's usual number by default."""
+    validation: float = Field(0.0, ge=0, lt=1)
+    """Above 0: hold out this part of the training images and evaluate on it instead of the test set."""
+    stored_side: int | Literal["full"] | None = None
+    """Images are kept with the short side at most this long: 256/224 of the input by default."""
+    skip_unreadable: bool = False
+
+
+class BackboneConfig(_Settings):
+    """Which frozen vision transformer, and what its input looks like."""
+
+    name: str = "demo"
+    """A named checkpoint or any timm ``arch.tag``."""
+    weights: str | None = None
+    """A local safetensors file for the architecture ``name``, or ``random``."""
+    image_size: int | None = Field(None, ge=8)
+    normalisation: Literal["backbone", "unit"] = "backbone"
+    """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does."""
+
+
+class TrainingConfig(_Settings):
+    """How prompts and head learn a task."""
+
+    epochs: int = Field(20, ge=1)
+    batch: int = Field(128, ge=1)
+    head_rate: float = Field(0.0025, gt=0)
+    prompt_rate_factor: float = Field(5.0, gt=0)
+    """The prompts learn at this multiple of the head's rate."""
+    final_rate: float = Field(1e-6, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["cosine", "vq", "vq-epoch", "constant"] = "cosine"
+    """``vq`` and ``vq-epoch`` are the schedules of VQ-Prompt's code, quirks included."""
+    frozen_epochs: int = Field(1, ge=0)
+    """Epochs that the ``vq`` schedule spends at the final rate before its cosine."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area that a random crop covers."""
+    flip: bool = True
+
+
+class AlignmentConfig(_Settings):
+    """How the head is refitted on Gaussian pseudo-features of all classes after each task."""
+
+    enabled: bool = True
+    epochs: int = Field(10, ge=1)
+    rate: float = Field(1e-5, gt=0)
+    final_rate: float = Field(1e-6, ge=0)
+    first_rate: float | None = Field(None, gt=0)
+    """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
+    weight_decay: float = Field(5e-4, ge=0)
+    batch_ratio: float = Field(4.0, gt=0)
+    """Size of a batch of pseudo-features, as a multiple of the training batch."""
+    variance_floor: float = Field(1e-4, gt=0)
+    augmented_statistics: bool = True
+    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views."""
+
+
+class SeedsConfig(_Settings):
+    """What is drawn from what: the order of classes, the initial parameters, batches with their noise."""
+
+    order: int = Field(0, ge=0)
+    init: int = Field(0, ge=0)
+    data: int = Field(0, ge=0)
+
+
+def _read_method(value: Any) -> MethodConfig:
+    try:
+        return methods.parse_config(value)
+    except (TypeError, KeyError) as problem:
+        raise ValueError(f"must be a method's name or its settings, not {value!r}") from problem
+
+
+class RunConfig(_Settings):
+    """Everything that decides the outcome of a run."""
+
+    data: DataConfig = DataConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    method: Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_read_method)] = Field(
+        default_factory=lambda: methods.parse_config("probprompt")
+    )
+    training: TrainingConfig = TrainingConfig()
+    alignment: AlignmentConfig = AlignmentConfig()
+    seeds: SeedsConfig = SeedsConfig()
+    evaluation_batch: int = Field(128, ge=1)
+
+
+def parse_config(settings: Mapping[str, Any]) -> RunConfig:
+    """Check nested settings; a mistake is told with the field's name and, for a wrong name, the nearest right one."""
+    try:
+        return RunConfig.model_validate(settings)
+    except ValidationError as problem:
+        known = list(_field_names(RunConfig, settings))
+        raise UserError("\n".join(_explain(error, known) for error in problem.errors())) from None
+
+
+def _explain(error: Any, known: list[str]) -> str:
+    where = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal", "function")))
+    if error["type"] == "extra_forbidden":
+        return f"no setting is called {where!r}: {suggest(where, known)}"
+    return f"{where}: {error['msg']}, not {error['input']!r}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read nested settings from a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UserError(f"the config file {path} cannot be read: {problem.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise UserError(f"the config file {path} is not valid TOML: {problem}") from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested settings over others. Naming another method drops the settings of the first."""
+    merged = dict(base)
+    for key, value in over.items():
+        if key == "method":
+            value = _merge_method(merged.get("method"), value)
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            value = merge(merged[key], value)
+        merged[key] = value
+    return merged
+
+
+def _merge_method(base: Any, over: Any) -> dict[str, Any]:
+    first = {"name": base} if isinstance(base, str) else dict(base or {})
+    second = {"name": over} if isinstance(over, str) else dict(over)
+    if "name" in second and second["name"] != first.get("name", "probprompt"):
+        return second
+    return {**first, **second}
+
+
+def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Apply ``key=value`` assignments; a key is dotted, or the last part alone where that is unambiguous.
+
+    >>> apply_assignments({}, ["training.epochs=3", "samples=5"])
+    {'training': {'epochs': 3}, 'method': {'samples': 5}}
+    """
+    result = dict(settings)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--set takes key=value, not {assignment!r}")
+        result = apply_values(result, {key.strip(): _parse_value(text.strip())})
+    return result
+
+
+def apply_values(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply values by their dotted or unambiguous names."""
+    result = dict(settings)
+    for key, value in values.items():
+        for part in reversed(_resolve(key, list(_field_names(RunConfig, result))).split(".")):
+            value = {part: value}
+        result = merge(result, value)
+    return result
+
+
+def _resolve(key: str, known: list[str]) -> str:
+    if key in known or key == "method":
+        return key
+    matches = [name for name in known if name.rpartition(".")[2] == key]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(f"{key!r} could be {' or '.join(matches)}: write it out")
+    leaf = key.rpartition(".")[2]
+    near = [name for name in known if name.rpartition(".")[2] == leaf]
+    raise UserError(
+        f"no setting is called {key!r}: " + (f"did you mean {near[0]!r}?" if near else _nearest(key, known))
+    )
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """Compare with dotted names or, for a bare word, with their last parts."""
+    if "." in key:
+        return suggest(key, known)
+    leaves = {name.rpartition(".")[2]: name for name in known}
+    hint = suggest(key, leaves)
+    for leaf, name in leaves.items():
+        hint = hint.replace(f"'{leaf}'", f"'{name}'")
+    return hint
+
+
+def _parse_value(text: str) -> Any:
+    """Read a TOML value (number, true, list, quoted string); anything else is a string; ``none`` is no value."""
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """All dotted field names, those of the chosen method included."""
+    for name, field in model.model_fields.items():
+        inner: Any = field.annotation
+        if name == "method" and model is RunConfig:
+            chosen = settings.get("method", "probprompt")
+            inner = methods.find(chosen if isinstance(chosen, str) else chosen.get("name", "probprompt")).Config
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _field_names(inner, settings, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,55 @@
+"""Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent or CMYK."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+Pixels = NDArray[np.uint8]
+
+SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+    + (".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".tga", ".avif")
+)
+_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+class UnreadableImageError(Exception):
+    """A file that holds no image that can be decoded; the message says why."""
+
+
+def read_image(path: Path, short_side: int | None = None) -> Pixels:
+    """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as opened:
+                image = to_rgb(ImageOps.exif_transpose(opened))
+    except UnidentifiedImageError:
+        raise UnreadableImageError("no image format that can be read") from None
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, Warning) as problem:
+        raise UnreadableImageError(str(problem) or type(problem).__name__) from None
+    return np.asarray(reduce_to(image, short_side))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert to RGB: transparency is laid on white, 16-bit grey is scaled, everything else by its own colours."""
+    if image.mode in _SIXTEEN_BIT or image.mode == "I":
+        grey = np.asarray(image).astype(np.float64) / 257.0  # 65535 becomes 255
+        return Image.fromarray(grey.clip(0, 255).round().astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        layered = image.convert("RGBA")
+        white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layered).convert("RGB")
+    return image.convert("RGB")
+
+
+def reduce_to(image: Image.Image, short_side: int | None) -> Image.Image:
+    """Shrink so that the short side has at most so many pixels; never enlarge."""
+    width, height = image.size
+    if short_side is None or min(width, height) <= short_side:
+        return image
+    scale = short_side / min(width, height)
+    return image.resize((max(1, round(width * scale)), max(1, round(height * scale))), Image.Resampling.BILINEAR)

@@ -1,0 +1,185 @@
+"""Equations 2 to 14 of the paper as pure functions.
+
+Shapes: B images, M prompt tokens, each with a pool of N Gaussians, K samples, D features. A Gaussian is
+given by its mean μ and by log σ, the logarithm of its standard deviations (the covariance is diagonal).
+
+Every function returns the widest dtype of its inputs. Sums run in float64 inside, whatever the inputs:
+squared distances reach 1e5 while differences of 1 decide, and autocast and TF32 leave float64 alone.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["aggregate", "average", "gaussian_kl", "mixture_moments", "relevance", "sample_prompts", "top_k"]
+
+_SMALLEST_NORM = 1e-8  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
+
+
+def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float = 1.0) -> Tensor:
+    """Say how relevant each Gaussian of a pool is to each query (Eqs. 2 and 3).
+
+        S²(n) = Σ_d (q_d - μ_d(n))² / σ_d(n)²
+        s(n)  = exp(-S²(n) / temperature) / Σ_j exp(-S²(j) / temperature)
+
+    query (B, D), mean and log_std (M, N, D) -> (B, M, N), where each row over N sums to 1.
+    A temperature of 1 is the paper's formula; √D or D soften the choice.
+
+    >>> mean = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])  # one pool of two Gaussians
+    >>> query = torch.tensor([[1.0, 0.0], [0.5, 0.0]])  # half-way, and nearer to the first
+    >>> relevance(query, mean, torch.zeros(1, 2, 2))
+    tensor([[[0.5000, 0.5000]],
+    <BLANKLINE>
+            [[0.8808, 0.1192]]])
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    # Let T = Σ (|q| + |μ|)²/σ², which is 1e13 at log σ = -10. Expanding the square into matmuls,
+    # q²/σ² - 2qμ/σ² + μ²/σ², would be faster, but is wrong by about 1e-16 T however small S² is: a query
+    # within σ of two means gets weights that are off by 1e-3. q/σ - μ/σ only moves q and μ by one part in
+    # 1e16, so S² is off by about 1e-16 S √T, and the weights are right to 1e-4 up to S² = 1e11 (from 1e12 on,
+    # float64 itself is coarser than that). Unlike (q - μ)/σ, its gradient keeps one large tensor, not two.
+    inverse = torch.exp(-log_std.double())  # (M, N, D), 1/σ
+    origin = -mean.double() * inverse  # (M, N, D)
+    whitened = torch.addcmul(origin, query.double()[:, None, None, :], inverse)  # (B, M, N, D)
+    distance = whitened.square().sum(dim=-1)  # (B, M, N), S²
+    return torch.softmax(-distance / temperature, dim=-1).to(_widest(query, mean, log_std))  # (B, M, N)
+
+
+def top_k(weights: Tensor, k: int) -> Tensor:
+    """Keep the k largest weights along the last dimension and make them sum to 1 again; the others become 0.
+
+    weights (..., N) -> (..., N).
+
+    >>> top_k(torch.tensor([0.1, 0.6, 0.3]), 2)
+    tensor([0.0000, 0.6667, 0.3333])
+    """
+    if not 1 <= k <= weights.shape[-1]:
+        raise ValueError(f"k must be between 1 and {weights.shape[-1]}, the number of weights; got {k}")
+    largest, where = weights.double().topk(k, dim=-1)  # (..., k)
+    share = largest / largest.sum(dim=-1, keepdim=True)  # (..., k)
+    return torch.zeros_like(weights).scatter(-1, where, share.to(weights.dtype))  # (..., N)
+
+
+def mixture_moments(weights: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """Match one Gaussian to each mixture: its mean and its standard deviation (Eqs. 5 to 7).
+
+        μ_GM  = Σ_n s(n) μ(n)
+        σ_GM² = Σ_n s(n) (σ(n)² + (μ(n) - μ_GM)²)
+
+    weights (B, M, N), each row over N summing to 1, mean and log_std (M, N, D) -> (B, M, D) and (B, M, D).
+
+    >>> mean = torch.tensor([[[-1.0], [1.0]]])
+    >>> center, std = mixture_moments(torch.tensor([[[0.5, 0.5]]]), mean, torch.zeros(1, 2, 1))
+    >>> center.item(), round(std.item(), 4)  # a variance of 1 within the two, and of 1 between them
+    (0.0, 1.4142)
+    """
+    means, variances = mean.double(), torch.exp(2 * log_std.double())  # (M, N, D)
+    share = weights.double()[..., None]  # (B, M, N, 1)
+    # Contiguous, because all samples inherit its layout, and `aggregate` would copy them to change it.
+    center = torch.einsum("bmn,mnd->bmd", share.squeeze(-1), means).contiguous()  # (B, M, D)
+    # Squares around the mean are never negative, so neither the root nor its gradient can fail. The shorter
+    # Σ s μ² - μ_GM² does not promise that.
+    deviation = means - center[:, :, None, :]  # (B, M, N, D)
+    variance = (share * (variances + deviation.square())).sum(dim=2)  # (B, M, D)
+    dtype = _widest(weights, mean, log_std)
+    return center.to(dtype), variance.sqrt().to(dtype)
+
+
+def sample_prompts(
+    mean: Tensor,
+    std: Tensor,
+    count: int,
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """Draw `count` samples of each mixture, differentiable in its moments (Eq. 8).
+
+        P_k = μ_GM + σ_GM ⊙ ε_k,  ε_k ~ N(0, I)
+
+    mean and std (B, M, D) -> (B, M, K, D) with K = count.
+    ε is `noise` if given, and may be anything that broadcasts: (M, K, D) is the same for all images. If not,
+    it comes from `generator`, which must live where `mean` does, or from the global one.
+
+    >>> noise = torch.tensor([[[-1.0], [0.0], [2.0]]])  # (M, K, D) = (1, 3, 1)
+    >>> sample_prompts(torch.tensor([[[10.0]]]), torch.tensor([[[0.5]]]), 3, noise=noise).flatten()
+    tensor([ 9.5000, 10.0000, 11.0000])
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    images, tokens, features = mean.shape
+    shape = (images, tokens, count, features)
+    if noise is None:
+        noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)  # (B, M, K, D)
+    dtype = _widest(mean, std, noise)
+    wide = torch.promote_types(dtype, torch.float32)
+    center, scale = mean.to(wide)[:, :, None, :], std.to(wide)[:, :, None, :]  # (B, M, 1, D)
+    return torch.addcmul(center, scale, noise.to(wide).expand(shape)).to(dtype)  # (B, M, K, D)
+
+
+def aggregate(samples: Tensor, query: Tensor) -> Tensor:
+    """Make one prompt of each token's samples; those that point the way of the query weigh more (Eqs. 9, 10).
+
+        w_k = exp(cos(P_k, q)) / Σ_j exp(cos(P_j, q))
+        P   = Σ_k w_k P_k
+
+    samples (B, M, K, D), query (B, D) -> (B, M, D).
+
+    >>> samples = torch.tensor([[[[3.0, 0.0], [0.0, 1.0]]]])  # their cosines with the query are 1 and 0
+    >>> aggregate(samples, torch.tensor([[2.0, 0.0]]))
+    tensor([[[2.1932, 0.2689]]])
+    """
+    wide = samples.double()  # (B, M, K, D)
+    direction = _unit(query.double())  # (B, D)
+    length = torch.linalg.vector_norm(wide, dim=-1).clamp_min(_SMALLEST_NORM)  # (B, M, K)
+    product = wide.flatten(1, 2) @ direction[..., None]  # (B, M * K, 1)
+    cosine = product.view_as(length) / length  # (B, M, K)
+    weights = torch.softmax(cosine, dim=-1)  # (B, M, K)
+    prompt = (weights[..., None, :] @ wide).squeeze(-2)  # (B, M, D)
+    return prompt.to(_widest(samples, query))
+
+
+def average(samples: Tensor) -> Tensor:
+    """Make one prompt of each token's samples, all weighing the same: `aggregate` with w_k = 1/K.
+
+    samples (B, M, K, D) -> (B, M, D).
+
+    >>> average(torch.tensor([[[[3.0, 0.0], [0.0, 1.0]]]]))
+    tensor([[[1.5000, 0.5000]]])
+    """
+    return samples.mean(dim=-2, dtype=torch.float64).to(samples.dtype)  # (B, M, D)
+
+
+def gaussian_kl(mean_p: Tensor, log_std_p: Tensor, mean_q: Tensor, log_std_q: Tensor) -> Tensor:
+    """Measure KL(p || q) of Gaussians with diagonal covariances; in Eq. 14, p is the cached one.
+
+        KL = 1/2 Σ_d [ exp(2r_d) - 1 - 2r_d + (μp_d - μq_d)² / σq_d² ],  r = log σp - log σq
+
+    All four (..., D) -> (...).
+
+    >>> zero, one = torch.zeros(1), torch.ones(1)
+    >>> gaussian_kl(zero, zero, zero, zero), gaussian_kl(one, zero, zero, zero)
+    (tensor(0.), tensor(0.5000))
+    >>> gaussian_kl(zero, zero, zero, one), gaussian_kl(zero, one, zero, zero)  # it has a direction
+    (tensor(0.5677), tensor(2.1945))
+    """
+    ratio = log_std_p.double() - log_std_q.double()  # (..., D)
+    # About 2r² for small r: in float64 the subtraction leaves twelve digits at r = 1e-4, five at r = 1e-11,
+    # and the gradient at r = 0 is exactly 0.
+    spread = torch.expm1(2 * ratio) - 2 * ratio  # (..., D)
+    shift = (mean_p.double() - mean_q.double()) * torch.exp(-log_std_q.double())  # (..., D)
+    divergence = 0.5 * (spread + shift.square()).sum(dim=-1)  # (...)
+    return divergence.to(_widest(mean_p, log_std_p, mean_q, log_std_q))
+
+
+def _unit(vector: Tensor) -> Tensor:
+    """Scale to length 1; a zero vector stays zero."""
+    length: Tensor = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)  # (..., 1)
+    return vector / length.clamp_min(_SMALLEST_NORM)
+
+
+def _widest(first: Tensor, *others: Tensor) -> torch.dtype:
+    """Find the dtype that holds all of them: float32 for a bfloat16 query against float32 parameters."""
+    dtype = first.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    return dtype

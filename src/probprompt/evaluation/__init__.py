@@ -1,0 +1,1 @@
+"""What a run is worth: its accuracy matrix, and what can be read from it."""

@@ -1,0 +1,96 @@
+"""What happens inside: how alike the injected prompts are, which components are used, what the queries look like."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probprompt.evaluation.embedding import pca, tsne
+from probprompt.methods import EVALUATION, Method
+
+POINTS = 400  # queries embedded at most: exact t-SNE grows with their square
+
+
+def injected_tokens(method: Method, queries: Tensor) -> dict[int, Tensor]:
+    """The prompt tokens that evaluation injects for these queries, per block: (slots, B, W)."""
+    prompts = method.prompts(queries, EVALUATION).prompts
+    tokens = {}
+    for block, prefix in prompts.items():
+        both = torch.cat([prefix.key, prefix.value], dim=-2)  # (B, slots, W), or (slots, W) when shared
+        tokens[block] = both.expand(len(queries), *both.shape[-2:]).transpose(0, 1)
+    return tokens
+
+
+def similarity(tokens: dict[int, Tensor]) -> Tensor:
+    """Cosine between the prompts of different queries, averaged over blocks and token slots: (B, B)."""
+    every = torch.nn.functional.normalize(torch.cat(list(tokens.values())).double(), dim=-1)  # (slots, B, W)
+    return (every @ every.mT).mean(dim=0)
+
+
+def mean_pairwise(matrix: Tensor) -> float:
+    """Mean over pairs of different queries.
+
+    >>> mean_pairwise(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
+    0.5
+    """
+    count = len(matrix)
+    return float((matrix.sum() - matrix.trace()) / max(1, count * (count - 1)))
+
+
+def effective_rank(tokens: dict[int, Tensor]) -> float:
+    """How many directions the prompts of different queries span: exp of the entropy of the singular values.
+
+    Mean over blocks and slots; 1 when all queries get one and the same prompt.
+    """
+    every = torch.cat(list(tokens.values())).double()  # (slots, B, W)
+    values = torch.linalg.svdvals(every)  # (slots, min(B, W))
+    share = values / values.sum(dim=-1, keepdim=True)
+    return float(torch.special.entr(share).sum(dim=-1).exp().mean())
+
+
+@torch.no_grad()
+def prompt_diversity(method: Method, fresh: Method, queries: Tensor, labels: list[str]) -> dict[str, Any] | None:
+    """Similarity of the prompts for one query per class, after training and at the start; None without prompts."""
+    tokens = injected_tokens(method, queries)
+    if not tokens:
+        return None
+    start = injected_tokens(fresh, queries)
+    matrix = similarity(tokens)
+    return {
+        "labels": labels,
+        "matrix": [[round(value, 4) for value in row] for row in matrix.tolist()],
+        "mean": mean_pairwise(matrix),
+        "initial_mean": mean_pairwise(similarity(start)),
+        "per_block": {str(block): mean_pairwise(similarity({block: part})) for block, part in tokens.items()},
+        "effective_rank": effective_rank(tokens),
+        "initial_effective_rank": effective_rank(start),
+    }
+
+
+@torch.no_grad()
+def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
+    """How the relevance is spread over the components, per block; None where the method has no such."""
+    weights = method.relevance(queries)  # per block (B, M, N)
+    if not weights:
+        return None
+    largest = float(torch.tensor(next(iter(weights.values())).shape[-1]).log().clamp(min=1e-12))
+    return {
+        "blocks": list(weights),
+        "usage": [part.mean(dim=(0, 1)).tolist() for part in weights.values()],
+        "entropy": [float(torch.special.entr(part.double()).sum(-1).mean()) / largest for part in weights.values()],
+        "max_weight": [float(part.amax(dim=-1).mean()) for part in weights.values()],
+    }
+
+
+def query_map(queries: Tensor, labels: Tensor, names: list[str], task: int) -> dict[str, Any]:
+    """The queries of a task in the plane, coloured by class (the paper's Fig. 1a)."""
+    chosen = torch.linspace(0, len(queries) - 1, min(POINTS, len(queries))).round().long().unique()
+    few = len(chosen) < 10
+    points = (pca if few else tsne)(queries[chosen.to(queries.device)].double().cpu().numpy())
+    return {
+        "embedding": "PCA" if few else "t-SNE",
+        "points": [[round(float(x), 3), round(float(y), 3)] for x, y in points],
+        "labels": labels[chosen.to(labels.device)].tolist(),
+        "names": names,
+        "task": task,
+    }

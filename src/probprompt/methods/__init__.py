@@ -1,0 +1,33 @@
+"""One file per method. Every module in this folder is imported, so a new method is one new file."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from probprompt.methods.base import (
+    EVALUATION,
+    Context,
+    Method,
+    MethodConfig,
+    Prompted,
+    Shape,
+    find,
+    parse_config,
+    register,
+    registered,
+)
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "EVALUATION",
+    "Context",
+    "Method",
+    "MethodConfig",
+    "Prompted",
+    "Shape",
+    "find",
+    "parse_config",
+    "register",
+    "registered",
+]

@@ -1,0 +1,192 @@
+"""ProbPrompt: prompts are sampled from a query-conditioned mixture of learned Gaussians (the paper, Sec. 3).
+
+Every prompted block holds M pools, one per prompt token, of N diagonal Gaussians each. A query weighs the Gaussians
+of a pool by their Mahalanobis distance to it (Eqs. 2-3), the weighted mixture is moment-matched to one Gaussian
+(Eqs. 4-7), N_s prompts are drawn from it (Eq. 8) and averaged by their cosine to the query (Eqs. 9-10). The first
+half of the M tokens extends the block's attention keys, the second half its values. A loss keeps the Gaussians near
+a cached copy of themselves (Eqs. 13-14). What the paper leaves open is a named setting; the defaults are its
+literal reading.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from probprompt import equations, randomness
+from probprompt.errors import UserError
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.prompts import Prefix
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ProbPromptConfig(MethodConfig):
+    """The settings of ProbPrompt."""
+
+    name: Literal["probprompt"] = "probprompt"
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Blocks that receive prompts, counted from 0."""
+    tokens: int = Field(8, ge=2, multiple_of=2)
+    """M: prompt tokens per block, half for the keys and half for the values; each has a pool of its own."""
+    components: int = Field(10, ge=1)
+    """N: Gaussians per pool."""
+    samples: int = Field(30, ge=0)
+    """N_s: prompts drawn per token and image; 0 takes the mixture's mean."""
+    relevance_temperature: Literal["sqrt_dim", "dim"] | Positive = 1.0
+    """What S^2 is divided by before the softmax of Eq. 2: 1 is the literal reading."""
+    initial_mean: Literal["uniform", "symmetric", "normal"] = "uniform"
+    """U[0, 1), U(-1, 1) or N(0, 1), times ``initial_mean_scale``."""
+    initial_mean_scale: Positive = 1.0
+    initial_std: Positive = 1.0
+    evaluation: Literal["sample", "mean"] = "sample"
+    """Prompts at evaluation: one fixed draw of noise, the same for every image; or the mixture's mean."""
+    regularisation: float = Field(1e-6, ge=0)
+    """lambda: the weight of the distribution regularisation loss."""
+    reference: Literal["step", "epoch", "task"] = "step"
+    """Which earlier state of the Gaussians the loss compares with."""
+    top_k: int | None = Field(None, ge=1)
+    """Keep only the K most relevant Gaussians of a pool."""
+    aggregation: Literal["cosine", "mean"] = "cosine"
+    """How the samples are averaged: Eq. 10, or equally."""
+    variant: Literal["mixture", "independent", "deterministic"] = "mixture"
+    """The paper's ablation: sample from the mixture; sample from each Gaussian and mix the samples; no sampling."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ProbPromptConfig":
+        if len(set(self.blocks)) != len(self.blocks) or not self.blocks:
+            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
+        if self.top_k is not None and self.top_k > self.components:
+            raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components")
+        return self
+
+
+@register
+class ProbPrompt(Method):
+    """Probabilistic prompts."""
+
+    Config = ProbPromptConfig
+    summary = "prompts sampled from a mixture of learned Gaussians (the paper)"
+
+    cached_mean: Tensor
+    cached_log_std: Tensor
+    fixed_noise: Tensor
+
+    def __init__(self, config: ProbPromptConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        outside = [block for block in config.blocks if not 0 <= block < shape.depth]
+        if outside:
+            raise UserError(
+                f"the backbone has blocks 0 to {shape.depth - 1}, but method.blocks names {outside}: "
+                f"set method.blocks within that range"
+            )
+        self.config = config
+        self.temperature = _temperature(config.relevance_temperature, shape.width)
+        mean = torch.stack([_initial_mean(config, shape.width, seed, block) for block in config.blocks])
+        self.mean = nn.Parameter(mean)  # (blocks, M, N, D)
+        self.log_std = nn.Parameter(torch.full_like(mean, math.log(config.initial_std)))  # (blocks, M, N, D)
+        if config.variant == "deterministic":  # the ablation's first row: unit variance, never learned
+            self.log_std.data.zero_()
+            self.log_std.requires_grad_(False)
+        self.register_buffer("cached_mean", mean.clone())
+        self.register_buffer("cached_log_std", self.log_std.detach().clone())
+        # Drawn from the seed again when a model is loaded, so it need not be stored.
+        self.register_buffer("fixed_noise", self._fixed_noise(), persistent=False)
+
+    def begin_task(self, task: int, classes: int) -> None:
+        """Nothing grows; the reference of the regularisation may move."""
+        if self.config.reference == "task":
+            self._cache()
+
+    def begin_epoch(self) -> None:
+        """Move the reference of the regularisation if it is the epoch's."""
+        if self.config.reference == "epoch":
+            self._cache()
+
+    def before_step(self) -> None:
+        """Move the reference of the regularisation if it is the step's."""
+        if self.config.reference == "step":
+            self._cache()
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Sample prompts for each query (B, D); in training also weigh how far the Gaussians moved."""
+        assert query is not None
+        injected = {
+            block: Prefix.split(self._tokens(slot, query, context)) for slot, block in enumerate(self.config.blocks)
+        }
+        weight = self.config.regularisation
+        loss = weight * self.drift() if context.training and weight else None
+        return Prompted(injected, loss)
+
+    def drift(self) -> Tensor:
+        """L_DR (Eqs. 13-14): KL(cached || current), averaged over tokens and components, summed over blocks."""
+        divergence = equations.gaussian_kl(
+            self.cached_mean, self.cached_log_std, self.mean, self.log_std
+        )  # (blocks, M, N)
+        return divergence.mean(dim=(1, 2)).sum()
+
+    def relevance(self, query: Tensor) -> dict[int, Tensor]:
+        """Relevance scores s(n) per prompted block: (B, M, N)."""
+        return {block: self._weights(slot, query) for slot, block in enumerate(self.config.blocks)}
+
+    def _weights(self, slot: int, query: Tensor) -> Tensor:
+        weights = equations.relevance(query, self.mean[slot], self.log_std[slot], self.temperature)  # (B, M, N)
+        return weights if self.config.top_k is None else equations.top_k(weights, self.config.top_k)
+
+    def _tokens(self, slot: int, query: Tensor, context: Context) -> Tensor:
+        weights = self._weights(slot, query)  # (B, M, N)
+        if self.config.variant == "independent" and self._samples(context):
+            return self._mix_samples(slot, query, weights, context)
+        mean, std = equations.mixture_moments(weights, self.mean[slot], self.log_std[slot])  # (B, M, D) each
+        return self._draw(slot, mean, std, query, context)
+
+    def _mix_samples(self, slot: int, query: Tensor, weights: Tensor, context: Context) -> Tensor:
+        """Draw from every Gaussian by itself, then weigh the results by relevance (ablation, second row)."""
+        batch, (tokens, components, width) = len(query), self.mean[slot].shape
+        mean = self.mean[slot].flatten(0, 1).expand(batch, -1, -1)  # (B, M N, D)
+        std = self.log_std[slot].exp().flatten(0, 1).expand(batch, -1, -1)  # (B, M N, D)
+        drawn = self._draw(slot, mean, std, query, context).view(batch, tokens, components, width)  # (B, M, N, D)
+        return torch.einsum("bmn,bmnd->bmd", weights, drawn)  # (B, M, D)
+
+    def _draw(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
+        count = self._samples(context)
+        if not count:
+            return mean
+        noise = None if context.training else self.fixed_noise[slot]  # (M, N_s, D)
+        samples = equations.sample_prompts(mean, std, count, context.generator, noise)  # (B, M, N_s, D)
+        if self.config.aggregation == "mean":
+            return samples.mean(dim=2)  # (B, M, D)
+        return equations.aggregate(samples, query)  # (B, M, D)
+
+    def _samples(self, context: Context) -> int:
+        if self.config.variant == "deterministic":
+            return 0
+        if not context.training and self.config.evaluation == "mean":
+            return 0
+        return self.config.samples
+
+    def _fixed_noise(self) -> Tensor:
+        config = self.config
+        draws = config.tokens * (config.components if config.variant == "independent" else 1)
+        shape = (draws, config.samples, self.shape.width)
+        return torch.stack([randomness.normal(shape, self.seed, "evaluation noise", block) for block in config.blocks])
+
+    @torch.no_grad()
+    def _cache(self) -> None:
+        self.cached_mean.copy_(self.mean)
+        self.cached_log_std.copy_(self.log_std)
+
+
+def _temperature(setting: str | float, width: int) -> float:
+    return {"sqrt_dim": math.sqrt(width), "dim": float(width)}[setting] if isinstance(setting, str) else setting
+
+
+def _initial_mean(config: ProbPromptConfig, width: int, seed: int, block: int) -> Tensor:
+    shape = (config.tokens, config.components, width)
+    key = (seed, "initial mean", block)
+    if config.initial_mean == "normal":
+        return config.initial_mean_scale * randomness.normal(shape, *key)
+    drawn = randomness.uniform(shape, *key)
+    return config.initial_mean_scale * (2 * drawn - 1 if config.initial_mean == "symmetric" else drawn)

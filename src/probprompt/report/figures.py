@@ -1,0 +1,489 @@
+"""The pictures of a report: functions from numbers to SVG that takes its colours from the page.
+
+A figure is drawn in the light colours below. In the SVG each of them becomes a CSS variable of the page, so
+that the same figure stays readable in dark mode and in print. Text stays text: it is small, can be selected,
+and shows class names in any script.
+"""
+
+import functools
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+LineStyle = str | tuple[float, tuple[float, ...]]
+
+INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
+PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
+"""Colours that people with any kind of colour vision tell apart, all of them at least 4.5:1 on white."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven, so that six colours repeat with another marker
+DASHES: tuple[LineStyle, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
+SHAPES = {
+    "o": "M14 1.6a3.4 3.4 0 1 0 .01 0z",
+    "s": "M11 2h6v6h-6z",
+    "^": "M14 1.2l3.8 6.8h-7.6z",
+    "D": "M14 .8l4.2 4.2-4.2 4.2-4.2-4.2z",
+    "v": "M14 8.8l3.8-6.8h-7.6z",
+    "P": "M12.8 1.2h2.4v2.6h2.6v2.4h-2.6v2.6h-2.4v-2.6h-2.6v-2.4h2.6z",
+    "X": "M11.8 1.1l2.2 2.2 2.2-2.2 1.7 1.7-2.2 2.2 2.2 2.2-1.7 1.7-2.2-2.2-2.2 2.2-1.7-1.7 2.2-2.2-2.2-2.2z",
+}
+UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+"""Characters that no XML or HTML document may hold."""
+DEPTH = LinearSegmentedColormap.from_list(
+    "depth", ["#f2f5f2", "#cfe3dc", "#94c4c4", "#5098ae", "#276a92", "#194673", "#122a52"]
+)
+THEME = {INK: "ink", MUTED: "muted", RULE: "rule", PAGE: "page"} | {
+    colour: f"series-{index}" for index, colour in enumerate(PALETTE)
+}
+STYLE: dict[Any, Any] = {  # Any: the types of the keys differ between versions of matplotlib
+    "svg.fonttype": "none",
+    "svg.hashsalt": "probprompt",
+    "text.parse_math": False,  # a class may be called "$5"
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9.5,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "auto",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a plot: values at steps 1, 2, ..., None where there is none; index picks its look."""
+
+    values: Sequence[float | None]
+    index: int = 0
+
+    @property
+    def points(self) -> tuple[list[int], list[float]]:
+        """The steps that have a value, and the values."""
+        present = [(step, value) for step, value in enumerate(self.values, start=1) if value is not None]
+        return [step for step, _ in present], [value for _, value in present]
+
+
+def styled(draw: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Draw with this module's style alone, whatever the reader's matplotlib settings are."""
+
+    @functools.wraps(draw)
+    def with_style(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        defaults: dict[Any, Any] = dict(matplotlib.rcParamsDefault)
+        for name in [name for name in defaults if name.startswith("backend")]:
+            del defaults[name]  # no window is ever opened
+        with matplotlib.rc_context(defaults | STYLE), warnings.catch_warnings():
+            # The reader's browser has the glyphs that the font used to measure text may lack.
+            warnings.filterwarnings("ignore", message="Glyph .* missing")
+            return draw(*args, **kwargs)
+
+    return with_style
+
+
+def label(text: str, longest: int = 18) -> str:
+    """Make any name fit for a figure: one line, printable, cut where it is too long.
+
+    >>> label("a\\tvery long name of a class")
+    'a very long name …'
+    """
+    plain = UNPRINTABLE.sub("�", " ".join(text.split()))
+    return plain if len(plain) <= longest else plain[: longest - 1] + "…"
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of two colours as WCAG 2 defines it, from 1 to 21.
+
+    >>> contrast("#000000", "#ffffff")
+    21.0
+    """
+
+    def luminance(colour: str) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return round((light + 0.05) / (dark + 0.05), 3)
+
+
+def shade(value: float, low: float, high: float) -> tuple[str, str]:
+    """Background of a heat map's cell, and the text colour that is easiest to read on it."""
+    background = to_hex(DEPTH((value - low) / (high - low)))
+    return background, max("#000000", "#ffffff", key=lambda ink: contrast(ink, background))
+
+
+def accuracy_floor(values: Sequence[float]) -> float:
+    """Where an axis of accuracies starts: a round number well below the lowest of them.
+
+    >>> accuracy_floor([71.0, 96.5])
+    60.0
+    """
+    return max(0.0, 10.0 * math.floor((min(values, default=0.0) - 3.0) / 10.0))
+
+
+def swatch(index: int, line: bool = True) -> str:
+    """Legend key of a series or a class, drawn as the figures draw it."""
+    colour = f"var(--series-{index % len(PALETTE)})"
+    stroke = ""
+    if line:
+        dash = DASHES[index % len(DASHES)]
+        pattern = "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(f"{d:g}" for d in dash[1])}"'
+        stroke = f'<path d="M0 5H28" fill="none" stroke="{colour}" stroke-width="1.6"{pattern}/>'
+    shape = SHAPES[MARKERS[index % len(MARKERS)]]
+    box = "0 0 28 10" if line else "9 0 10 10"
+    kind = "swatch" if line else "swatch dot"
+    marker = f'<path d="{shape}" fill="{colour}"/>'
+    return f'<svg class="{kind}" viewBox="{box}" aria-hidden="true">{stroke}{marker}</svg>'
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Make a figure of so many SVG units: on a phone about as many pixels."""
+    return Figure(figsize=(width / 72, height / 72), layout="constrained")
+
+
+def _round(match: re.Match[str]) -> str:
+    return f"{float(match.group()):.2f}".rstrip("0").rstrip(".")
+
+
+def _clean(element: ElementTree.Element, prefix: str, referenced: set[str]) -> None:
+    """Rewrite one element for use inside HTML: no namespaces, own ids only, colours of the page."""
+    element.tag = element.tag.rpartition("}")[2]
+    attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+    element.attrib.clear()
+    if attributes.get("id") not in referenced:
+        attributes.pop("id", None)
+    for name, value in attributes.items():
+        if name == "id":
+            value = prefix + value
+        elif name == "href" and value.startswith("#"):
+            value = f"#{prefix}{value[1:]}"
+        elif name in ("d", "x", "y"):
+            value = " ".join(re.sub(r"-?\d+\.\d{3,}", _round, value).split())
+        elif name == "transform" and value.startswith("rotate(-0 "):
+            continue
+        value = value.replace("url(#", f"url(#{prefix}")
+        if name == "style":
+            value = re.sub(r"font-family:[^;]*;? ?", "", value)
+            value = re.sub(r"#[0-9a-f]{6}", lambda m: f"var(--{THEME[m[0]]})" if m[0] in THEME else m[0], value)
+        element.set(name, value)
+    element.tail = None
+    if element.tag != "text":
+        element.text = None
+
+
+def _svg(figure: Figure, key: str, description: str) -> str:
+    """Turn a figure into an SVG element for HTML; the key keeps its ids apart from those of others."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    root = ElementTree.fromstring(buffer.getvalue())
+    view = root.attrib["viewBox"]
+    for parent in list(root.iter()):
+        for child in list(parent):
+            # The style element would apply to the whole page; the metadata says nothing about the run.
+            if child.tag.rpartition("}")[2] in ("metadata", "style"):
+                parent.remove(child)
+    referenced = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', buffer.getvalue()))
+    for element in root.iter():
+        _clean(element, f"{key}-", referenced)
+    root.attrib.clear()
+    root.attrib.update({"class": "plot", "viewBox": view, "role": "img", "aria-label": description})
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _draw(axes: Axes, series: Series, size: float = 4.6) -> None:
+    steps, values = series.points
+    axes.plot(
+        steps,
+        values,
+        color=PALETTE[series.index % len(PALETTE)],
+        linestyle=DASHES[series.index % len(DASHES)],
+        marker=MARKERS[series.index % len(MARKERS)],
+        markersize=size,
+        markeredgecolor=PAGE,
+        markeredgewidth=0.6,
+        linewidth=1.6,
+        clip_on=False,
+        zorder=3,
+    )
+
+
+def _step_axis(axes: Axes, total: int, most: int) -> None:
+    axes.set_xlim(0.6, total + 0.4) if total > 1 else axes.set_xlim(0.5, 1.5)
+    if total <= most:
+        axes.set_xticks(range(1, total + 1))
+    else:
+        axes.xaxis.set_major_locator(MultipleLocator(5 * math.ceil(total / 40)))
+    axes.grid(False, axis="x")
+
+
+def _accuracy_axis(axes: Axes, floor: float, most: int) -> None:
+    axes.set_ylim(floor, 100.0)
+    axes.yaxis.set_major_locator(MultipleLocator(next(s for s in (5, 10, 20, 50) if 100.0 - floor <= most * s)))
+
+
+@styled
+def average_curves(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> str:
+    """Average accuracy over the tasks seen so far, after each step, one line per run."""
+    figure = _figure(400, 215)
+    axes = figure.add_subplot()
+    for line in series:
+        _draw(axes, line)
+    _accuracy_axis(axes, floor, 6)
+    _step_axis(axes, total, 20)
+    axes.set_xlabel("after learning task")
+    axes.set_ylabel("average accuracy, %")
+    return _svg(figure, key, description)
+
+
+@styled
+def task_panel(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> str:
+    """Accuracy on one task from the step that learned it to the last, one line per run."""
+    figure = Figure(figsize=(170 / 72, 112 / 72))  # fixed margins: the panels of a page line up
+    axes = figure.add_axes((0.15, 0.15, 0.83, 0.8))
+    for line in series:
+        _draw(axes, line, size=4.0 if total <= 10 else 3.0)
+    _accuracy_axis(axes, floor, 4)
+    axes.tick_params(labelsize=9)
+    _step_axis(axes, total, 8)
+    return _svg(figure, key, description)
+
+
+def _heat_map(axes: Axes, matrix: Any, low: float, high: float) -> Any:
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return axes.imshow(matrix, cmap=DEPTH, vmin=low, vmax=high, interpolation="none", aspect="auto")
+
+
+def _colour_bar(figure: Figure, image: Any, axes: Axes, text: str) -> None:
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=30)
+    bar.outline.set_visible(False)
+    bar.set_label(text)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(5))
+
+
+@styled
+def similarity_map(
+    matrix: Sequence[Sequence[float]], labels: Sequence[str], low: float, key: str, description: str
+) -> str:
+    """Cosine similarity between the prompts of each two classes."""
+    figure = _figure(400, 340)
+    axes = figure.add_subplot()
+    image = _heat_map(axes, np.asarray(matrix), low, 1.0)
+    _name_classes(axes, labels)
+    _colour_bar(figure, image, axes, "cosine similarity")
+    return _svg(figure, key, description)
+
+
+def _name_classes(axes: Axes, labels: Sequence[str]) -> None:
+    if len(labels) > 26:  # names would overlap: the order is said instead
+        axes.set_xlabel(f"{len(labels)} classes in the order they were learned")
+        return
+    size = 9.0 if len(labels) <= 14 else 7.5
+    names = [label(name, 16) for name in labels]
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.set_xticks(range(len(names)), names, fontsize=size, rotation=90)
+
+
+@styled
+def block_bars(values: Sequence[tuple[str, float]], mean: float, key: str, description: str) -> str:
+    """Mean prompt similarity in each block, against the mean over all of them."""
+    figure = _figure(400, 130)
+    axes = figure.add_subplot()
+    places = range(len(values))
+    axes.bar(places, [value for _, value in values], width=0.62, color=PALETTE[0], zorder=2)
+    axes.axhline(mean, color=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=3)
+    axes.set_xticks(places, [name for name, _ in values])
+    axes.set_ylim(min(0.0, *(value for _, value in values)), 1.0)
+    axes.grid(False, axis="x")
+    axes.set_xlabel("block")
+    axes.set_ylabel("similarity")
+    return _svg(figure, key, description)
+
+
+@styled
+def relevance_map(
+    usage: Sequence[Sequence[float]],
+    blocks: Sequence[int],
+    entropy: Sequence[float],
+    max_weight: Sequence[float],
+    key: str,
+    description: str,
+) -> str:
+    """Share of each prompt distribution in each block, with the evenness of the shares beside it."""
+    shares = np.asarray(usage)
+    figure = _figure(400, 92 + 17 * len(blocks))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    image = _heat_map(left, shares, 0.0, float(max(shares.max(), 1e-9)))
+    left.set_yticks(range(len(blocks)), [str(block) for block in blocks])
+    left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    left.xaxis.set_major_formatter(lambda place, _: f"{place + 1:.0f}")  # people count from one
+    if shares.shape[1] <= 16:
+        left.set_xticks(range(shares.shape[1]))
+    left.set_xlabel("prompt distribution")
+    left.set_ylabel("block")
+    bar = figure.colorbar(image, ax=left, location="top", fraction=0.06, pad=0.02, aspect=40)
+    bar.outline.set_visible(False)
+    bar.set_label("share of use")
+    _evenness(right, entropy, max_weight)
+    return _svg(figure, key, description)
+
+
+def _evenness(axes: Axes, entropy: Sequence[float], max_weight: Sequence[float]) -> None:
+    places = range(len(entropy))
+    axes.plot(entropy, places, "o", color=PALETTE[0], markersize=5, clip_on=False)
+    if max_weight:
+        axes.plot(max_weight, places, "D", color=PALETTE[1], markersize=4.5, markerfacecolor=PAGE, clip_on=False)
+    axes.set_xlim(0.0, 1.0)
+    axes.set_xticks([0.0, 0.5, 1.0], ["0", "½", "1"])
+    axes.set_xlabel("entropy, weight")
+    axes.grid(True, axis="both")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(labelleft=False)
+
+
+@styled
+def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], key: str, description: str) -> str:
+    """Place queries in the plane, one colour and marker per class."""
+    places, classes = np.asarray(points, dtype=float), np.asarray(labels)
+    figure = _figure(400, 260)
+    axes = figure.add_subplot()
+    for index in np.unique(classes):
+        own = places[classes == index]
+        axes.plot(
+            own[:, 0],
+            own[:, 1],
+            MARKERS[index % len(MARKERS)],
+            color=PALETTE[index % len(PALETTE)],
+            markersize=5.2,
+            markeredgecolor=PAGE,
+            markeredgewidth=0.5,
+        )
+    axes.set(xticks=[], yticks=[])  # neither direction has a meaning or a unit
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_color(RULE)
+    return _svg(figure, key, description)
+
+
+@styled
+def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], index: int, key: str, description: str) -> str:
+    """Training loss over the epochs of all tasks in a row, one group of (epoch, loss) per task."""
+    figure = _figure(400, 170)
+    axes = figure.add_subplot()
+    start = 0
+    colour = PALETTE[index % len(PALETTE)]
+    for task, epochs in enumerate(losses, start=1):
+        if not epochs:
+            continue
+        first = min(epoch for epoch, _ in epochs)
+        places = [start + epoch - first + 1 for epoch, _ in epochs]
+        values = [loss for _, loss in epochs]
+        axes.plot(places, values, color=colour, linewidth=1.5, marker="o" if len(places) < 12 else "", markersize=3)
+        if start:
+            axes.axvline(start + 0.5, color=RULE, linewidth=0.8)
+        if len(losses) <= 12 or task == 1 or task % 5 == 0:
+            text = f"task {task}" if len(losses) <= 6 else str(task)
+            middle = (places[0] + places[-1]) / 2
+            axes.text(middle, 1.0, text, transform=axes.get_xaxis_transform(), ha="center", va="bottom", color=MUTED)
+        start = places[-1]
+    axes.set_xlim(0.5, max(start, 1) + 0.5)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(False, axis="x")
+    axes.set_xlabel("epoch, over all tasks" if len(losses) > 1 else "epoch")
+    axes.set_ylabel("training loss")
+    return _svg(figure, key, description)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What the overview shows: named lines, one run's accuracy matrix, a similarity where there is one."""
+
+    lines: Sequence[tuple[str, Series]]
+    total: int
+    floor: float
+    matrix: Sequence[Sequence[float | None]]
+    matrix_of: str
+    similarity: Sequence[Sequence[float]] | None
+    similarity_of: str
+
+
+@styled
+def overview(content: Overview, kind: str) -> bytes:
+    """One wide picture of the essentials, as PNG or SVG bytes."""
+    panels = 2 if content.similarity is None else 3
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
+    figure = Figure(figsize=(4.4 * panels, 3.9), layout=layout, facecolor="white")
+    axes = figure.subplots(1, panels, width_ratios=[1.25, 1.0, 1.0][:panels])
+    _overview_lines(axes[0], content)
+    _overview_matrix(axes[1], content)
+    if content.similarity is not None:
+        low = min(0.0, float(np.min(content.similarity)))
+        image = _heat_map(axes[2], np.asarray(content.similarity), low, 1.0)
+        axes[2].set(xticks=[], yticks=[], aspect="equal", xlabel="class", ylabel="class")
+        _title(axes[2], "Prompt similarity between classes", content.similarity_of)
+        _colour_bar(figure, image, axes[2], "cosine similarity")
+    buffer = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else {"Software": None}
+    with matplotlib.rc_context({"svg.fonttype": "path"}):  # a picture on its own brings its letters along
+        figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _title(axes: Axes, text: str, of: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11, fontweight="bold", pad=20)
+    axes.text(0.0, 1.03, label(of, 48), transform=axes.transAxes, color=MUTED, va="bottom")
+
+
+def _overview_lines(axes: Axes, content: Overview) -> None:
+    for _, line in content.lines:
+        _draw(axes, line, size=6.0)
+    _accuracy_axis(axes, content.floor, 6)
+    _step_axis(axes, content.total, 20)
+    axes.set_xlabel("after learning task")
+    axes.set_ylabel("%")
+    _title(axes, "Average accuracy so far", f"axis from {content.floor:.0f} %" if content.floor else "")
+    lines = [line for line in axes.get_lines() if isinstance(line, Line2D)]
+    names = [f"{label(name, 28)}  {line.points[1][-1]:.1f} %" for name, line in content.lines]
+    axes.legend(lines, names, frameon=False, loc="lower left", handlelength=3.2)
+
+
+def _overview_matrix(axes: Axes, content: Overview) -> None:
+    matrix = np.array([[np.nan if v is None else v for v in row] for row in content.matrix], dtype=float)
+    _heat_map(axes, matrix, content.floor, 100.0)
+    size = 9.5 if len(matrix) <= 6 else 8.0 if len(matrix) <= 10 else 4.6
+    for (task, step), value in np.ndenumerate(matrix):
+        if np.isfinite(value):
+            _, ink = shade(float(value), content.floor, 100.0)
+            axes.text(step, task, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=size)
+    names = [str(number + 1) for number in range(len(matrix))]
+    axes.set_xticks(range(len(matrix)), names, fontsize=size)
+    axes.set_yticks(range(len(matrix)), names, fontsize=size)
+    axes.set(aspect="equal", xlabel="after learning task", ylabel="task")
+    _title(axes, "Accuracy on each task, %", content.matrix_of)

@@ -1,0 +1,819 @@
+"""The page of a report: run folders are read and checked, put into words, and set in HTML."""
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from probprompt.errors import UserError
+from probprompt.report import figures
+from probprompt.report.figures import Series
+
+FORMAT = 1
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Rows = list[list[Finite]]
+
+
+class Record(BaseModel):
+    """A part of a run's files; what later versions add to them is passed over."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Stream(Record):
+    """Which classes were learned in which task."""
+
+    tasks: list[list[str]] = Field(min_length=1)
+    order_hash: str = ""
+    split_hash: str = ""
+    train_images: list[int] = []
+    test_images: list[int] = []
+
+
+class RunRecord(Record):
+    """run.json: what was run, on what, and at what cost."""
+
+    name: str
+    config: dict[str, Any]
+    stream: Stream
+    created: str = ""
+    backbone: dict[str, Any] = {}
+    preprocessing: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    hardware: dict[str, Any] = {}
+    trainable_parameters: int | None = None
+    evaluated_on: str = "test"
+    skipped: list[Any] = []
+    time: dict[str, Any] = {}
+    peak_memory_mb: float | None = None
+
+
+class Accuracy(Record):
+    """accuracy.json: row i, column j is the accuracy in % on task i after step j."""
+
+    matrix: list[list[Finite | None]]
+    final: Finite = Field(alias="FAA")
+    cumulative: Finite = Field(alias="CAA")
+    forgetting: Finite | None = None
+    finished_steps: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        size = len(self.matrix)
+        if any(len(row) != size for row in self.matrix):
+            raise ValueError(f"the matrix is not square: {size} rows of {[len(row) for row in self.matrix]}")
+        if self.finished_steps > size:
+            raise ValueError(f"finished_steps is {self.finished_steps}, but the matrix has {size} tasks")
+        missing = [(i, j) for j in range(self.finished_steps) for i in range(j + 1) if self.matrix[i][j] is None]
+        if missing:
+            task, step = missing[0]
+            raise ValueError(f"the matrix has no accuracy on task {task + 1} after step {step + 1}")
+        average = self.averages[-1]
+        if abs(average - self.final) > 0.05:
+            raise ValueError(f"FAA is {self.final}, but the matrix gives {average:.2f} after the last step")
+        return self
+
+    @property
+    def averages(self) -> list[float]:
+        """Average accuracy over the tasks seen, after each finished step."""
+        columns = ([row[step] for row in self.matrix[: step + 1]] for step in range(self.finished_steps))
+        return [math.fsum(value or 0.0 for value in column) / len(column) for column in columns]
+
+
+class Similarity(Record):
+    """How alike the prompts of different classes are."""
+
+    labels: list[str]
+    matrix: Rows = Field(min_length=1)
+    mean: Finite
+    initial_mean: Finite | None = None
+    per_block: dict[str, Finite] = {}
+    effective_rank: Finite | None = None
+    initial_effective_rank: Finite | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if {len(self.labels)} != {len(self.matrix), *map(len, self.matrix)}:
+            raise ValueError(f"the matrix does not have one row and one column per label ({len(self.labels)})")
+        return self
+
+
+class Relevance(Record):
+    """How much each prompt distribution is used in each block."""
+
+    blocks: list[int] = Field(min_length=1)
+    usage: Rows
+    entropy: list[Finite]
+    max_weight: list[Finite] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        lengths = {len(self.usage), len(self.entropy), len(self.max_weight or self.blocks)}
+        if lengths != {len(self.blocks)} or len({len(row) for row in self.usage}) != 1 or not self.usage[0]:
+            raise ValueError(f"usage, entropy and max_weight do not fit the {len(self.blocks)} blocks")
+        return self
+
+
+class Queries(Record):
+    """Where the queries of one task lie in the plane."""
+
+    points: list[tuple[Finite, Finite]] = Field(min_length=1)
+    labels: list[Annotated[int, Field(ge=0)]]
+    names: list[str]
+    embedding: str = "t-SNE"
+    task: int = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.labels) != len(self.points) or max(self.labels) >= len(self.names):
+            raise ValueError("points, labels and names do not fit each other")
+        return self
+
+
+class Diagnostics(Record):
+    """diagnostics.json: any part may be missing."""
+
+    similarity: Similarity | None = None
+    relevance: Relevance | None = None
+    queries: Queries | None = None
+
+
+class Epoch(Record):
+    """One line of events.jsonl that the report uses."""
+
+    task: int
+    epoch: int
+    loss: float | None
+
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder that has been read and checked."""
+
+    record: RunRecord
+    accuracy: Accuracy
+    diagnostics: Diagnostics
+    losses: list[list[tuple[int, float]]]
+    label: str
+    index: int
+
+    @property
+    def total(self) -> int:
+        """Number of tasks that the run is to learn."""
+        return len(self.record.stream.tasks)
+
+    @property
+    def steps(self) -> int:
+        """Number of tasks learned so far."""
+        return self.accuracy.finished_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether all tasks were learned."""
+        return self.steps == self.total
+
+    @property
+    def method(self) -> str:
+        """Name of the method, as the configuration has it."""
+        method = self.record.config.get("method")
+        return str(method.get("name", "")) if isinstance(method, dict) else str(method or "")
+
+    @property
+    def backbone_size(self) -> int | None:
+        """Number of parameters of the frozen backbone, where it is known."""
+        parameters = self.record.backbone.get("parameters")
+        return parameters if isinstance(parameters, int) and parameters > 0 else None
+
+    @property
+    def benchmark(self) -> str:
+        """Name of the benchmark, as the configuration has it."""
+        data = self.record.config.get("data")
+        return str((data if isinstance(data, dict) else self.record.config).get("benchmark", ""))
+
+
+# Reading
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _parse(kind: type[Kind], content: object, path: Path) -> Kind:
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"{path} is malformed: {_problem(error)}") from error
+
+
+def _load(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: neither JSON nor UTF-8
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _read_record(folder: Path) -> RunRecord:
+    path = folder / "run.json"
+    if not path.is_file():
+        reason = "there is no run.json in it" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"{folder} is not a run folder: {reason}. Give the folder that a run was saved in.")
+    content = _load(path)
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise UserError(f"{path} has the format {version!r}; this version of probprompt reads format {FORMAT}")
+    return _parse(RunRecord, content, path)
+
+
+def _read_losses(path: Path) -> list[list[tuple[int, float]]]:
+    """Read the training loss of each task; after a resume the latest word on an epoch counts."""
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    losses: dict[int, dict[int, float]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line) if line.strip() else {}
+        except ValueError as error:
+            if number == len(lines):
+                break  # a run that was killed may leave half a line
+            raise UserError(f"{path} is malformed: line {number} is not JSON: {error}") from error
+        if isinstance(event, dict) and event.get("event") == "epoch":
+            epoch = _parse(Epoch, event, path)
+            losses.setdefault(epoch.task, {})[epoch.epoch] = math.nan if epoch.loss is None else epoch.loss
+    return [sorted(losses[task].items()) for task in sorted(losses)]
+
+
+def read_run(folder: Path, index: int = 0) -> Run:
+    """Read a run folder; what is missing or malformed is an error that names the file."""
+    folder = Path(folder)
+    record = _read_record(folder)
+    path = folder / "accuracy.json"
+    content = _load(path) if path.is_file() else {"finished_steps": 0}
+    if isinstance(content, dict) and content.get("finished_steps") == 0:
+        raise UserError(f"{folder} has nothing to report yet: no task is finished (see accuracy.json)")
+    accuracy = _parse(Accuracy, content, path)
+    if len(accuracy.matrix) > len(record.stream.tasks):
+        tasks = len(record.stream.tasks)
+        raise UserError(f"{path} has {len(accuracy.matrix)} tasks, but run.json has {tasks}")
+    path = folder / "diagnostics.json"
+    diagnostics = _parse(Diagnostics, _load(path), path) if path.is_file() else Diagnostics()
+    losses = _read_losses(folder / "events.jsonl")
+    return Run(record, accuracy, diagnostics, losses, record.name or folder.name, index)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read several run folders and give each a name of its own."""
+    if not folders:
+        raise UserError("no run was given: name at least one run folder")
+    runs = [read_run(folder, index) for index, folder in enumerate(folders)]
+    names = Counter(run.label for run in runs)
+    seen: Counter[str] = Counter()
+    unique = []
+    for run in runs:
+        seen[run.label] += 1
+        label = f"{run.label} ({seen[run.label]})" if names[run.label] > 1 else run.label
+        unique.append(replace(run, label=label))
+    return unique
+
+
+# Words
+
+
+def _number(value: float, digits: int = 1) -> str:
+    text = f"{value:,.{digits}f}"
+    return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return _number(value, digits) + "\u00a0%"  # a line must not end between the two
+
+
+def _count(number: int, thing: str) -> str:
+    plural = thing + ("es" if thing.endswith("s") else "s")
+    return f"{number:,} {thing if number == 1 else plural}"
+
+
+def _duration(seconds: float) -> str:
+    """Say a time as people do.
+
+    >>> _duration(42.2), _duration(754), _duration(7260)
+    ('42 s', '12 min 34 s', '2 h 1 min')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _plain(value: object) -> str:
+    if value is None or value == "":
+        return "—"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(_plain(item) for item in value) or "—"
+    return str(value)
+
+
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Give the leaves of nested settings, with their full names."""
+    if isinstance(value, dict) and (value or not name):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, None if value == {} else value
+
+
+def _rows(content: dict[str, Any]) -> list[dict[str, str]]:
+    """Rows of a table; a hash is cut short, and its full value kept for the title."""
+    rows = []
+    for name, value in _flat(content):
+        text = _plain(value)
+        digest = bool(re.search(r"sha256|hash", name)) and len(text) > 16
+        rows.append({"name": name, "text": text[:12] + "…" if digest else text, "full": text if digest else ""})
+    return rows
+
+
+def _seconds(run: Run) -> float | None:
+    seconds = run.record.time.get("total_s")
+    return float(seconds) if isinstance(seconds, int | float) else None
+
+
+def _headline(run: Run) -> str:
+    classes = len({name for task in run.record.stream.tasks[: run.steps] for name in task})
+    end = " so far" if not run.finished else " at the end" if run.steps > 1 else ""
+    tasks = f"in {run.steps} tasks, one after another," if run.steps > 1 else "in one task"
+    text = (
+        f"{run.label} learned {_count(classes, 'class')} {tasks} and recognises "
+        f"{_percent(run.accuracy.final)} of the {run.record.evaluated_on} images{end}"
+    )
+    if run.steps == 1:
+        return text + "."
+    forgetting = run.accuracy.forgetting
+    text += ", averaged over the tasks."
+    if forgetting is None:
+        return text
+    if forgetting < 0.05:
+        return text + " On average, nothing of the earlier tasks was forgotten."
+    return text + f" On the earlier tasks it is {_number(forgetting)} points below its best."
+
+
+def _badges(run: Run) -> list[str]:
+    badges = [] if run.finished else [f"unfinished: {run.steps} of {_count(run.total, 'task')}"]
+    if run.record.evaluated_on != "test":
+        badges.append(f"evaluated on {run.record.evaluated_on} images")
+    return badges
+
+
+# Comparing
+
+
+def _distinct(runs: Sequence[Run], value: Callable[[Run], object]) -> bool:
+    return len({json.dumps(value(run), sort_keys=True, default=str) for run in runs}) > 1
+
+
+def _each(runs: Sequence[Run], value: Callable[[Run], object]) -> str:
+    return ", ".join(f"{_plain(value(run))} ({run.label})" for run in runs)
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """Reasons why the numbers of these runs must not be set against each other."""
+    reasons = []
+    if _distinct(runs, lambda run: run.benchmark):
+        reasons.append("The benchmarks differ: " + _each(runs, lambda run: run.benchmark) + ".")
+    if _distinct(runs, lambda run: run.total):
+        reasons.append("The numbers of tasks differ: " + _each(runs, lambda run: run.total) + ".")
+    elif _distinct(runs, lambda run: [sorted(task) for task in run.record.stream.tasks]):
+        reasons.append("The tasks do not hold the same classes in the same order.")
+    if _distinct(runs, lambda run: run.record.evaluated_on):
+        reasons.append(
+            "Not all were evaluated on the same images: " + _each(runs, lambda run: run.record.evaluated_on) + "."
+        )
+    elif not reasons and _distinct(runs, lambda run: run.record.stream.split_hash):
+        reasons.append("The division into training and test images differs.")
+    return reasons
+
+
+def _caveats(runs: Sequence[Run]) -> list[str]:
+    """Differences that are allowed in a comparison, but that its reader must know."""
+    notes = []
+    if _distinct(runs, lambda run: run.record.backbone.get("sha256") or run.record.backbone.get("name")):
+        names = _each(runs, lambda run: run.record.backbone.get("name"))
+        notes.append(f"The backbones differ: {names}. The method is not the only cause of a difference.")
+    if _distinct(runs, lambda run: run.record.preprocessing):
+        notes.append("The preprocessing of the images differs: see the provenance of each run.")
+    if not all(run.finished for run in runs):
+        notes.append("An unfinished run has had fewer tasks to forget: only finished runs are ranked.")
+    notes.append("Each row is a single run: a difference of a few points may be chance.")
+    return notes
+
+
+def _best(runs: Sequence[Run], value: Callable[[Run], float | None], sign: int) -> set[int]:
+    """Find the runs that are best to the digits shown; none where all are level."""
+    values = {run.index: round(v, 2) * sign for run in runs if run.finished and (v := value(run)) is not None}
+    if len(set(values.values())) < 2:
+        return set()
+    return {index for index, v in values.items() if v == max(values.values())}
+
+
+def _table(runs: Sequence[Run], ranked: bool) -> list[dict[str, Any]]:
+    measures: list[tuple[Callable[[Run], float | None], int]] = [
+        (lambda run: run.accuracy.final, 1),
+        (lambda run: run.accuracy.cumulative, 1),
+        (lambda run: run.accuracy.forgetting, -1),
+    ]
+    best = [_best(runs, value, sign) if ranked else set() for value, sign in measures]
+    rows = []
+    for run in runs:
+        cells = [
+            {"text": "—" if (v := value(run)) is None else _number(v, 2), "best": run.index in marked}
+            for (value, _), marked in zip(measures, best, strict=True)
+        ]
+        seconds = _seconds(run)
+        trainable = run.record.trainable_parameters
+        rows.append(
+            _identity(run)
+            | {"cells": cells, "badges": _badges(run)}
+            | {"time": "—" if seconds is None else _duration(seconds)}
+            | {"parameters": "—" if trainable is None else f"{trainable:,}"}
+        )
+    return rows
+
+
+def _verdict(runs: Sequence[Run]) -> str:
+    ranked = sorted((run for run in runs if run.finished), key=lambda run: -run.accuracy.final)
+    if len(ranked) < 2:
+        return " ".join(_headline(run) for run in runs)
+    first, second = ranked[0], ranked[1]
+    setting = f"After {_count(first.total, 'task')}, "
+    gap = round(first.accuracy.final, 2) - round(second.accuracy.final, 2)
+    if gap < 0.005:
+        both = f"{first.label} and {second.label} are level"
+        return f"{setting}{both} at {_percent(first.accuracy.final)} average accuracy."
+    points = _number(gap, 1 if gap >= 0.05 else 2)
+    rest = f"{points} points above {second.label}"
+    rest += f", the next of {len(ranked)} runs" if len(ranked) > 2 else ""
+    share = f"{_percent(first.accuracy.final)} of the {first.record.evaluated_on} images"
+    return f"{setting}{first.label} recognises {share} on average, {rest}."
+
+
+def _config_differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    settings = [dict(_flat(run.record.config)) for run in runs]
+    names = list(dict.fromkeys(name for flat in settings for name in flat))
+    rows = [
+        {"name": name, "values": [_plain(flat[name]) if name in flat else "not set" for flat in settings]}
+        for name in names
+    ]
+    return [row for row in rows if len(set(row["values"])) > 1 and row["name"] != "name"]
+
+
+# Sections
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    return {"label": run.label, "anchor": f"run-{run.index + 1}", "swatch": Markup(figures.swatch(run.index))}
+
+
+def _floor(runs: Sequence[Run]) -> float:
+    return figures.accuracy_floor([v for run in runs for row in run.accuracy.matrix for v in row if v is not None])
+
+
+def _curves(runs: Sequence[Run], key: str) -> dict[str, Any]:
+    """Average accuracy after each step, and the accuracy on each task, of all given runs."""
+    floor, total = _floor(runs), max(run.total for run in runs)
+    words = "; ".join(f"{run.label}: {', '.join(_number(v) for v in run.accuracy.averages)}" for run in runs)
+    average = figures.average_curves(
+        [Series(run.accuracy.averages, run.index) for run in runs],
+        total,
+        floor,
+        f"{key}-average",
+        f"Line chart of the average accuracy in percent after each task. {words}.",
+    )
+    panels = [_panel(runs, task, floor, key) for task in range(max(run.steps for run in runs))]
+    return {
+        "average": Markup(average),
+        "legend": [_identity(run) | {"value": _number(run.accuracy.final)} for run in runs],
+        "panels": panels,
+        "floor": f"{floor:.0f}",
+    }
+
+
+def _panel(runs: Sequence[Run], task: int, floor: float, key: str) -> dict[str, Any]:
+    series, legend, words = [], [], []
+    for run in runs:
+        if run.steps <= task:
+            continue
+        line = Series(run.accuracy.matrix[task][: run.steps], run.index)
+        values = line.points[1]
+        drop = _number(values[0] - values[-1])
+        series.append(line)
+        legend.append(_identity(run) | {"drop": drop})
+        words.append(f"{run.label} from {_number(values[0])} to {_number(values[-1])}, drop {drop}")
+    total = max(run.total for run in runs)
+    description = f"Accuracy on task {task + 1} in percent: {'; '.join(words)}."
+    svg = figures.task_panel(series, total, floor, f"{key}-task-{task + 1}", description)
+    return {"task": task + 1, "svg": Markup(svg), "legend": legend}
+
+
+def _matrix(run: Run, floor: float) -> dict[str, Any]:
+    def cell(value: float | None) -> dict[str, str] | None:
+        if value is None:
+            return None
+        background, ink = figures.shade(value, floor, 100.0)
+        return {"text": "100" if value >= 99.95 else _number(value), "background": background, "ink": ink}
+
+    rows = [[cell(value) for value in row[: run.steps]] for row in run.accuracy.matrix[: run.steps]]
+    key = [figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)]
+    averages = [_number(value) for value in run.accuracy.averages]
+    return {"rows": rows, "averages": averages, "floor": f"{floor:.0f}", "key": key, "dense": run.steps > 10}
+
+
+def _mean_similarity(part: Similarity) -> str:
+    mean = f"mean {_number(part.mean, 2)}"
+    return mean if part.initial_mean is None else f"{mean}, {_number(part.initial_mean, 2)} at initialisation"
+
+
+def _similarity(run: Run, low: float) -> dict[str, Any] | None:
+    part = run.diagnostics.similarity
+    if part is None:
+        return None
+    key = f"run-{run.index + 1}"
+    words = _mean_similarity(part)
+    heat = figures.similarity_map(
+        part.matrix,
+        part.labels,
+        low,
+        f"{key}-similarity",
+        f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}.",
+    )
+    blocks = list(part.per_block.items())
+    bars = ""
+    if len(blocks) > 1:
+        spoken = ", ".join(f"block {name}: {_number(value, 2)}" for name, value in blocks)
+        bars = figures.block_bars(
+            blocks, part.mean, f"{key}-blocks", f"Bar chart of the mean similarity by block. {spoken}."
+        )
+    numbers = [("Mean similarity", part.mean, part.initial_mean, 2)]
+    if part.effective_rank is not None:
+        numbers.append(("Effective rank", part.effective_rank, part.initial_effective_rank, 1))
+    shown = [
+        (name, _number(value, digits), None if start is None else _number(start, digits))
+        for name, value, start, digits in numbers
+    ]
+    return {"svg": Markup(heat), "bars": Markup(bars), "numbers": shown, "classes": len(part.labels)}
+
+
+def _relevance(run: Run) -> dict[str, Any] | None:
+    part = run.diagnostics.relevance
+    if part is None:
+        return None
+    spoken = ", ".join(
+        f"block {block}: {_number(value, 2)}" for block, value in zip(part.blocks, part.entropy, strict=True)
+    )
+    svg = figures.relevance_map(
+        part.usage,
+        part.blocks,
+        part.entropy,
+        part.max_weight,
+        f"run-{run.index + 1}-relevance",
+        f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}.",
+    )
+    size = len(part.usage[0])
+    mean = math.fsum(part.entropy) / len(part.entropy)
+    return {
+        "svg": Markup(svg),
+        "number": size,
+        "even": f"{100 / size:.3g}",
+        "entropy": _number(mean, 2),
+        "weight": bool(part.max_weight),
+    }
+
+
+def _queries(run: Run) -> dict[str, Any] | None:
+    part = run.diagnostics.queries
+    if part is None:
+        return None
+    present = sorted(set(part.labels))
+    svg = figures.query_scatter(
+        part.points,
+        part.labels,
+        f"run-{run.index + 1}-queries",
+        f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {_count(len(present), 'class')}.",
+    )
+    legend = [(Markup(figures.swatch(index, line=False)), part.names[index]) for index in present]
+    return {"svg": Markup(svg), "legend": legend, "embedding": part.embedding, "task": part.task}
+
+
+def _loss(run: Run) -> Markup | None:
+    finite = [value for task in run.losses for _, value in task if math.isfinite(value)]
+    if not finite:
+        return None
+    words = f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}."
+    return Markup(figures.loss_curve(run.losses, run.index, f"run-{run.index + 1}-loss", words))
+
+
+def _tiles(run: Run) -> list[tuple[str, str, str]]:
+    record, accuracy = run.record, run.accuracy
+    tiles = [
+        ("Final average (FAA)", _percent(accuracy.final, 2), "mean over the tasks after the last step"),
+        (
+            "Cumulative average (CAA)",
+            _percent(accuracy.cumulative, 2),
+            "mean of the averages after each step",
+        ),
+    ]
+    if accuracy.forgetting is not None and run.steps > 1:
+        tiles.append(("Forgetting", _number(accuracy.forgetting, 2), "points below the best, on earlier tasks"))
+    if record.trainable_parameters is not None:
+        whole = run.backbone_size
+        share = f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's" if whole else ""
+        tiles.append(("Trained parameters", f"{record.trainable_parameters:,}", share))
+    seconds = _seconds(run)
+    if seconds is not None:
+        memory = record.peak_memory_mb
+        tiles.append(("Time", _duration(seconds), "" if memory is None else f"{memory:,.0f} MB at most"))
+    return tiles
+
+
+def _provenance(run: Run) -> list[tuple[str, list[dict[str, str]]]]:
+    record = run.record
+    seconds = {k.removesuffix("_s"): _duration(v) for k, v in record.time.items() if isinstance(v, int | float)}
+    memory = {} if record.peak_memory_mb is None else {"peak memory": f"{record.peak_memory_mb:,.0f} MB"}
+    size = {} if run.backbone_size is None else {"parameters": f"{run.backbone_size:,}"}
+    groups = {
+        "Run": {"name": record.name, "created": record.created.replace("T", " "), "evaluated on": record.evaluated_on},
+        "Backbone": record.backbone | size,
+        "Preprocessing": record.preprocessing,
+        "Stream": {"class order hash": record.stream.order_hash, "split hash": record.stream.split_hash},
+        "Time and memory": seconds | memory,
+        "Hardware": record.hardware,
+        "Versions": record.versions,
+    }
+    return [(title, _rows(content)) for title, content in groups.items() if content]
+
+
+def _tasks(run: Run) -> list[dict[str, Any]]:
+    stream = run.record.stream
+
+    def images(counts: list[int], task: int) -> str:
+        return f"{counts[task]:,}" if task < len(counts) else "—"
+
+    return [
+        {
+            "number": task + 1,
+            "classes": classes,
+            "train": images(stream.train_images, task),
+            "test": images(stream.test_images, task),
+        }
+        for task, classes in enumerate(stream.tasks)
+    ]
+
+
+def _view(run: Run, peers: Sequence[Run], low: float) -> dict[str, Any]:
+    """All that the page says about one run, on one colour scale with the runs it is compared with."""
+    return _identity(run) | {
+        "headline": _headline(run),
+        "setting": ([] if len(peers) > 1 else _stream_words(run)) + _model_words(run),
+        "images": run.record.evaluated_on,
+        "badges": _badges(run),
+        "tiles": _tiles(run),
+        "matrix": _matrix(run, _floor(peers)),
+        "curves": _curves([run], f"run-{run.index + 1}") if len(peers) == 1 and run.total > 1 else None,
+        "similarity": _similarity(run, low),
+        "relevance": _relevance(run),
+        "queries": _queries(run),
+        "loss": _loss(run),
+        "config": _rows(run.record.config),
+        "provenance": _provenance(run),
+        "tasks": _tasks(run),
+        "skipped": run.record.skipped,
+    }
+
+
+def _similarity_floor(runs: Sequence[Run]) -> float:
+    """One colour scale for the similarities of all runs: from 0, or lower where some are negative, to 1."""
+    parts = [run.diagnostics.similarity for run in runs]
+    lowest = min((value for part in parts if part for row in part.matrix for value in row), default=0.0)
+    return min(0.0, math.floor(lowest * 10) / 10)
+
+
+def _stream_words(run: Run) -> list[str]:
+    """Say in a few words what was to be learned."""
+    classes = len({name for task in run.record.stream.tasks for name in task})
+    words = [run.benchmark, _count(run.total, "task"), _count(classes, "class")]
+    return [word for word in words if word]
+
+
+def _model_words(run: Run) -> list[str]:
+    """Say in a few words what learned it."""
+    words = [f"method {run.method}" if run.method else "", str(run.record.backbone.get("name") or "")]
+    return [word for word in words if word]
+
+
+def _comparison(runs: Sequence[Run], reasons: Sequence[str]) -> dict[str, Any]:
+    """All that the page says about the runs together; reasons forbid ranking them and drawing them as one."""
+    rows = _table(runs, ranked=not reasons)
+    return {
+        "reasons": reasons,
+        "caveats": [] if reasons else _caveats(runs),
+        "rows": rows,
+        "starred": any(cell["best"] for row in rows for cell in row["cells"]),
+        "curves": _curves(runs, "all") if not reasons and runs[0].total > 1 else None,
+        "settings": _config_differences(runs),
+    }
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Set the runs in one HTML page."""
+    several = len(runs) > 1
+    reasons = differences(runs) if several else []
+    headline = _verdict(runs) if several else _headline(runs[0])
+    if reasons:
+        headline = "These runs did not learn the same thing, so their numbers cannot be set against each other."
+    low = _similarity_floor(runs)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = resources.files("probprompt.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
+        title=" · ".join(run.label for run in runs),
+        headline=headline,
+        setting=[] if reasons else _stream_words(runs[0]) + ([] if several else _model_words(runs[0])),
+        created=sorted({run.record.created[:10] for run in runs if run.record.created}),
+        comparison=_comparison(runs, reasons) if several else None,
+        runs=[_view(run, [run] if reasons else runs, low) for run in runs],
+    )
+    return figures.UNPRINTABLE.sub("�", page)
+
+
+# Writing
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file all at once: a reader sees the old one or the new one, never a half."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def write_report(runs: Sequence[Path], out: Path) -> Path:
+    """Write the page; see probprompt.report.write_report."""
+    return _write(Path(out), render(read_runs(runs)).encode("utf-8"))
+
+
+def save_overview(runs: Sequence[Path], out: Path) -> Path:
+    """Save the picture; see probprompt.report.save_overview."""
+    out = Path(out)
+    kind = out.suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg"):
+        raise UserError(f"{out} must end in .png or .svg: that says which kind of picture to save")
+    read = read_runs(runs)
+    reasons = differences(read)
+    if reasons:
+        raise UserError("these runs cannot share one picture. " + " ".join(reasons))
+    return _write(out, figures.overview(_overview(read), kind))
+
+
+def _overview(runs: Sequence[Run]) -> figures.Overview:
+    first, shown = runs[0], next((run for run in runs if run.diagnostics.similarity), None)
+    similarity = shown.diagnostics.similarity if shown else None
+    words = ""
+    if shown and similarity:
+        words = f"{shown.label}, {_mean_similarity(similarity)}"
+    return figures.Overview(
+        lines=[(run.label, Series(run.accuracy.averages, run.index)) for run in runs],
+        total=first.total,
+        floor=_floor(runs),
+        matrix=[row[: first.steps] for row in first.accuracy.matrix[: first.steps]],
+        matrix_of=first.label,
+        similarity=similarity.matrix if similarity else None,
+        similarity_of=words,
+    )

@@ -1,0 +1,1 @@
+"""Runs: every one a folder that records what was done, can be resumed, compared and checked."""

@@ -1,0 +1,89 @@
+"""Where a run stands: everything that is needed to go on as if it had never stopped.
+
+All randomness is keyed, so no generator's state is among it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probprompt.errors import UserError
+from probprompt.runs.tensors import read_tensors, write_tensors
+from probprompt.training.alignment import ClassStatistics
+from probprompt.training.learner import Learner, TaskImages
+
+
+@dataclass
+class Position:
+    """How far a run has come: ``epoch`` epochs of task ``task`` are done, and all tasks before it."""
+
+    task: int = 0
+    epoch: int = 0
+    matrix: list[list[float | None]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    path: Path, config_hash: str, position: Position, learner: Learner, optimiser: torch.optim.Optimizer | None
+) -> None:
+    """Write a checkpoint; the optimiser goes with one in the middle of a task."""
+    tensors = learner_tensors(learner)
+    for index, state in optimiser.state_dict()["state"].items() if optimiser else ():
+        tensors.update({f"optimiser.{index}.{name}": value for name, value in state.items()})
+    note = {"config": config_hash, "position": vars(position)}
+    write_tensors(path, tensors, note)
+
+
+def learner_tensors(learner: Learner) -> dict[str, Tensor]:
+    """What a learner has learned: the method, the head, the statistics of classes."""
+    tensors = {f"method.{name}": value for name, value in learner.model.method.state_dict().items()}
+    tensors.update({f"head.{name}": value for name, value in learner.model.head.state_dict().items()})
+    tensors["statistics.mean"] = learner.statistics.mean
+    tensors["statistics.variance"] = learner.statistics.variance
+    return tensors
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was read."""
+
+    position: Position
+    tensors: dict[str, Tensor]
+
+    def restore(self, learner: Learner, tasks: list[TaskImages]) -> None:
+        """Put a new learner where the saved one was."""
+        begun = self.position.task + (1 if self.position.epoch else 0)
+        for task in tasks[:begun]:  # a method grows by its tasks; what it draws then is keyed, so it can be repeated
+            learner.model.method.begin_task(task.index, task.classes)
+        restore_tensors(learner, self.tensors)
+
+    def restore_optimiser(self, optimiser: torch.optim.Optimizer) -> None:
+        """Give a new optimiser the saved one's moments."""
+        state: dict[int, dict[str, Any]] = {}
+        for name, value in _group(self.tensors, "optimiser").items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = value
+        optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
+
+
+def load_checkpoint(path: Path, config_hash: str, device: torch.device) -> Saved:
+    """Read a checkpoint that belongs to these settings."""
+    tensors, note = read_tensors(path, device)
+    if note.get("config") != config_hash:
+        raise UserError(f"{path} belongs to a run with other settings and was not loaded")
+    return Saved(Position(**note["position"]), tensors)
+
+
+def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
+    """Load what :func:`learner_tensors` gave."""
+    learner.model.method.load_state_dict(_group(tensors, "method"))
+    learner.model.head.replace(tensors["head.weight"], tensors["head.bias"])
+    learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
+
+
+def _group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}

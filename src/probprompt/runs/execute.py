@@ -1,0 +1,362 @@
+"""Carrying out a run: learn task after task, score after each, record everything, go on after a stop."""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from probprompt import methods
+from probprompt.checkpoints import LoadedBackbone, load_backbone
+from probprompt.config import RunConfig
+from probprompt.data import benchmarks
+from probprompt.data.loading import Loaded, Viewer, load, refuse_unreadable
+from probprompt.data.stream import Task, build_stream, order_hash
+from probprompt.errors import UserError
+from probprompt.evaluation import diagnostics, metrics
+from probprompt.evaluation.scoring import Scorer
+from probprompt.heads import LinearHead
+from probprompt.methods import Shape
+from probprompt.runs.checkpoint import Position, Saved, load_checkpoint, save_checkpoint
+from probprompt.runs.files import write_json
+from probprompt.runs.model_folder import save_model
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run, config_hash, hardware, versions
+from probprompt.runs.tracking import Tracker, open_tracker
+from probprompt.training.learner import Learner, TaskImages
+from probprompt.training.model import PromptedModel
+
+_DECODERS = 8  # threads that decode images
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device by name; by default the GPU where there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"no device is called {name!r}: use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"the device {name!r} is not supported: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"the device {name!r} is not there: this machine has {torch.cuda.device_count()} GPU(s)")
+    return device
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Everything a run works with, in place."""
+
+    config: RunConfig
+    device: torch.device
+    backbone: LoadedBackbone
+    class_names: tuple[str, ...]
+    stream: tuple[Task, ...]
+    tasks: list[TaskImages]
+    test_tasks: list[TaskImages]
+    learner: Learner
+    scorer: Scorer
+    split_hash: str
+    skipped: list[str]
+
+
+def train(
+    config: RunConfig,
+    out: Path,
+    device: str | None = None,
+    watcher: Watcher | None = None,
+    track: str | None = None,
+) -> Run:
+    """Carry out a new run in a new folder."""
+    watch = watcher or Watcher()
+    if (out / "run.json").exists():
+        raise UserError(f"{out} holds a run already: go on with --resume {out}, or choose another folder")
+    workshop = prepare(config, pick_device(device), watch)
+    run = Run.create(out, describe(workshop, out.name))
+    with run.locked():
+        return _carry_out(run, workshop, None, watch, track)
+
+
+def resume(out: Path, device: str | None = None, watcher: Watcher | None = None, track: str | None = None) -> Run:
+    """Go on with a run from its last checkpoint; a finished one is returned as it is."""
+    watch = watcher or Watcher()
+    run = Run.open(out)
+    if run.finished:
+        watch.note(f"{out} is finished already")
+        return run
+    with run.locked():
+        record = run.record
+        workshop = prepare(run.config, pick_device(device), watch, record["backbone"]["sha256"])
+        _refuse_changed_data(record["stream"], workshop)
+        saved = None
+        if run.checkpoint.exists():
+            saved = load_checkpoint(run.checkpoint, config_hash(run.config), workshop.device)
+            saved.restore(workshop.learner, workshop.tasks)
+        run.log("resumed", task=saved.position.task if saved else 0, epoch=saved.position.epoch if saved else 0)
+        return _carry_out(run, workshop, saved, watch, track)
+
+
+def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sha256: str | None = None) -> Workshop:
+    """Load images and backbone, check them, and build what learns. Nothing is written."""
+    source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction)
+    chosen = config.backbone
+    backbone = load_backbone(chosen.name, chosen.weights, chosen.image_size, expected_sha256)
+    size = backbone.preprocessing.image_size
+    enlarged = round(size * 256 / 224)
+    stored = config.data.stored_side
+    data = source.load(None if stored == "full" else stored or enlarged)
+    if config.data.validation:
+        data = benchmarks.hold_out(data, config.data.validation)
+    stream = build_stream(data.class_names, config.data.tasks or source.tasks, config.seeds.order)
+    with watch.stage("reading images", len(data.train) + len(data.test)):
+        train, test = (load(images, device, watch.advance, _DECODERS) for images in (data.train, data.test))
+    skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
+    viewer = _viewer(config, backbone, enlarged if source.enlarge else size, device)
+    model = build_model(config, backbone).to(device)
+    learner = Learner(model, train, viewer, config)
+    tasks = _task_images(stream, train)
+    for task in tasks:
+        learner.check(task)
+    return Workshop(
+        config=config,
+        device=device,
+        backbone=backbone,
+        class_names=data.class_names,
+        stream=stream,
+        tasks=tasks,
+        test_tasks=_task_images(stream, test),
+        learner=learner,
+        scorer=Scorer(model, test, viewer, config.evaluation_batch),
+        split_hash=data.split_hash(),
+        skipped=skipped,
+    )
+
+
+def build_model(config: RunConfig, backbone: LoadedBackbone) -> PromptedModel:
+    """The model before it has learned anything."""
+    shape, seed = Shape(backbone.model.width, backbone.model.depth), config.seeds.init
+    method = methods.find(config.method.name).create(config.method, shape, seed)
+    return PromptedModel(backbone.model, method, LinearHead(shape.width, seed))
+
+
+def _viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
+    wanted = backbone.preprocessing
+    mean, std = (wanted.mean, wanted.std) if config.backbone.normalisation == "backbone" else ((0.0,) * 3, (1.0,) * 3)
+    columns = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
+    return Viewer(wanted.image_size, resized, *columns)
+
+
+def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
+    """Where the images of each task are, with labels in order of appearance."""
+    order = torch.tensor([label for task in stream for label in task.classes], device=images.labels.device)
+    appearance = torch.empty_like(order)
+    appearance[order] = torch.arange(len(order), device=order.device)
+    labels = appearance[images.labels]  # (n,)
+    found = []
+    for task in stream:
+        rows = ((labels >= task.first) & (labels < task.first + len(task.classes))).nonzero().flatten()
+        found.append(TaskImages(task.index, task.first, len(task.classes), rows, labels[rows]))
+    return found
+
+
+def _names(workshop: Workshop) -> list[list[str]]:
+    return [[workshop.class_names[label] for label in task.classes] for task in workshop.stream]
+
+
+def describe(workshop: Workshop, name: str) -> dict[str, Any]:
+    """The record of a run before it starts."""
+    config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
+    names = _names(workshop)
+    viewer = workshop.learner.viewer
+    prompts = sum(parameter.numel() for parameter in model.method.parameters() if parameter.requires_grad)
+    return {
+        "name": name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "status": "running",
+        "config": config.model_dump(mode="json"),
+        "config_hash": config_hash(config),
+        "backbone": {
+            "name": backbone.name,
+            "source": backbone.source,
+            "sha256": backbone.sha256,
+            "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
+        },
+        "preprocessing": {
+            "image_size": viewer.size,
+            "resized": viewer.resized,
+            "mean": viewer.mean.flatten().tolist(),
+            "std": viewer.std.flatten().tolist(),
+            "normalisation": config.backbone.normalisation,
+        },
+        "stream": {
+            "classes": [name for task in names for name in task],
+            "tasks": names,
+            "order_hash": order_hash(workshop.stream, workshop.class_names),
+            "split_hash": workshop.split_hash,
+            "train_images": [len(task) for task in workshop.tasks],
+            "test_images": [len(task) for task in workshop.test_tasks],
+        },
+        "versions": versions(),
+        "hardware": hardware(workshop.device),
+        "trainable_parameters": prompts + len(workshop.class_names) * (backbone.model.width + 1),
+        "evaluated_on": "validation" if config.data.validation else "test",
+        "skipped": workshop.skipped,
+    }
+
+
+def _refuse_changed_data(recorded: dict[str, Any], workshop: Workshop) -> None:
+    now = order_hash(workshop.stream, workshop.class_names)
+    for what, before, after in (
+        ("images", recorded["split_hash"], workshop.split_hash),
+        ("tasks", recorded["order_hash"], now),
+    ):
+        if before != after:
+            raise UserError(f"the {what} are not those the run began with (hash {before[:12]}, now {after[:12]})")
+
+
+def _carry_out(run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, track: str | None) -> Run:
+    tracker = open_tracker(track, run.folder, workshop.config.model_dump(mode="json")) if track else None
+    try:
+        Execution(run, workshop, saved, watch, tracker).run_all()
+    finally:
+        if tracker:
+            tracker.close()
+    return run
+
+
+class Execution:
+    """A run under way."""
+
+    def __init__(
+        self, run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, tracker: Tracker | None
+    ) -> None:
+        self.run, self.workshop, self.saved, self.watch, self.tracker = run, workshop, saved, watch, tracker
+        count = len(workshop.tasks)
+        self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
+        self.hash = config_hash(workshop.config)
+
+    def run_all(self) -> None:
+        """Learn what is left to learn."""
+        for task in self.workshop.tasks[self.position.task :]:
+            self._learn(task)
+        with self._timed("diagnostics"):
+            write_json(self.run.folder / "diagnostics.json", diagnose(self.workshop))
+        self.run.update(
+            status="finished",
+            time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
+            peak_memory_mb=_peak_memory(self.workshop.device),
+        )
+
+    def _learn(self, task: TaskImages) -> None:
+        learner, count = self.workshop.learner, len(self.workshop.tasks)
+        if self.position.epoch == 0:
+            learner.begin(task)
+        optimiser = learner.optimiser()
+        if self.position.epoch and self.saved:
+            self.saved.restore_optimiser(optimiser)
+        epochs, steps = learner.epochs(task), learner.steps(task)
+        with self.watch.stage(f"task {task.index + 1} of {count}", epochs * steps):
+            self.watch.advance(self.position.epoch * steps)
+            for epoch in range(self.position.epoch, epochs):
+                self._train_epoch(task, epoch, optimiser)
+            with self._timed("alignment_s"):
+                self.watch.describe("aligning the head")
+                learner.finish(task, lambda _: None)
+            with self._timed("evaluation_s"):
+                self.watch.describe("evaluating")
+                scores = self._score(task.index)
+            self.watch.describe(f"accuracy so far {np.mean(scores):.1f} %")
+        self._close_task(task, scores)
+
+    def _train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW) -> None:
+        with self._timed("training_s"):
+            result = self.workshop.learner.train_epoch(task, epoch, optimiser, self.watch.advance)
+        self.watch.describe(f"loss {result.loss:.2f}")
+        self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
+        if self.tracker:
+            step = task.index * self.workshop.config.training.epochs + epoch
+            self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
+        self.position.task, self.position.epoch = task.index, epoch + 1
+        self._checkpoint(optimiser)
+
+    def _score(self, step: int) -> list[float]:
+        seen = self.workshop.test_tasks[: step + 1]
+        return [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
+
+    def _close_task(self, task: TaskImages, scores: list[float]) -> None:
+        for row, score in enumerate(scores):
+            self.position.matrix[row][task.index] = score
+        matrix = metrics.from_json(self.position.matrix)
+        self.run.log("task", task=task.index, accuracies=scores)
+        if self.tracker:
+            step = (task.index + 1) * self.workshop.config.training.epochs - 1
+            self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
+        self.run.write_accuracy(matrix)
+        with self._timed("saving_s"):
+            save_model(self.run.model, self.workshop.learner, self._model_note(task))
+        self.position.task, self.position.epoch = task.index + 1, 0
+        self._checkpoint(None)
+
+    def _checkpoint(self, optimiser: torch.optim.Optimizer | None) -> None:
+        with self._timed("saving_s"):
+            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimiser)
+
+    def _model_note(self, task: TaskImages) -> dict[str, Any]:
+        config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
+        return {
+            "method": config.method.model_dump(mode="json"),
+            "seed": config.seeds.init,
+            "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record["backbone"]["sha256"]},
+            "preprocessing": record["preprocessing"],
+            "classes": [name for group in names[: task.index + 1] for name in group],
+            "task_sizes": [len(group) for group in names[: task.index + 1]],
+        }
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        spent = time.perf_counter() - begun
+        self.position.seconds[what] = self.position.seconds.get(what, 0.0) + spent
+
+
+def diagnose(workshop: Workshop) -> dict[str, Any]:
+    """Look inside the trained model with the queries of the evaluated images."""
+    model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
+    names = [name for group in _names(workshop) for name in group]
+    found: dict[str, Any] = {}
+    if model.method.needs_query:
+        one_each = torch.cat(
+            [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
+        )
+        queries = scorer.queries(one_each)  # (C, D)
+        fresh = build_model(workshop.config, workshop.backbone).method.to(workshop.device)
+        for task in workshop.tasks:
+            fresh.begin_task(task.index, task.classes)
+        found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, queries, names)
+        everything = torch.cat([task.rows for task in workshop.test_tasks])
+        batches = everything.split(workshop.config.evaluation_batch)
+        found["relevance"] = diagnostics.component_usage(
+            model.method, torch.cat([scorer.queries(rows) for rows in batches])
+        )
+    queries = torch.cat([scorer.queries(rows) for rows in first.rows.split(workshop.config.evaluation_batch)])
+    found["queries"] = diagnostics.query_map(queries, first.labels, names[: first.classes], 1)
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _own(task: TaskImages) -> range:
+    return range(task.first, task.first + task.classes)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Megabytes: of the GPU where one is used, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

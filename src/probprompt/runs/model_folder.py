@@ -1,0 +1,81 @@
+"""A trained model on disk: a few MB of tensors and a JSON that names the backbone they belong to.
+
+Tensors stand in files named after their contents and ``model.json`` is replaced last, so at every moment the folder
+holds one whole model. Loading executes no code.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from probprompt import methods
+from probprompt.checkpoints import load_backbone
+from probprompt.errors import UserError
+from probprompt.heads import LinearHead
+from probprompt.methods import Shape
+from probprompt.runs.checkpoint import learner_tensors
+from probprompt.runs.files import read_json, write_error, write_json
+from probprompt.runs.tensors import read_tensors, write_tensors
+from probprompt.training.learner import Learner
+from probprompt.training.model import PromptedModel
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model read from disk: ready to predict, with what it needs to be fed."""
+
+    model: PromptedModel
+    class_names: tuple[str, ...]
+    note: dict[str, Any]
+
+
+def save_model(folder: Path, learner: Learner, note: dict[str, Any]) -> None:
+    """Write prompts and head, and beside them what only further learning needs."""
+    tensors = learner_tensors(learner)
+    needed = {name: value for name, value in tensors.items() if not name.startswith("statistics.")}
+    files = {
+        "tensors": _write(folder, "model", needed),
+        "statistics": _write(folder, "statistics", {k: v for k, v in tensors.items() if k not in needed}),
+    }
+    write_json(folder / "model.json", {"format": FORMAT, **note, **files})
+    for stale in folder.glob("*.safetensors"):
+        if stale.name not in files.values():
+            try:
+                stale.unlink()
+            except OSError as problem:
+                raise write_error(stale, problem) from problem
+
+
+def _write(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    name = f"{kind}-{digest.hexdigest()[:16]}.safetensors"
+    write_tensors(folder / name, tensors, {"kind": kind})
+    return name
+
+
+def load_model(folder: Path, device: torch.device | None = None) -> LoadedModel:
+    """Read a model; the backbone must be the one it was trained on."""
+    note = read_json(folder / "model.json")
+    if note.get("format") != FORMAT:
+        raise UserError(f"{folder} has model format {note.get('format')!r}, this version reads {FORMAT}")
+    where = device or torch.device("cpu")
+    tensors, _ = read_tensors(folder / note["tensors"], where)
+    asked = note["backbone"]
+    backbone = load_backbone(asked["name"], asked["weights"], asked["image_size"], asked["sha256"]).model.to(where)
+    config = methods.parse_config(note["method"])
+    method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
+    for task, classes in enumerate(note["task_sizes"]):
+        method.begin_task(task, classes)
+    method.load_state_dict(
+        {name.removeprefix("method."): value for name, value in tensors.items() if name.startswith("method.")}
+    )
+    head = LinearHead(backbone.width, note["seed"]).to(where)
+    head.replace(tensors["head.weight"], tensors["head.bias"])
+    return LoadedModel(PromptedModel(backbone, method, head), tuple(note["classes"]), note)

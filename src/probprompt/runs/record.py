@@ -1,0 +1,153 @@
+"""A run is a folder: what was asked, what was used, what came out, and where it can go on."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from probprompt.config import RunConfig, parse_config
+from probprompt.errors import UserError
+from probprompt.evaluation import metrics
+from probprompt.runs.files import read_json, write_error, write_json
+
+FORMAT = 1
+
+
+def config_hash(config: RunConfig) -> str:
+    """Fingerprint of all settings."""
+    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+class Run:
+    """A run's folder.
+
+    ``run.json`` (settings, weights, split, versions, hardware), ``events.jsonl`` (append-only), ``accuracy.json``,
+    ``diagnostics.json``, ``model/``, ``checkpoint/`` and ``report.html``; each is written whole or not at all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint = folder / "checkpoint" / "state.safetensors"
+        self.model = folder / "model"
+        self.report = folder / "report.html"
+
+    @classmethod
+    def create(cls, folder: Path, record: Mapping[str, Any]) -> "Run":
+        """Make a new folder; one that holds anything is refused."""
+        if (folder / "run.json").exists():
+            raise UserError(f"{folder} holds a run already: go on with --resume {folder}, or choose another folder")
+        if folder.exists() and (not folder.is_dir() or any(entry.name != ".lock" for entry in folder.iterdir())):
+            raise UserError(f"{folder} exists and is not empty: choose another folder for the run")
+        run = cls(folder)
+        try:
+            run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            run.model.mkdir(exist_ok=True)
+        except OSError as problem:
+            raise write_error(folder, problem) from problem
+        write_json(folder / "run.json", {"format": FORMAT, **record})
+        return run
+
+    @classmethod
+    def open(cls, folder: Path) -> "Run":
+        """Open an existing run."""
+        if not (folder / "run.json").is_file():
+            raise UserError(f"{folder} is not a run: it has no run.json")
+        run = cls(folder)
+        if run.record.get("format") != FORMAT:
+            raise UserError(f"{folder} has format {run.record.get('format')!r}, this version reads {FORMAT}")
+        return run
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What ``run.json`` says."""
+        return dict(read_json(self.folder / "run.json"))
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return parse_config(self.record["config"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether all tasks were learned."""
+        return bool(self.record.get("status") == "finished")
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """Accuracy in % on task i (row) after step j (column); NaN before the task is seen."""
+        return metrics.from_json(read_json(self.folder / "accuracy.json")["matrix"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """FAA, CAA and forgetting of the steps finished so far."""
+        return metrics.summarize(self.matrix)
+
+    def update(self, **values: Any) -> None:
+        """Change entries of ``run.json``."""
+        write_json(self.folder / "run.json", {**self.record, **values})
+
+    def write_accuracy(self, matrix: NDArray[np.float64]) -> None:
+        """Write the accuracy matrix and what follows from it."""
+        summary = metrics.summarize(matrix)
+        steps = metrics.finished_steps(matrix)
+        write_json(
+            self.folder / "accuracy.json", {"matrix": metrics.to_json(matrix), **summary, "finished_steps": steps}
+        )
+
+    def log(self, event: str, **values: Any) -> None:
+        """Append an event."""
+        path = self.folder / "events.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"event": event, **values}) + "\n")
+        except OSError as problem:
+            raise write_error(path, problem) from problem
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder, so that no second process writes into it; the lock ends with the process."""
+        try:
+            import fcntl
+        except ImportError:  # not on every system; then nobody is kept out
+            yield
+            return
+        with (self.folder / ".lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is working on {self.folder}") from None
+            yield
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {"python": platform.python_version()}
+    for package in ("probprompt", "torch", "torchvision", "timm", "numpy", "pillow"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            found[package] = "not installed"
+    return found
+
+
+def hardware(device: torch.device) -> dict[str, str | int]:
+    """The machine, in words."""
+    found: dict[str, str | int] = {
+        "device": device.type,
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found

@@ -1,0 +1,54 @@
+"""Small, real things to test with: a folder of pictures and a tiny vision transformer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+# Two test processes share two cores: threads of their own would only fight.
+torch.set_num_threads(1)
+
+TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
+"""timm's own test model, 64 wide and 6 deep."""
+
+
+def paint(folder: Path, classes: int = 6, images: int = 10, side: int = 36) -> Path:
+    """Write class folders whose pictures share a coarse pattern."""
+    random = np.random.RandomState(0)
+    for label in range(classes):
+        (folder / f"class{label}").mkdir(parents=True)
+        pattern = np.kron(random.randint(0, 255, (4, 4, 3)), np.ones((side // 4, side // 4, 1)))
+        for index in range(images):
+            noisy = pattern + random.normal(0, 30, pattern.shape)
+            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"class{label}" / f"{index}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six classes of ten pictures."""
+    return paint(tmp_path_factory.mktemp("data") / "pictures")
+
+
+Settings = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def settings(pictures: Path) -> Settings:
+    """Settings of a run of a few seconds; groups given by name are laid over them."""
+
+    def build(**groups: dict[str, Any]) -> dict[str, Any]:
+        base: dict[str, dict[str, Any]] = {
+            "data": {"benchmark": str(pictures), "tasks": 3},
+            "backbone": TINY,
+            "method": {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]},
+            "training": {"epochs": 2, "batch": 8},
+            "alignment": {"epochs": 2},
+        }
+        return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+
+    return build

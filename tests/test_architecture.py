@@ -1,0 +1,98 @@
+"""The shape of the code: who may import whom, and what stays light."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import probprompt
+
+ROOT = Path(probprompt.__file__).parent
+# A module may import what stands before its own line, never what stands after it.
+LAYERS: list[set[str]] = [
+    {"errors", "randomness", "equations", "prompts", "evaluation.metrics", "evaluation.embedding"},
+    {"data"},
+    {"backbone", "checkpoints"},
+    {"methods", "heads"},
+    {"config", "presets"},
+    {"training"},
+    {"evaluation"},
+    {"runs"},
+    {"report"},
+    {"api"},
+    {"cli"},
+    {"__main__"},
+]
+FREE = {"data", "training", "evaluation", "runs", "methods", "backbone", "report", "cli"}  # may import their own kind
+
+
+def _layer(module: str) -> int:
+    parts = module.split(".")
+    for length in (2, 1):
+        for level, names in enumerate(LAYERS):
+            if ".".join(parts[:length]) in names:
+                return level
+    raise AssertionError(f"{module} has no place in LAYERS: give it one")
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "probprompt":
+            found |= {alias.name for alias in node.names if alias.name != "__version__"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("probprompt."):
+            found.add((node.module or "").removeprefix("probprompt."))
+    return found
+
+
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for imported in _imports(path):
+        same_package = imported.split(".")[0] == module.split(".")[0] and module.split(".")[0] in FREE
+        helper = module == "checkpoints" and imported == "backbone"
+        assert same_package or helper or _layer(imported) < _layer(module) or {module, imported} <= LAYERS[0], (
+            f"{module} must not import {imported}"
+        )
+
+
+def test_no_method_imports_another() -> None:
+    for path in (ROOT / "methods").glob("*.py"):
+        if path.name not in ("__init__.py", "base.py"):
+            others = {name for name in _imports(path) if name.startswith("methods.")} - {"methods.base"}
+            assert not others, f"{path.name} imports {others}"
+
+
+def _seconds(*arguments: str) -> float:
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    return time.perf_counter() - begun
+
+
+def test_import_is_quick_and_imports_nothing_heavy() -> None:
+    probe = "import sys, probprompt; print(sorted({'torch', 'timm', 'matplotlib'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "[]"
+    assert min(_seconds("-c", "import probprompt") for _ in range(3)) < 1.0
+
+
+def test_help_is_quick_and_needs_no_network() -> None:
+    assert min(_seconds("-m", "probprompt", "--help") for _ in range(3)) < 1.5
+    probe = (
+        "import socket, sys\n"
+        "def refuse(*a, **k): raise AssertionError('network')\n"
+        "socket.socket.connect = refuse\nsocket.getaddrinfo = refuse\n"
+        "sys.argv = ['probprompt', '--help']\n"
+        "from probprompt.cli import main\nmain()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == 0
+
+
+def test_public_names_exist() -> None:
+    assert all(getattr(probprompt, name) is not None for name in probprompt.__all__)

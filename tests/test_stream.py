@@ -1,0 +1,262 @@
+"""Class orders and the cutting of classes into tasks."""
+
+import doctest
+import json
+import random
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from probprompt.data import stream
+from probprompt.data.stream import Task, build_stream, class_order, order_hash, parse_tasks, split_sizes
+from probprompt.errors import UserError
+
+ANIMALS = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "ibis", "jay")
+
+quick = settings(max_examples=40, deadline=None)
+counts = st.integers(1, 60)
+words = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8)
+seeds = st.integers(0, 10_000)
+
+
+def names_of(count: int) -> list[str]:
+    return [f"class {number}" for number in range(count)]
+
+
+@st.composite
+def counts_and_tasks(draw: st.DrawFn) -> tuple[int, int]:
+    count = draw(counts)
+    return count, draw(st.integers(1, count))
+
+
+def test_doctests() -> None:
+    result = doctest.testmod(stream)
+    assert result.failed == 0
+    assert result.attempted >= 8
+
+
+@pytest.mark.parametrize(
+    ("count", "seed", "beginning"),
+    [
+        (200, 1, (33, 146, 79, 19, 23, 131, 12, 187, 174, 32)),
+        (200, 2, (51, 94, 55, 35, 170, 177, 20, 85, 50, 36)),
+        (200, 3, (158, 62, 14, 69, 47, 137, 110, 6, 116, 88)),
+        (200, 4, (136, 126, 189, 51, 145, 98, 0, 68, 40, 4)),
+        (100, 1, (53, 37, 65, 51, 4, 20, 38, 9, 10, 81)),
+        (100, 2, (0, 76, 61, 63, 1, 71, 2, 6, 16, 19)),
+        (200, 12, (82, 134, 185, 178, 11)),
+        (200, 24, (61, 0, 22, 157, 145)),
+        (200, 36, (8, 51, 11, 137, 50)),
+        (200, 48, (71, 66, 10, 121, 103)),
+    ],
+)
+def test_published_class_orders(count: int, seed: int, beginning: tuple[int, ...]) -> None:
+    assert class_order(count, seed)[: len(beginning)] == beginning
+
+
+@quick
+@given(counts, seeds)
+def test_class_order_is_a_permutation(count: int, seed: int) -> None:
+    order = class_order(count, seed)
+    assert sorted(order) == list(range(count))
+    assert seed != 0 or order == tuple(range(count))
+
+
+def test_class_order_leaves_the_global_generator_alone() -> None:
+    before = random.getstate()
+    class_order(100, 3)
+    assert random.getstate() == before
+
+
+@quick
+@given(counts_and_tasks())
+def test_split_sizes_are_even(drawn: tuple[int, int]) -> None:
+    count, tasks = drawn
+    sizes = split_sizes(count, tasks)
+    assert len(sizes) == tasks
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert all(type(size) is int for size in sizes)
+
+
+@pytest.mark.parametrize(("count", "tasks"), [(3, 4), (3, 0), (3, -1), (0, 1)])
+def test_impossible_splits(count: int, tasks: int) -> None:
+    with pytest.raises(UserError, match=str(tasks)):
+        split_sizes(count, tasks)
+
+
+@quick
+@given(counts_and_tasks(), seeds)
+def test_every_class_comes_exactly_once(drawn: tuple[int, int], seed: int) -> None:
+    count, number = drawn
+    tasks = build_stream(names_of(count), number, seed)
+    appearance = [label for task in tasks for label in task.classes]
+    assert tuple(appearance) == class_order(count, seed)
+    assert [task.index for task in tasks] == list(range(number))
+    assert all(appearance[task.first : task.first + len(task.classes)] == list(task.classes) for task in tasks)
+
+
+@quick
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), seeds)
+def test_sizes_are_kept(sizes: list[int], seed: int) -> None:
+    tasks = build_stream(names_of(sum(sizes)), sizes, seed)
+    assert [len(task.classes) for task in tasks] == sizes
+    assert [task.first for task in tasks] == [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+@quick
+@given(counts_and_tasks(), seeds, seeds)
+def test_names_give_the_same_stream_whatever_the_seed(drawn: tuple[int, int], seed: int, other: int) -> None:
+    count, number = drawn
+    names = names_of(count)
+    tasks = build_stream(names, number, seed)
+    written = [[names[label] for label in task.classes] for task in tasks]
+    assert build_stream(names, written, other) == tasks
+
+
+def test_tasks_are_frozen() -> None:
+    (task,) = build_stream(["ant"], 1, 0)
+    assert task == Task(index=0, classes=(0,), first=0)
+    with pytest.raises(FrozenInstanceError):
+        task.index = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (11, "10 classes cannot fill 11 tasks"),
+        (0, "at least 1, got 0"),
+        (True, "cannot be True"),
+        (2.0, "cannot be 2.0"),
+        (None, "cannot be None"),
+        ("5", "cannot be '5'"),
+        ([], r"cannot be \[\]"),
+        ([5, True, 4], r"cannot be \[5, True, 4\]"),
+        ([5, ["ant"]], "cannot be"),
+        (["ant", "bee"], "cannot be"),
+        ([4, 4], r"\[4, 4\] add up to 8, but there are 10 classes"),
+        ([10, 0], "at least 1 class"),
+        ([["ant"], ["bee", "kat"]], "task 2 has an unknown class 'kat': did you mean 'cat'"),
+        ([["ant", "bee"], ["cat"], ["ant"]], "'ant' is in task 1 and in task 3"),
+        ([["ant", "ant"]], "'ant' is in task 1 and in task 1"),
+        ([["ant"]], "9 of 10 classes are in no task: bee, cat, dog, elk, fox and 4 more"),
+        ([list(ANIMALS), []], "task 2 has no classes"),
+        ([["ant", 3]], "task 1 has 3 where the name of a class is due"),
+    ],
+)
+def test_tasks_that_cannot_be(tasks: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_stream(ANIMALS, tasks, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["ant", "bee", "ant"], "classes 0 and 2 have the same name 'ant'"),
+        ([], "at least one name"),
+        ("ant", "list"),
+    ],
+)
+def test_class_names_that_cannot_be(names: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_stream(names, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [("5", 5), (" 12 ", 12), ("4,4,2", (4, 4, 2)), ("4, 4 ,2", (4, 4, 2)), ("1,1", (1, 1))],
+)
+def test_parse_numbers(text: str, parsed: object) -> None:
+    assert parse_tasks(text) == parsed
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tasks.json", '[["ant", "bee"], ["queen, bee"]]'),
+        ("tasks.txt", '\n [["ant", "bee"], ["queen, bee"]]'),
+        ("tasks.json", '\ufeff[["ant", "bee"], ["queen, bee"]]'),
+    ],
+)
+def test_parse_json_file(tmp_path: Path, file: str, content: str) -> None:
+    path = tmp_path / file
+    path.write_text(content, encoding="utf-8")
+    assert parse_tasks(str(path)) == (("ant", "bee"), ("queen, bee",))
+
+
+def test_parse_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "tasks"
+    path.write_text("# insects first\nant, bee\n\n  # then\n  sea lion ,café\r\n", encoding="utf-8")
+    assert parse_tasks(str(path)) == (("ant", "bee"), ("sea lion", "café"))
+
+
+@quick
+@given(st.lists(st.lists(words, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_files_hold_any_names(groups: list[list[str]]) -> None:
+    expected = tuple(tuple(group) for group in groups)
+    assert stream._parse_json(json.dumps(groups), "file") == expected
+    assert stream._parse_lines("\n".join(", ".join(group) for group in groups), "file") == expected
+
+
+@pytest.mark.parametrize("text", ["", "  ", "five", "0", "-3", "4,0,2", "4,", "5.0", "1e3", "9" * 5000, "a\0b"])
+def test_texts_that_are_no_tasks(text: str) -> None:
+    with pytest.raises(UserError, match=r"allowed are a number of tasks \(5\)"):
+        parse_tasks(text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.json", "[[", "not valid JSON.*line 1 column 3"),
+        ("a.json", "{}", "must hold a list of tasks"),
+        ("a.json", "[]", "must hold a list of tasks"),
+        ("a.json", '[["ant"], "bee"]', "task 2 must be a list"),
+        ("a.json", '[["ant"], []]', "task 2 must be a list of at least one class name"),
+        ("a.json", "[[1]]", "task 1 must be a list"),
+        ("a.txt", "ant,\nbee", "line 1: a comma has no class name beside it"),
+        ("a.txt", "# nothing\n\n", "has no tasks in it"),
+    ],
+)
+def test_files_that_are_no_tasks(tmp_path: Path, file: str, content: str, message: str) -> None:
+    path = tmp_path / file
+    path.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        parse_tasks(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_folders_binaries_and_wrong_paths(tmp_path: Path) -> None:
+    binary = tmp_path / "tasks.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, binary, binary / "below"):
+        with pytest.raises(UserError, match="cannot be read as a text file"):
+            parse_tasks(str(path))
+    with pytest.raises(UserError, match=r"no such file exists \(did you mean '.*tasks.txt'\?\)"):
+        parse_tasks(str(tmp_path / "task.txt"))
+    with pytest.raises(UserError, match="no such file exists: allowed"):
+        parse_tasks(str(tmp_path / "nowhere" / "tasks.txt"))
+
+
+def test_order_hash_tells_streams_apart() -> None:
+    streams = [build_stream(ANIMALS, tasks, seed) for tasks in (2, 5, [6, 4]) for seed in (0, 1)]
+    hashes = [order_hash(tasks, ANIMALS) for tasks in streams]
+    assert len(set(hashes)) == len(hashes)
+    assert all(len(digest) == 64 for digest in hashes)
+
+
+def test_order_hash_is_of_the_names() -> None:
+    """A dataset that numbers its classes in another way gives the same stream by name."""
+    written = [["ant", "bee"], ["cat"]]
+    one, other = ["ant", "bee", "cat"], ["cat", "ant", "bee"]
+    first, second = build_stream(one, written, 0), build_stream(other, written, 0)
+    assert order_hash(first, one) == order_hash(second, other)
+    assert order_hash(first, one) != order_hash(first, other)
+
+
+def test_order_hash_never_changes() -> None:
+    digest = order_hash(build_stream(ANIMALS, 3, 1), ANIMALS)
+    assert digest == "5317bef73338803305929594bbcc278686c0da68cb9f492eeaa37f976db15c52"

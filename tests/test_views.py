@@ -1,0 +1,75 @@
+"""Views on the device against torchvision's own."""
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from probprompt import randomness
+from probprompt.data.loading import ImageStore
+from probprompt.data.views import DRAWS, centre_boxes, random_boxes, resample
+
+
+def _image(height: int, width: int) -> torch.Tensor:
+    coarse = torch.from_numpy(np.random.RandomState(1).randint(0, 256, (3, height // 4 + 1, width // 4 + 1)))
+    fine = coarse.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, :height, :width]
+    return fine.to(torch.uint8)
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(40, 60, 96), (200, 150, 64), (32, 32, 32), (90, 300, 48)])
+def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: int, size: int) -> None:
+    image = _image(height, width)
+    sizes = torch.tensor([[height, width]]).expand(8, 2)
+    boxes = random_boxes(sizes, randomness.uniform((8, DRAWS), 0, "test", height))
+    ours = resample(image.expand(8, -1, -1, -1), boxes, size) * 255
+    assert boxes.flip is not None
+    for index in range(8):
+        top, left, rows, columns = (
+            int(getattr(boxes, name)[index]) for name in ("top", "left", "height", "width")
+        )
+        theirs = functional.resized_crop(image, top, left, rows, columns, [size, size], antialias=True)
+        if boxes.flip[index]:
+            theirs = functional.horizontal_flip(theirs)
+        assert (ours[index] - theirs).abs().mean() < 1.0
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (200, 150), (64, 64), (300, 90)])
+def test_evaluation_view_equals_resize_and_centre_crop(height: int, width: int) -> None:
+    image = _image(height, width)
+    for resized, size in ((37, 32), (32, 32), (73, 64)):
+        boxes = centre_boxes(torch.tensor([[height, width]]), resized, size)
+        theirs = v2.Compose([v2.Resize(resized, antialias=True), v2.CenterCrop(size)])(image)
+        assert (resample(image[None], boxes, size)[0] * 255 - theirs).abs().mean() < 1.0
+
+
+def test_boxes_are_distributed_as_torchvisions() -> None:
+    count = 4000
+    boxes = random_boxes(torch.tensor([[100, 140]]).expand(count, 2), randomness.uniform((count, DRAWS), 0, "boxes"))
+    torch.manual_seed(0)
+    theirs = torch.tensor([_torchvision_box() for _ in range(count)]).double()
+    ours = torch.stack([boxes.top, boxes.left, boxes.height, boxes.width], dim=1)
+    assert ((ours.mean(0) - theirs.mean(0)).abs() < 2.5).all()
+    assert ((ours.std(0) - theirs.std(0)).abs() < 2.5).all()
+    assert (boxes.top + boxes.height <= 100).all() and (boxes.left + boxes.width <= 140).all()
+
+
+def _torchvision_box() -> list[int]:
+    crop = v2.RandomResizedCrop(8)
+    parameters = crop.make_params([torch.empty(3, 100, 140)])
+    return [parameters[name] for name in ("top", "left", "height", "width")]
+
+
+def test_extreme_shapes_fall_back_to_the_largest_allowed_box() -> None:
+    draws = torch.full((2, DRAWS), 0.999)
+    boxes = random_boxes(torch.tensor([[10, 400], [400, 10]]), draws, scale=(1.0, 1.0))
+    assert boxes.height.tolist() == [10, 13] and boxes.width.tolist() == [13, 10]
+
+
+def test_images_of_different_sizes_share_a_canvas() -> None:
+    arrays = [np.full((20, 30, 3), 200, np.uint8), np.full((50, 10, 3), 100, np.uint8)]
+    store = ImageStore.of(arrays, torch.device("cpu"))
+    rows = torch.tensor([0, 1])
+    views = resample(store.canvas(rows), centre_boxes(store.sizes[rows], 16, 16), 16)
+    assert torch.allclose(views[0], torch.tensor(200 / 255), atol=1e-6)
+    assert torch.allclose(views[1], torch.tensor(100 / 255), atol=1e-6)
