@@ -12,11 +12,11 @@ from probprompt.runs.record import Run
 
 
 def train(
-    benchmark: str = "emoji-r",
-    method: str = "probprompt",
+    benchmark: str | None = None,
+    method: str | None = None,
     *,
     out: str | Path | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     config: Mapping[str, Any] | None = None,
     device: str | None = None,
     watcher: Watcher | None = None,
@@ -26,14 +26,17 @@ def train(
     """Learn a benchmark, or a folder of class folders, task by task, and write the run with its report.
 
     ``settings`` are any fields of :class:`~probprompt.RunConfig` by their unambiguous names
-    (``epochs=3, samples=10, tasks=5``); ``config`` takes them nested.
+    (``epochs=3, samples=10, tasks=5``); ``config`` takes them nested; what is named beside it goes before it.
     """
-    chosen = merge(
-        {"data": {"benchmark": benchmark}, "seeds": dict.fromkeys(("order", "init", "data"), seed)}, config or {}
-    )
-    parsed = parse_config(apply_values(merge(chosen, {"method": {"name": method}}), settings))
-    folder = Path(out) if out else free_folder(Path("runs"), f"{Path(benchmark).name}-{parsed.method.name}-s{seed}")
-    return start(parsed, folder, device, watcher, track)
+    named: dict[str, Any] = {}
+    if benchmark is not None:
+        named["data"] = {"benchmark": benchmark}
+    if method is not None:
+        named["method"] = {"name": method}
+    if seed is not None:
+        named["seeds"] = dict.fromkeys(("order", "init", "data"), seed)
+    parsed = parse_config(apply_values(merge(config or {}, named), settings))
+    return start(parsed, Path(out) if out else default_folder(parsed), device, watcher, track)
 
 
 def start(
@@ -54,6 +57,12 @@ def resume(out: str | Path, device: str | None = None, watcher: Watcher | None =
     run = execute.resume(Path(out), device, watcher, track)
     write_report([run.folder], run.report)
     return run
+
+
+def default_folder(config: RunConfig) -> Path:
+    """Where a run goes that was given no folder: a new one under ``runs``, named after what is learned and how."""
+    name = Path(config.data.benchmark).resolve().name
+    return free_folder(Path("runs"), f"{name}-{config.method.name}-s{config.seeds.order}")
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -54,6 +54,8 @@ class TrainingConfig(_Settings):
     head_rate: float = Field(0.0025, gt=0)
     prompt_rate_factor: float = Field(5.0, gt=0)
     """The prompts learn at this multiple of the head's rate."""
+    adapt_tasks: int | None = Field(None, ge=0)
+    """Prompts learn in the first so many tasks and are then fixed, so that features never drift; None: in all."""
     final_rate: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "vq", "vq-epoch", "constant"] = "cosine"
@@ -218,13 +220,18 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+def _method_name(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("name")
+    return value if isinstance(value, str) else "probprompt"
+
+
 def _field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """All dotted field names, those of the chosen method included."""
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
         if name == "method" and model is RunConfig:
-            chosen = settings.get("method", "probprompt")
-            inner = methods.find(chosen if isinstance(chosen, str) else chosen.get("name", "probprompt")).Config
+            inner = methods.find(_method_name(settings.get("method"))).Config
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _field_names(inner, settings, f"{prefix}{name}.")
         else:

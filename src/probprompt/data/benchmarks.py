@@ -54,7 +54,7 @@ class ImageData:
         digest = hashlib.sha256()
         for side, images in (("train", self.train), ("test", self.test)):
             for name, label in sorted(zip(images.names, images.labels.tolist(), strict=True)):
-                digest.update(f"{side}\t{self.class_names[label]}\t{name}\n".encode())
+                digest.update(f"{side}\t{self.class_names[label]}\t{name}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 

@@ -9,10 +9,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 Pixels = NDArray[np.uint8]
 
-SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-    + (".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".tga", ".avif")
-)
+_JPEG = {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2"}
+_OTHER = {".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".avif"}
+SUFFIXES = frozenset(_JPEG | _OTHER)
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
 

@@ -31,8 +31,9 @@ class Scorer:
     def queries(self, rows: Tensor, images: Tensor | None = None) -> Tensor:
         """Queries (n, D) of these images, from the cache where they were needed before."""
         wanted = rows.tolist()
-        if any(row not in self._queries for row in wanted):
-            if images is None:
-                images = self.viewer.evaluation(self.images.store, rows)
-            self._queries.update(zip(wanted, self.model.backbone.query(images), strict=True))
+        missing = [place for place, row in enumerate(wanted) if row not in self._queries]
+        if missing:
+            new = rows[missing]
+            views = self.viewer.evaluation(self.images.store, new) if images is None else images[missing]
+            self._queries.update(zip(new.tolist(), self.model.backbone.query(views), strict=True))
         return torch.stack([self._queries[row] for row in wanted])

@@ -58,6 +58,13 @@ class Learner:
         self.check(task)
         self.model.head.grow(task.classes)
         self.model.method.begin_task(task.index, task.classes)
+        self.fix_prompts(task)
+
+    def fix_prompts(self, task: TaskImages) -> None:
+        """From some task on, if so set, the prompts stay as they are and only the head learns."""
+        adapted = self.config.training.adapt_tasks
+        if adapted is not None and task.index >= adapted:
+            self.model.method.requires_grad_(False)
 
     def check(self, task: TaskImages) -> None:
         """Refuse what cannot be learned: one class has nothing to be told apart from."""

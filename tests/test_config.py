@@ -1,0 +1,104 @@
+"""Settings: complete, frozen, and mistakes told in words."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+import probprompt.config
+from probprompt.config import apply_assignments, apply_values, merge, parse_config, read_toml
+from probprompt.errors import UserError
+from probprompt.methods.probprompt import ProbPromptConfig
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(probprompt.config).failed == 0
+
+
+def test_the_papers_reading_is_the_default() -> None:
+    config = parse_config({})
+    method = config.method
+    assert isinstance(method, ProbPromptConfig)
+    assert (method.blocks, method.tokens, method.components, method.samples) == ((0, 1, 2, 3, 4), 8, 10, 30)
+    assert (method.relevance_temperature, method.initial_mean, method.initial_std) == (1.0, "uniform", 1.0)
+    assert (method.regularisation, method.reference, method.evaluation) == (1e-6, "step", "sample")
+    assert (method.aggregation, method.variant, method.top_k) == ("cosine", "mixture", None)
+    training = config.training
+    assert (training.epochs, training.batch, training.head_rate, training.prompt_rate_factor) == (20, 128, 0.0025, 5)
+    assert config.alignment.enabled and config.backbone.normalisation == "backbone"
+
+
+def test_a_config_survives_json() -> None:
+    config = parse_config({"method": {"name": "probprompt", "samples": 5}, "data": {"tasks": [["a", "b"], ["c"]]}})
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("assignment", "hint"),
+    [
+        ("epoch=3", "could be|training.epochs|alignment.epochs"),
+        ("trainin.epochs=3", "did you mean 'training.epochs'"),
+        ("sampels=3", "did you mean 'method.samples'"),
+        ("epochs=3", "could be training.epochs or alignment.epochs"),
+        ("method.nonsense=3", "no setting is called"),
+        ("samples", "key=value"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest(assignment: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        apply_assignments({}, [assignment])
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "training.epochs=0",
+        "training.epochs=many",
+        "tokens=7",
+        "top_k=11",
+        "initial_std=-1",
+        "relevance_temperature=big",
+        "blocks=[1, 1]",
+        "variant=other",
+        "training.batch=2.5",
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(assignment: str) -> None:
+    with pytest.raises(UserError, match=r"method|training"):
+        parse_config(apply_assignments({}, [assignment]))
+
+
+def test_unknown_keys_and_methods_are_refused() -> None:
+    with pytest.raises(UserError, match="no method is called 'probpromt': did you mean 'probprompt'"):
+        parse_config({"method": "probpromt"})
+    with pytest.raises(UserError, match="no setting is called 'training.epoch': did you mean 'training.epochs'"):
+        parse_config({"training": {"epoch": 3}})
+
+
+def test_a_table_in_place_of_a_value_is_refused() -> None:
+    with pytest.raises(UserError, match="training"):
+        parse_config({"training": 3})
+    with pytest.raises(UserError, match="method"):
+        parse_config({"method": 3})
+
+
+def test_values_may_be_none_numbers_lists_or_words() -> None:
+    settings = apply_assignments({}, ["top_k=none", "blocks=[0, 2]", "reference=task", "tasks=4,4,2"])
+    assert settings["method"] == {"top_k": None, "blocks": [0, 2], "reference": "task"}
+    assert settings["data"] == {"tasks": "4,4,2"}
+
+
+def test_naming_another_method_drops_the_first_ones_settings() -> None:
+    merged = merge({"method": {"name": "probprompt", "samples": 3}}, {"method": "linear-probe"})
+    assert merged["method"] == {"name": "linear-probe"}
+    assert merge({"method": {"samples": 3}}, {"method": {"name": "probprompt"}})["method"]["samples"] == 3
+    assert apply_values({"method": "linear-probe"}, {"head_rate": 0.1})["training"] == {"head_rate": 0.1}
+
+
+def test_toml(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[training]\nepochs = 3\n[method]\nname = 'probprompt'\nsamples = 4\n")
+    assert parse_config(read_toml(tmp_path / "a.toml")).training.epochs == 3
+    (tmp_path / "b.toml").write_text("[training\n")
+    for name, hint in (("b.toml", "not valid TOML"), ("c.toml", "cannot be read")):
+        with pytest.raises(UserError, match=hint):
+            read_toml(tmp_path / name)

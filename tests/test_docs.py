@@ -1,0 +1,74 @@
+"""What the documents say is true: snippets run as pasted, commands exist, numbers come from recorded runs."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from probprompt import api
+from probprompt.methods import base
+ROOT = Path(__file__).parent.parent
+Settings = Callable[..., dict[str, Any]]
+
+
+def _snippets(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_readmes_snippet_runs_as_pasted(tmp_path: Path) -> None:
+    (snippet,) = _snippets("README.md")
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "FAA" in done.stdout and (tmp_path / "runs" / "emoji-r-probprompt-s0" / "report.html").is_file()
+
+
+def test_the_example_method_of_contributing_learns(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    exec(_snippets("CONTRIBUTING.md")[0], {"__name__": "example"})
+    chosen: dict[str, Any] = settings()
+    run = api.train(
+        chosen["data"]["benchmark"], "shared-prefix", out=tmp_path / "run", config={**chosen, "method": "shared-prefix"}
+    )
+    assert run.finished
+
+
+def test_the_readme_names_the_two_commands_and_ci_runs_the_second() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in ("demo", "test"):
+        assert f"make {command} " in readme and f"\n{command}:" in targets
+    script = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert script[-1] == "make test"
+
+
+def test_the_demos_numbers_come_from_the_recorded_runs() -> None:
+    text = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    records = sorted((ROOT / "results" / "emoji-r" / "demo").glob("*-s*.json"))
+    assert len(records) == 6
+    for path in records:
+        record = json.loads(path.read_text())
+        row = [record["config"]["method"]["name"], str(record["config"]["seeds"]["order"])]
+        row += [f"{record['accuracy'][name]:.2f}" for name in ("FAA", "CAA", "forgetting")]
+        assert "| " + " | ".join(row) + " |" in text
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in ("README.md", "CONTRIBUTING.md", "docs/demo.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
+
+
+def test_the_embedded_weights_reach_what_their_record_says() -> None:
+    record = json.loads((ROOT / "src" / "probprompt" / "weights" / "demo.json").read_text())
+    assert record["validation"]["top1"] >= 50
+    assert (ROOT / "src" / "probprompt" / "weights" / "demo.safetensors").stat().st_size <= 8_000_000

@@ -1,0 +1,151 @@
+"""Accuracy over all classes seen, whatever the batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from probprompt.config import parse_config
+from probprompt.evaluation.scoring import Scorer
+from probprompt.runs.execute import Workshop, prepare
+from probprompt.runs.progress import Watcher
+
+Settings = Callable[..., dict[str, Any]]
+
+METHODS: list[dict[str, Any]] = [
+    {},
+    {"evaluation": "mean"},
+    {"variant": "independent"},
+    {"variant": "deterministic"},
+    {"name": "linear-probe"},
+]
+
+
+def learned(settings: Settings, **method: Any) -> Workshop:
+    """A model that tells some classes apart: its head compares with class means, two of them exchanged."""
+    given = settings(method=method)
+    if method.get("name") == "linear-probe":
+        given["method"] = method
+    workshop = prepare(parse_config(given), torch.device("cpu"), Watcher())
+    for task in workshop.tasks:
+        workshop.learner.begin(task)
+    means = []
+    with torch.no_grad():
+        for task in workshop.tasks:
+            for label in range(task.first, task.first + task.classes):
+                rows = task.rows[task.labels == label][:2]
+                images = workshop.learner.viewer.evaluation(workshop.learner.images.store, rows)
+                means.append(workshop.learner.model.features(images)[0].mean(dim=0))
+        mean = torch.stack(means)[[0, 4, 2, 3, 1, 5]]
+        workshop.learner.model.head.replace(mean, -mean.square().sum(dim=1) / 2)
+    return workshop
+
+
+def everything(workshop: Workshop) -> tuple[Tensor, Tensor]:
+    """All test images and their labels."""
+    tasks = workshop.test_tasks
+    return torch.cat([task.rows for task in tasks]), torch.cat([task.labels for task in tasks])
+
+
+def scorer_of(workshop: Workshop, batch: int) -> Scorer:
+    scorer = workshop.scorer
+    return Scorer(scorer.model, scorer.images, scorer.viewer, batch)
+
+
+def count_queries(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images each call of the backbone without prompts looks at, from now on."""
+    backbone, images = workshop.learner.model.backbone, list[int]()
+    original = backbone.query
+
+    def counting(pictures: Tensor) -> Tensor:
+        images.append(len(pictures))
+        return original(pictures)
+
+    monkeypatch.setattr(backbone, "query", counting)
+    return images
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_accuracy_is_that_of_a_plain_loop_over_single_images(settings: Settings, method: dict[str, Any]) -> None:
+    workshop = learned(settings, **method)
+    model, store = workshop.scorer.model, workshop.scorer.images.store
+    rows, labels = everything(workshop)
+    right = 0
+    for row, label in zip(rows.tolist(), labels.tolist(), strict=True):
+        image = workshop.scorer.viewer.evaluation(store, torch.tensor([row]))
+        logits = model.predict(image)[0].tolist()
+        assert len(logits) == 6
+        right += logits.index(max(logits)) == label
+    assert 6 <= right < 12 == len(rows)
+    assert workshop.scorer.accuracy(rows, labels) == pytest.approx(100 * right / len(rows))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_logits_depend_neither_on_the_batch_nor_on_the_order(settings: Settings, method: dict[str, Any]) -> None:
+    workshop = learned(settings, **method)
+    rows, labels = everything(workshop)
+    expected = workshop.scorer.logits(rows)
+    mixed = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    for batch in (1, 5):
+        scorer = scorer_of(workshop, batch)
+        found = torch.cat([scorer.logits(part) for part in rows[mixed].split(batch)])
+        torch.testing.assert_close(found, expected[mixed], rtol=1e-4, atol=1e-3)
+        assert scorer.accuracy(rows[mixed], labels[mixed]) == workshop.scorer.accuracy(rows, labels)
+
+
+def test_accuracy_is_over_all_classes_seen(settings: Settings) -> None:
+    workshop = learned(settings)
+    first, head = workshop.test_tasks[0], workshop.learner.model.head
+    with torch.no_grad():
+        head.bias[5] += 1e6
+    assert workshop.scorer.accuracy(first.rows, first.labels) == 0
+    head.replace(head.weight[:2].detach(), head.bias[:2].detach())
+    assert workshop.scorer.accuracy(first.rows, first.labels) > 0
+
+
+def test_each_query_is_computed_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = learned(settings)
+    images = count_queries(workshop, monkeypatch)
+    scorer, seen = scorer_of(workshop, batch=3), 0
+    for step, task in enumerate(workshop.test_tasks):
+        seen += len(task)
+        for earlier in workshop.test_tasks[: step + 1]:
+            scorer.accuracy(earlier.rows, earlier.labels)
+        assert sum(images) == seen
+    scorer.queries(everything(workshop)[0].flip(0))
+    assert sum(images) == seen
+
+
+def test_batches_that_overlap_compute_only_what_is_missing(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = learned(settings)
+    rows = everything(workshop)[0]
+    expected = scorer_of(workshop, 100).queries(rows)
+    images = count_queries(workshop, monkeypatch)
+    scorer = scorer_of(workshop, 100)
+    first = scorer.queries(rows[2:5])
+    found = scorer.queries(rows)
+    assert images == [3, len(rows) - 3]
+    assert torch.equal(found[2:5], first)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    scorer = scorer_of(workshop, 100)
+    scorer.queries(rows[4:6])
+    torch.testing.assert_close(scorer.logits(rows), scorer_of(workshop, 100).logits(rows), rtol=1e-4, atol=1e-3)
+
+
+def test_queries_are_the_backbones_without_prompts(settings: Settings) -> None:
+    workshop = learned(settings)
+    rows = everything(workshop)[0]
+    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
+    assert torch.equal(workshop.scorer.queries(rows), workshop.learner.model.backbone.query(images))
+
+
+def test_a_head_that_learned_since_changes_the_score(settings: Settings) -> None:
+    """Queries are kept, scores are not."""
+    workshop = learned(settings)
+    rows, labels = everything(workshop)
+    before = workshop.scorer.accuracy(rows, labels)
+    head = workshop.learner.model.head
+    head.replace(-head.weight.detach(), -head.bias.detach())
+    assert workshop.scorer.accuracy(rows, labels) < before
