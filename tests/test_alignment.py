@@ -118,7 +118,7 @@ def test_draws_depend_on_the_generator_alone() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "batch", "ratio", "size"),
-    [(3, 2, 8, 4.0, 32), (2, 4, 8, 1.5, 12), (5, 2, 3, 0.4, 1), (1, 2, 1, 0.1, 1)],
+    [(3, 2, 8, 4.0, 32), (2, 4, 8, 1.5, 12), (5, 2, 7, 0.4, 3), (1, 2, 1, 0.1, 1)],
 )
 def test_an_epoch_has_a_batch_for_every_old_class(
     monkeypatch: pytest.MonkeyPatch, old: int, new: int, batch: int, ratio: float, size: int

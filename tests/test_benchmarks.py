@@ -289,6 +289,27 @@ def test_the_split_hash_changes_when_a_file_moves(tmp_path: Path) -> None:
     assert len(set(hashes)) == len(hashes) == 5
 
 
+def listed(**labels: int) -> ImageSet:
+    """Images that are only names and class numbers."""
+    return ImageSet(
+        tuple(labels), np.array(list(labels.values()), dtype=np.int64), lambda _: np.zeros((1, 1, 3), np.uint8)
+    )
+
+
+def test_the_split_hash_is_of_side_class_and_name_alone() -> None:
+    hashes = [
+        ImageData(("ant", "bee"), train, test).split_hash()
+        for train, test in (
+            (listed(a=0, b=1), listed(c=1)),
+            (listed(a=0), listed(b=1, c=1)),  # on the other side
+            (listed(a=0, b=0), listed(c=1)),  # of another class
+            (listed(a=0, d=1), listed(c=1)),  # of another name
+        )
+    ]
+    assert len(set(hashes)) == 4
+    assert ImageData(("ant", "bee"), listed(b=1, a=0), listed(c=1)).split_hash() == hashes[0]
+
+
 def test_a_file_name_that_is_no_unicode_has_a_hash(tmp_path: Path) -> None:
     folder(tmp_path, ant=2, bee=2)
     try:

@@ -71,7 +71,7 @@ def test_a_wrong_value_is_refused_by_name(assignment: str) -> None:
 def test_unknown_keys_and_methods_are_refused() -> None:
     with pytest.raises(UserError, match="no method is called 'probpromt': did you mean 'probprompt'"):
         parse_config({"method": "probpromt"})
-    with pytest.raises(UserError, match="no setting is called 'training.epoch': did you mean 'training.epochs'"):
+    with pytest.raises(UserError, match=r"no setting is called 'training\.epoch': did you mean 'training\.epochs'"):
         parse_config({"training": {"epoch": 3}})
 
 

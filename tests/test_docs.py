@@ -12,6 +12,7 @@ import pytest
 
 from probprompt import api
 from probprompt.methods import base
+
 ROOT = Path(__file__).parent.parent
 Settings = Callable[..., dict[str, Any]]
 

@@ -466,3 +466,31 @@ ONE_HOT = torch.eye(3).double()[:2, None].expand(2, 2, 3)
 )
 def test_gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
     assert gradcheck(function, tuple(tensor.clone().requires_grad_() for tensor in inputs))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_short_way_to_a_sampled_prompt_equals_the_long_one(shared: bool) -> None:
+    torch.manual_seed(0)
+    batch, tokens, count, width = 5, 4, 7, 96
+    mean, std = torch.randn(batch, tokens, width), torch.rand(batch, tokens, width) + 0.01
+    query = 50 * torch.randn(batch, width)
+    noise = torch.randn(*(() if shared else (batch,)), tokens, count, width)
+    short = equations.sampled_prompt(mean, std, query, noise)
+    samples = equations.sample_prompts(mean.double(), std.double(), count, noise=noise.double())
+    exact = equations.aggregate(samples, query.double())
+    assert short.dtype == torch.float32
+    assert (short - exact).norm() / exact.norm() < 1e-6
+    assert torch.allclose(short.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_the_short_way_pass_gradcheck_and_equal_the_long_ways() -> None:
+    torch.manual_seed(1)
+    mean, std = torch.randn(2, 2, 5, dtype=torch.float64), torch.rand(2, 2, 5, dtype=torch.float64) + 0.1
+    query, noise = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 2, 3, 5, dtype=torch.float64)
+    inputs = (mean.requires_grad_(), std.requires_grad_(), query.requires_grad_())
+    assert torch.autograd.gradcheck(lambda m, s, q: equations.sampled_prompt(m, s, q, noise), inputs)
+    short = torch.autograd.grad(equations.sampled_prompt(*inputs, noise).square().sum(), inputs)
+    long = torch.autograd.grad(
+        equations.aggregate(equations.sample_prompts(mean, std, 3, noise=noise), query).square().sum(), inputs
+    )
+    assert all(torch.allclose(one, other) for one, other in zip(short, long, strict=True))

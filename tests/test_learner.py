@@ -1,6 +1,8 @@
 """Learning tasks: what moves, what must not, and what is refused."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from probprompt.config import parse_config
 from probprompt.data.views import Boxes
 from probprompt.errors import UserError
+from probprompt.heads import LinearHead
 from probprompt.methods import Context, Prompted
 from probprompt.methods.probprompt import ProbPrompt
 from probprompt.runs import execute
@@ -174,6 +177,15 @@ def test_every_new_row_of_the_head_is_trained(settings: Settings) -> None:
     assert (head_of(learner)["weight"][task.first :] != before["weight"][task.first :]).any(dim=1).all()
 
 
+def test_a_row_of_the_head_starts_where_its_seed_and_class_say() -> None:
+    at_once, by_tasks, other = LinearHead(16, 3).grow(5), LinearHead(16, 3).grow(2).grow(3), LinearHead(16, 4).grow(5)
+    assert changed(weights_of(at_once), weights_of(by_tasks)) == set()
+    assert changed(weights_of(at_once), weights_of(other)) == {"weight", "bias"}
+    every = torch.cat([at_once.weight, at_once.bias[:, None]], dim=1).detach()
+    assert len(every.unique()) == every.numel()
+    assert every.abs().max() <= 0.25 and every.min() < -0.2 and every.max() > 0.2  # 1 / sqrt(16)
+
+
 @pytest.mark.parametrize(
     ("method", "moving"),
     [
@@ -273,25 +285,52 @@ def test_batches_are_at_most_the_task_and_the_smaller_last_one_is_dropped(
     assert set(seen) <= set(task.rows.tolist())
 
 
-def test_order_views_and_noise_are_new_in_every_epoch_and_task(settings: Settings) -> None:
-    workshop = build(settings(training={"epochs": 2, "batch": 16}))
+@dataclass(frozen=True)
+class Seen:
+    """What training saw, step by step: images, sizes of their views (without their order), seeds of the noise."""
+
+    batches: list[list[int]]
+    areas: list[Tensor]
+    seeds: list[int]
+
+
+def observe(workshop: Workshop) -> Seen:
     learner, method = workshop.learner, prompts_of(workshop.learner)
     watched, seeds, original = Watched(learner), list[int](), method.prompts
 
     def noting(query: Tensor | None, context: Context) -> Prompted:
-        assert context.generator is not None and context.task == len(seeds) // 2
+        assert context.generator is not None and context.task == len(learner.model.head) // 2 - 1
         seeds.append(context.generator.initial_seed())
         return original(query, context)
 
     method.prompts = noting  # type: ignore[method-assign]
     for task in workshop.tasks:
         train(learner, task)
-    first, second = watched.batches[:2]
+    return Seen(watched.batches, [(boxes.height * boxes.width).sort().values for boxes in watched.boxes], seeds)
+
+
+def test_order_views_and_noise_are_new_in_every_epoch_and_task(settings: Settings) -> None:
+    workshop = build(settings(training={"epochs": 2, "batch": 16}))
+    seen = observe(workshop)
+    first, second = seen.batches[:2]
     assert sorted(first) == sorted(second) == workshop.tasks[0].rows.tolist()
     assert first != second
-    assert len(set(seeds)) == len(seeds) == 6
-    areas = [(boxes.height * boxes.width).sort().values for boxes in watched.boxes]
+    assert len(set(seen.seeds)) == len(seen.seeds) == 6
+    areas = seen.areas
     assert not any(torch.equal(areas[one], areas[other]) for one in range(6) for other in range(one))
+
+
+def test_order_views_and_noise_come_from_the_data_seed(settings: Settings) -> None:
+    short = {"epochs": 1, "batch": 16}
+    first, again, other = (
+        observe(build(settings(training=short, seeds={"data": data, "init": init})))
+        for data, init in ((0, 0), (0, 1), (1, 0))
+    )
+    for step in range(3):
+        assert first.batches[step] == again.batches[step] != other.batches[step]
+        assert torch.equal(first.areas[step], again.areas[step])
+        assert not torch.equal(first.areas[step], other.areas[step])
+        assert first.seeds[step] == again.seeds[step] != other.seeds[step]
 
 
 # Tasks of one class
@@ -426,6 +465,17 @@ def test_parameters_that_are_no_number_stop_although_the_loss_was_one(settings: 
 
     optimiser.register_step_post_hook(spoil)
     with pytest.raises(UserError, match="diverged"):
+        learner.train_epoch(task, 0, optimiser, quiet)
+
+
+def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Settings) -> None:
+    workshop = build(settings(method=PROBE))
+    learner, task = workshop.learner, workshop.tasks[0]
+    learner.begin(task)
+    optimiser = learner.optimiser()
+    optimiser.register_step_pre_hook(lambda *_: optimiser.zero_grad())  # nothing moves
+    learner.model.features = lambda images, *_: (torch.full((len(images), 64), math.nan), None)  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="the loss became nan in task 1, epoch 1"):
         learner.train_epoch(task, 0, optimiser, quiet)
 
 

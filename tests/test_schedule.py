@@ -41,4 +41,4 @@ def test_constant_stays() -> None:
 
 def test_a_single_step_is_at_the_base_rate() -> None:
     for kind in ("cosine", "vq", "vq-epoch", "constant"):
-        assert math.isclose(Schedule(kind, 1, 1).rate(0, 0.1), 0.1)  # type: ignore[arg-type]
+        assert math.isclose(Schedule(kind, 1, 1).rate(0, 0.1), 0.1)

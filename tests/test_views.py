@@ -25,9 +25,7 @@ def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: i
     ours = resample(image.expand(8, -1, -1, -1), boxes, size) * 255
     assert boxes.flip is not None
     for index in range(8):
-        top, left, rows, columns = (
-            int(getattr(boxes, name)[index]) for name in ("top", "left", "height", "width")
-        )
+        top, left, rows, columns = (int(getattr(boxes, name)[index]) for name in ("top", "left", "height", "width"))
         theirs = functional.resized_crop(image, top, left, rows, columns, [size, size], antialias=True)
         if boxes.flip[index]:
             theirs = functional.horizontal_flip(theirs)

@@ -1,6 +1,6 @@
 """Copy what a run proves (settings, hashes, versions, accuracy) into one small JSON file that can be committed.
 
-    python tools/collect_results.py RUN FILE.json
+python tools/collect_results.py RUN FILE.json
 """
 
 import argparse

@@ -221,7 +221,7 @@ class Trainer:
         # Nothing here waits for the device: the host runs ahead and the GPU is never idle.
         x, share = self.augment(self.images[index], strength, self.recipe)
         loss = self.loss(x, self.labels[index], share)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -17,6 +17,7 @@ def train(
     *,
     out: str | Path | None = None,
     seed: int | None = None,
+    epochs: int | None = None,
     config: Mapping[str, Any] | None = None,
     device: str | None = None,
     watcher: Watcher | None = None,
@@ -25,8 +26,8 @@ def train(
 ) -> Run:
     """Learn a benchmark, or a folder of class folders, task by task, and write the run with its report.
 
-    ``settings`` are any fields of :class:`~probprompt.RunConfig` by their unambiguous names
-    (``epochs=3, samples=10, tasks=5``); ``config`` takes them nested; what is named beside it goes before it.
+    ``epochs`` are those of a task; ``settings`` are any other fields of :class:`~probprompt.RunConfig` by their
+    unambiguous names (``samples=10, tasks=5``); ``config`` takes them nested, and what is named goes before it.
     """
     named: dict[str, Any] = {}
     if benchmark is not None:
@@ -35,6 +36,8 @@ def train(
         named["method"] = {"name": method}
     if seed is not None:
         named["seeds"] = dict.fromkeys(("order", "init", "data"), seed)
+    if epochs is not None:
+        named["training"] = {"epochs": epochs}
     parsed = parse_config(apply_values(merge(config or {}, named), settings))
     return start(parsed, Path(out) if out else default_folder(parsed), device, watcher, track)
 

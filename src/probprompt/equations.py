@@ -138,6 +138,40 @@ def aggregate(samples: Tensor, query: Tensor) -> Tensor:
     return prompt.to(_widest(samples, query))
 
 
+def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor) -> Tensor:
+    """``aggregate(sample_prompts(mean, std, noise=noise), query)`` without ever forming the samples (Eqs. 8-10).
+
+    The weights sum to one, so P = μ + σ Σ_k w_k ε_k, and a sample's cosine needs only inner products:
+
+        <P_k, q>  = <μ, q> + <σ q, ε_k>
+        |P_k|²    = |μ|² + 2 <μ σ, ε_k> + <σ², ε_k²>
+
+    mean and std (B, M, D), query (B, D), noise (M, K, D) shared by the batch or (B, M, K, D) -> (B, M, D).
+
+    >>> mean, std, query = torch.ones(1, 1, 2), torch.full((1, 1, 2), 0.5), torch.tensor([[1.0, 0.0]])
+    >>> noise = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> sampled_prompt(mean, std, query, noise)
+    tensor([[[1.2844, 1.2156]]])
+    >>> aggregate(sample_prompts(mean, std, 2, noise=noise), query)
+    tensor([[[1.2844, 1.2156]]])
+    """
+    dtype = _widest(mean, std, query)
+    wide = torch.promote_types(dtype, torch.float32)
+    mean, std, query, noise = mean.to(wide), std.to(wide), query.to(wide)[:, None], noise.to(wide)  # query (B, 1, D)
+    along = (mean * query).sum(-1, keepdim=True) + _against(std * query, noise)  # (B, M, K)
+    square = (mean * mean).sum(-1, keepdim=True) + 2 * _against(mean * std, noise)  # (B, M, K)
+    square = square + _against(std * std, noise * noise)  # (B, M, K)
+    length = square.clamp_min(_SMALLEST_NORM**2).sqrt() * torch.linalg.vector_norm(query, dim=-1, keepdim=True)
+    weights = torch.softmax(along / length.clamp_min(_SMALLEST_NORM), dim=-1)  # (B, M, K)
+    mixed = torch.einsum("bmk,mkd->bmd" if noise.ndim == 3 else "bmk,bmkd->bmd", weights, noise)  # (B, M, D)
+    return torch.addcmul(mean, std, mixed).to(dtype)
+
+
+def _against(vector: Tensor, noise: Tensor) -> Tensor:
+    """Inner products (B, M, K) of vectors (B, M, D) with noise (M, K, D) or (B, M, K, D)."""
+    return torch.einsum("bmd,mkd->bmk" if noise.ndim == 3 else "bmd,bmkd->bmk", vector, noise)
+
+
 def average(samples: Tensor) -> Tensor:
     """Make one prompt of each token's samples, all weighing the same: `aggregate` with w_k = 1/K.
 

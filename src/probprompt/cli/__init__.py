@@ -2,6 +2,12 @@
 
 import sys
 
+_INTERRUPTED = 130  # the exit code of a process that was interrupted
+
+
+class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
+    """The user stopped a command; the message says how to go on."""
+
 
 def main() -> None:
     """Run a command; a user's mistake is told in words and with exit code 2, never as a traceback."""
@@ -14,9 +20,12 @@ def main() -> None:
     except UserError as problem:
         _complain(f"error: {problem}")
         sys.exit(2)
+    except Interrupted as stop:
+        _complain(str(stop))
+        sys.exit(_INTERRUPTED)
     except KeyboardInterrupt:
-        _complain("interrupted; a run goes on from its last checkpoint with: probprompt train --resume RUN")
-        sys.exit(130)
+        _complain("interrupted")
+        sys.exit(_INTERRUPTED)
 
 
 def _complain(text: str) -> None:

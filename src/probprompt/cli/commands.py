@@ -1,16 +1,19 @@
 """What the commands do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from probprompt import api, presets
+from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
 from probprompt.config import apply_assignments, merge, parse_config, read_toml
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
-from probprompt.report import write_report
+from probprompt.report import save_overview, write_report
 from probprompt.runs.record import Run
-from probprompt.runs.tracking import check_tracker
 
 
 def run_demo(out: Path | None, seed: int, device: str | None) -> None:
@@ -24,12 +27,17 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     runs = []
     for method in ("probprompt", "linear-probe"):
         screen.title(method)
-        runs.append(
-            api.train(method=method, out=folder / method, seed=seed, config=presets.DEMO, device=device, watcher=screen)
-        )
-    page = write_report([run.folder for run in runs], folder / "report.html")
+        config = merge(presets.DEMO, {"method": presets.DEMO_PROBPROMPT if method == "probprompt" else method})
+        target = folder / method
+        with _resumable(target):
+            run = api.train(method=method, out=target, seed=seed, config=config, device=device, watcher=screen)
+        runs.append(run)
+    folders = [run.folder for run in runs]
+    picture = save_overview(folders, folder / "overview.png")
+    page = write_report(folders, folder / "report.html")
     screen.compare(runs)
-    screen.say(f"\nreport: {page}")
+    screen.say(f"picture: {picture}")
+    screen.say(f"report: {page}")
 
 
 def run_train(
@@ -43,11 +51,10 @@ def run_train(
 ) -> None:
     """A new run, or the rest of one that was stopped."""
     screen = Screen()
-    if track:
-        check_tracker(track)
     if resume:
         _refuse_changes(resume, given, assignments, config, out)
-        run = api.resume(resume, device, screen, track)
+        with _resumable(resume):
+            run = api.resume(resume, device, screen, track)
     else:
         run = _new_run(_gather({}, given, assignments, config), out, device, track, screen)
     screen.show(run)
@@ -67,8 +74,20 @@ def _gather(base: dict[str, Any], given: dict[str, Any], assignments: list[str],
 
 def _new_run(settings: dict[str, Any], out: Path | None, device: str | None, track: str | None, screen: Screen) -> Run:
     parsed = parse_config(settings)
-    name = f"{Path(parsed.data.benchmark).name}-{parsed.method.name}-s{parsed.seeds.order}"
-    return api.start(parsed, out or api.free_folder(Path("runs"), name), device, screen, track)
+    folder = out or api.default_folder(parsed)
+    with _resumable(folder):
+        return api.start(parsed, folder, device, screen, track)
+
+
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Tell a user who interrupts a run how to go on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        begun = (folder / "run.json").exists()
+        hint = f"go on with: probprompt train --resume {quote(str(folder))}" if begun else "nothing was written yet"
+        raise Interrupted(f"interrupted; {hint}") from None
 
 
 def _refuse_changes(
@@ -79,18 +98,23 @@ def _refuse_changes(
         raise UserError("--resume goes on in the run's own folder: leave --out away")
     recorded = Run.open(folder).config.model_dump(mode="json")
     wanted = parse_config(_gather(recorded, given, assignments, config)).model_dump(mode="json")
+    before, after = _flat(recorded), _flat(wanted)
     changed = [
-        f"{group}.{name}: {recorded[group][name]!r} became {value!r}"
-        for group, values in wanted.items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-        if recorded[group].get(name) != value
+        f"{name}: {before[name]!r} became {after[name]!r}"
+        for name in before.keys() & after.keys()
+        if before[name] != after[name]
     ]
     if changed:
         raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(changed)}): resume it without changes, "
+            f"{folder} was begun with other settings ({'; '.join(sorted(changed))}): resume it without changes, "
             "or start a new run"
         )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names."""
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in settings.items()}
+    return {f"{group}.{name}".rstrip("."): value for group, values in groups.items() for name, value in values.items()}
 
 
 def run_list(what: str) -> None:

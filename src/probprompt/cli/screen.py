@@ -2,39 +2,49 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
+
+_PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+_WIDE = 10_000  # columns: more than any table has
 
 
 class Screen(Watcher):
     """Draws a bar per stage; where there is no terminal, a line per stage."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, markup=False, emoji=False)
         self._progress: Progress | None = None
         self._remark = ""
 
     def say(self, text: str) -> None:
         """Print a line as it is."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def title(self, text: str) -> None:
         """Print a heading."""
-        self.console.print(text, style="bold", markup=False)
+        self.console.print(text, style="bold")
 
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
         """A bar for this stage."""
-        columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        rest = (TimeRemainingColumn(), TextColumn("{task.fields[remark]}"))
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[remark]}"),
+        )
         self._remark = ""
-        with Progress(*columns, *rest, console=self.console, disable=not self.console.is_terminal) as progress:
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             self._progress = progress
             self._bar = progress.add_task(description, total=total, remark="")
             yield
@@ -59,10 +69,10 @@ class Screen(Watcher):
 
     def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A plain table."""
-        table = Table(*header)
+        table = Table(*header, **_PLAIN)
         for row in rows:
             table.add_row(*row)
-        self.console.print(table, markup=False)
+        self.console.print(table)
 
     def show(self, run: Run) -> None:
         """The outcome of a run."""
@@ -79,19 +89,38 @@ class Screen(Watcher):
         self._summary(runs)
 
     def _matrix(self, run: Run) -> None:
-        record = run.record
+        record, matrix = run.record, run.matrix
         where = "held-out training images" if record["evaluated_on"] == "validation" else "test images"
-        title = f"{record['config']['method']['name']}: accuracy in % on {where}"
-        matrix = run.matrix
-        table = Table("", *(f"after {step + 1}" for step in range(len(matrix))), title=title, title_justify="left")
-        for index, row in enumerate(matrix):
-            table.add_row(f"task {index + 1}", *("" if np.isnan(value) else f"{value:.1f}" for value in row))
-        self.console.print(table)
+        self.title(f"\n{record['config']['method']['name']}: accuracy in % on {where}")
+        steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
+        rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
+        whole = _table(("", *steps), rows)
+        if Measurement.get(self.console, self.console.options.update(width=_WIDE), whole).maximum <= self.console.width:
+            self.console.print(whole)
+            return
+        ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
+        self.console.print(_table(("", "when learned", "in the end"), ends))
 
     def _summary(self, runs: Sequence[Run]) -> None:
-        table = Table("", "FAA", "CAA", "forgetting", caption="FAA: final average accuracy; CAA: cumulative average")
+        keys = ("FAA", "CAA", "forgetting")
+        rows = []
         for run in runs:
             values = run.metrics
-            name = run.record["config"]["method"]["name"]
-            table.add_row(name, *(f"{values[key]:.2f}" for key in ("FAA", "CAA", "forgetting")))
-        self.console.print(table)
+            rows.append((run.record["config"]["method"]["name"], *(f"{values[key]:.2f}" for key in keys)))
+        self.say("")
+        self.console.print(_table(("", *keys), rows))
+        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
+
+
+def _cell(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.1f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Names on the left, numbers on the right."""
+    table = Table(header[0], **_PLAIN)
+    for name in header[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -92,9 +92,10 @@ def find(name: str, test: str | None = None, test_fraction: float = 0.2) -> Benc
         if test is not None:
             raise UserError(f"{name!r} has a test set of its own: a test folder goes with a folder of images only")
         return _REGISTRY[name]()
-    if Path(name).is_dir():
-        return Folder(Path(name), Path(test) if test else None, test_fraction)
-    kind = "is a file, not a folder" if Path(name).exists() else "is neither a benchmark nor a folder"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Folder(path, Path(test).expanduser() if test else None, test_fraction)
+    kind = "is a file, not a folder" if path.exists() else "is neither a benchmark nor a folder"
     raise UserError(f"{name!r} {kind}: {suggest(name, _REGISTRY)}, or the path of a folder of class folders")
 
 

@@ -44,7 +44,7 @@ def effective_rank(tokens: dict[int, Tensor]) -> float:
     """
     every = torch.cat(list(tokens.values())).double()  # (slots, B, W)
     values = torch.linalg.svdvals(every)  # (slots, min(B, W))
-    share = values / values.sum(dim=-1, keepdim=True)
+    share = values / values.sum(dim=-1, keepdim=True).clamp_min(1e-30)  # prompts may all be zero
     return float(torch.special.entr(share).sum(dim=-1).exp().mean())
 
 

@@ -154,11 +154,13 @@ class ProbPrompt(Method):
         count = self._samples(context)
         if not count:
             return mean
-        noise = None if context.training else self.fixed_noise[slot]  # (M, N_s, D)
-        samples = equations.sample_prompts(mean, std, count, context.generator, noise)  # (B, M, N_s, D)
+        noise = self.fixed_noise[slot]  # (M, N_s, D)
+        if context.training:
+            shape = (*mean.shape[:2], count, mean.shape[2])
+            noise = torch.randn(shape, generator=context.generator, device=mean.device)  # (B, M, N_s, D)
         if self.config.aggregation == "mean":
-            return samples.mean(dim=2)  # (B, M, D)
-        return equations.aggregate(samples, query)  # (B, M, D)
+            return equations.average(equations.sample_prompts(mean, std, count, noise=noise))  # (B, M, D)
+        return equations.sampled_prompt(mean, std, query, noise)  # (B, M, D)
 
     def _samples(self, context: Context) -> int:
         if self.config.variant == "deterministic":

@@ -65,15 +65,18 @@ class Saved:
         state: dict[int, dict[str, Any]] = {}
         for name, value in _group(self.tensors, "optimiser").items():
             index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = value
+            state.setdefault(int(index), {})[key] = value.cpu() if key == "step" else value  # as AdamW keeps it
         optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
 
 
 def load_checkpoint(path: Path, config_hash: str, device: torch.device) -> Saved:
     """Read a checkpoint that belongs to these settings."""
-    tensors, note = read_tensors(path, device)
-    if note.get("config") != config_hash:
-        raise UserError(f"{path} belongs to a run with other settings and was not loaded")
+    try:
+        tensors, note = read_tensors(path, device)
+        if note.get("config") != config_hash:
+            raise UserError(f"{path} belongs to a run with other settings and was not loaded")
+    except UserError as problem:
+        raise UserError(f"{problem}. Put the right file back, or remove it: the run then begins anew") from None
     return Saved(Position(**note["position"]), tensors)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from probprompt import methods
 from probprompt.checkpoints import LoadedBackbone, load_backbone
@@ -18,7 +19,7 @@ from probprompt.config import RunConfig
 from probprompt.data import benchmarks
 from probprompt.data.loading import Loaded, Viewer, load, refuse_unreadable
 from probprompt.data.stream import Task, build_stream, order_hash
-from probprompt.errors import UserError
+from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
 from probprompt.evaluation.scoring import Scorer
 from probprompt.heads import LinearHead
@@ -27,8 +28,8 @@ from probprompt.runs.checkpoint import Position, Saved, load_checkpoint, save_ch
 from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import save_model
 from probprompt.runs.progress import Watcher
-from probprompt.runs.record import Run, config_hash, hardware, versions
-from probprompt.runs.tracking import Tracker, open_tracker
+from probprompt.runs.record import Run, config_hash, hardware, refuse_used, versions
+from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
 from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
 
@@ -42,7 +43,7 @@ def pick_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"no device is called {name!r}: use cpu, cuda or cuda:N") from None
+        raise UserError(f"no device is called {name!r}: {suggest(name, ('cpu', 'cuda', 'cuda:0'))}") from None
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"the device {name!r} is not supported: use cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -76,8 +77,9 @@ def train(
 ) -> Run:
     """Carry out a new run in a new folder."""
     watch = watcher or Watcher()
-    if (out / "run.json").exists():
-        raise UserError(f"{out} holds a run already: go on with --resume {out}, or choose another folder")
+    refuse_used(out)
+    if track:
+        check_tracker(track)
     workshop = prepare(config, pick_device(device), watch)
     run = Run.create(out, describe(workshop, out.name))
     with run.locked():
@@ -88,13 +90,15 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
     """Go on with a run from its last checkpoint; a finished one is returned as it is."""
     watch = watcher or Watcher()
     run = Run.open(out)
+    if track:
+        check_tracker(track)
     if run.finished:
         watch.note(f"{out} is finished already")
         return run
     with run.locked():
         record = run.record
         workshop = prepare(run.config, pick_device(device), watch, record["backbone"]["sha256"])
-        _refuse_changed_data(record["stream"], workshop)
+        _refuse_changed_data(record, workshop)
         saved = None
         if run.checkpoint.exists():
             saved = load_checkpoint(run.checkpoint, config_hash(run.config), workshop.device)
@@ -211,14 +215,21 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
     }
 
 
-def _refuse_changed_data(recorded: dict[str, Any], workshop: Workshop) -> None:
+def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
+    stream, remedy = record["stream"], "put them back as they were, or start a new run"
     now = order_hash(workshop.stream, workshop.class_names)
     for what, before, after in (
-        ("images", recorded["split_hash"], workshop.split_hash),
-        ("tasks", recorded["order_hash"], now),
+        ("tasks", stream["order_hash"], now),
+        ("images", stream["split_hash"], workshop.split_hash),
     ):
         if before != after:
-            raise UserError(f"the {what} are not those the run began with (hash {before[:12]}, now {after[:12]})")
+            raise UserError(
+                f"the {what} of {workshop.config.data.benchmark} are not those the run began with "
+                f"(hash {before[:12]}, now {after[:12]}): {remedy}"
+            )
+    changed = sorted(set(record["skipped"]) ^ set(workshop.skipped))
+    if changed:
+        raise UserError(f"other images can be read than when the run began ({shorten(changed)}): {remedy}")
 
 
 def _carry_out(run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, track: str | None) -> Run:
@@ -246,7 +257,7 @@ class Execution:
         """Learn what is left to learn."""
         for task in self.workshop.tasks[self.position.task :]:
             self._learn(task)
-        with self._timed("diagnostics"):
+        with self._timed("diagnostics_s"):
             write_json(self.run.folder / "diagnostics.json", diagnose(self.workshop))
         self.run.update(
             status="finished",
@@ -258,6 +269,8 @@ class Execution:
         learner, count = self.workshop.learner, len(self.workshop.tasks)
         if self.position.epoch == 0:
             learner.begin(task)
+        else:
+            learner.fix_prompts(task)
         optimiser = learner.optimiser()
         if self.position.epoch and self.saved:
             self.saved.restore_optimiser(optimiser)
@@ -272,7 +285,7 @@ class Execution:
             with self._timed("evaluation_s"):
                 self.watch.describe("evaluating")
                 scores = self._score(task.index)
-            self.watch.describe(f"accuracy so far {np.mean(scores):.1f} %")
+            self.watch.describe(f"average accuracy {np.mean(scores):.1f} %")
         self._close_task(task, scores)
 
     def _train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW) -> None:
@@ -332,7 +345,12 @@ def diagnose(workshop: Workshop) -> dict[str, Any]:
     model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
     names = [name for group in _names(workshop) for name in group]
     found: dict[str, Any] = {}
+
+    def queries_of(task: TaskImages) -> Tensor:  # in the batches of the scoring: the same after a resume
+        return torch.cat([scorer.queries(rows) for rows in task.rows.split(workshop.config.evaluation_batch)])
+
     if model.method.needs_query:
+        every = torch.cat([queries_of(task) for task in workshop.test_tasks])  # (n, D)
         one_each = torch.cat(
             [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
         )
@@ -341,13 +359,8 @@ def diagnose(workshop: Workshop) -> dict[str, Any]:
         for task in workshop.tasks:
             fresh.begin_task(task.index, task.classes)
         found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, queries, names)
-        everything = torch.cat([task.rows for task in workshop.test_tasks])
-        batches = everything.split(workshop.config.evaluation_batch)
-        found["relevance"] = diagnostics.component_usage(
-            model.method, torch.cat([scorer.queries(rows) for rows in batches])
-        )
-    queries = torch.cat([scorer.queries(rows) for rows in first.rows.split(workshop.config.evaluation_batch)])
-    found["queries"] = diagnostics.query_map(queries, first.labels, names[: first.classes], 1)
+        found["relevance"] = diagnostics.component_usage(model.method, every)
+    found["queries"] = diagnostics.query_map(queries_of(first), first.labels, names[: first.classes], 1)
     return {name: part for name, part in found.items() if part is not None}
 
 

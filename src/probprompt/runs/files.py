@@ -1,15 +1,17 @@
 """Files written whole or not at all."""
 
 import errno
-import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from probprompt.errors import UserError
+
+_PART = ".part"  # ends the name of a file that is not whole yet
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -23,10 +25,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_with(path: Path, fill: Callable[[Path], None]) -> None:
     """Let ``fill`` write a temporary file beside the path, then put it in its place."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
         try:
             fill(temporary)
             _settle(temporary)
@@ -36,6 +36,19 @@ def write_with(path: Path, fill: Callable[[Path], None]) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as problem:
         raise write_error(path, problem) from problem
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what killed writers left behind in a folder that nobody is writing to now."""
+    for path in folder.rglob("*"):
+        if is_part(path):
+            with suppress(OSError):
+                path.unlink()
+
+
+def is_part(path: Path) -> bool:
+    """Whether this is a file that was not written to its end."""
+    return path.name.startswith(".") and path.suffix == _PART
 
 
 def _settle(path: Path) -> None:
@@ -49,7 +62,8 @@ def _settle(path: Path) -> None:
 
 def write_error(path: Path, problem: OSError) -> UserError:
     """Say in plain words that a file could not be written."""
-    reason = "the disk is full" if problem.errno in (errno.ENOSPC, errno.EDQUOT) else (problem.strerror or problem)
+    full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = "the disk is full, make room on it" if full else (problem.strerror or problem)
     return UserError(f"{path} could not be written: {reason}. What was saved before is intact")
 
 
@@ -66,9 +80,3 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {problem.strerror}") from None
     except ValueError:
         raise UserError(f"{path} is damaged: it is not valid JSON") from None
-
-
-def sha256(path: Path) -> str:
-    """Fingerprint of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

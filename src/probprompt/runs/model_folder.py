@@ -60,12 +60,23 @@ def _write(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> str:
     return name
 
 
-def load_model(folder: Path, device: torch.device | None = None) -> LoadedModel:
-    """Read a model; the backbone must be the one it was trained on."""
-    note = read_json(folder / "model.json")
-    if note.get("format") != FORMAT:
-        raise UserError(f"{folder} has model format {note.get('format')!r}, this version reads {FORMAT}")
-    where = device or torch.device("cpu")
+def load_model(folder: str | Path, device: torch.device | None = None) -> LoadedModel:
+    """Read the model of a run, or a model's own folder; the backbone must be the one it was trained on."""
+    given = Path(folder)
+    home = given if (given / "model.json").is_file() else given / "model"
+    if not (home / "model.json").is_file():
+        raise UserError(f"{given} holds no model: neither it nor a folder 'model' in it has a model.json")
+    note = read_json(home / "model.json")
+    version = note.get("format") if isinstance(note, dict) else None
+    if version != FORMAT:
+        raise UserError(f"{home} has model format {version!r}, this version reads {FORMAT}")
+    try:
+        return _build(home, note, device or torch.device("cpu"))
+    except (KeyError, TypeError, ValueError) as problem:  # a description that was altered
+        raise UserError(f"{home / 'model.json'} is damaged: it does not describe its tensors ({problem})") from problem
+
+
+def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedModel:
     tensors, _ = read_tensors(folder / note["tensors"], where)
     asked = note["backbone"]
     backbone = load_backbone(asked["name"], asked["weights"], asked["image_size"], asked["sha256"]).model.to(where)
@@ -73,9 +84,11 @@ def load_model(folder: Path, device: torch.device | None = None) -> LoadedModel:
     method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
     for task, classes in enumerate(note["task_sizes"]):
         method.begin_task(task, classes)
-    method.load_state_dict(
-        {name.removeprefix("method."): value for name, value in tensors.items() if name.startswith("method.")}
-    )
+    learned = {name.removeprefix("method."): value for name, value in tensors.items() if name.startswith("method.")}
+    try:
+        method.load_state_dict(learned)
+    except RuntimeError as problem:
+        raise ValueError(problem) from problem
     head = LinearHead(backbone.width, note["seed"]).to(where)
     head.replace(tensors["head.weight"], tensors["head.bias"])
     return LoadedModel(PromptedModel(backbone, method, head), tuple(note["classes"]), note)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.files import read_json, write_error, write_json
+from probprompt.runs.files import is_part, read_json, remove_parts, write_bytes, write_error, write_json
 
 FORMAT = 1
 
@@ -39,14 +39,12 @@ class Run:
         self.checkpoint = folder / "checkpoint" / "state.safetensors"
         self.model = folder / "model"
         self.report = folder / "report.html"
+        self._events = folder / "events.jsonl"
 
     @classmethod
     def create(cls, folder: Path, record: Mapping[str, Any]) -> "Run":
         """Make a new folder; one that holds anything is refused."""
-        if (folder / "run.json").exists():
-            raise UserError(f"{folder} holds a run already: go on with --resume {folder}, or choose another folder")
-        if folder.exists() and (not folder.is_dir() or any(entry.name != ".lock" for entry in folder.iterdir())):
-            raise UserError(f"{folder} exists and is not empty: choose another folder for the run")
+        refuse_used(folder)
         run = cls(folder)
         try:
             run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -61,10 +59,11 @@ class Run:
         """Open an existing run."""
         if not (folder / "run.json").is_file():
             raise UserError(f"{folder} is not a run: it has no run.json")
-        run = cls(folder)
-        if run.record.get("format") != FORMAT:
-            raise UserError(f"{folder} has format {run.record.get('format')!r}, this version reads {FORMAT}")
-        return run
+        found = read_json(folder / "run.json")
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            version = found.get("format") if isinstance(found, dict) else None
+            raise UserError(f"{folder} has format {version!r}, this version reads {FORMAT}")
+        return cls(folder)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -105,12 +104,12 @@ class Run:
 
     def log(self, event: str, **values: Any) -> None:
         """Append an event."""
-        path = self.folder / "events.jsonl"
+        line = json.dumps({"event": event, **values}, allow_nan=False) + "\n"
         try:
-            with path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"event": event, **values}) + "\n")
+            with self._events.open("a", encoding="utf-8") as stream:
+                stream.write(line)
         except OSError as problem:
-            raise write_error(path, problem) from problem
+            raise write_error(self._events, problem) from problem
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -120,12 +119,40 @@ class Run:
         except ImportError:  # not on every system; then nobody is kept out
             yield
             return
-        with (self.folder / ".lock").open("w") as handle:
+        try:
+            handle = (self.folder / ".lock").open("w")
+        except OSError as problem:
+            raise write_error(self.folder, problem) from problem
+        with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"another process is working on {self.folder}") from None
+                raise UserError(f"another process is working on {self.folder}: wait for it, or stop it") from None
+            except OSError:  # a file system without locks; then nobody is kept out
+                pass
+            self._tidy()
             yield
+
+    def _tidy(self) -> None:
+        """Remove what a killed process left behind: files half written, and half a line of events."""
+        remove_parts(self.folder)
+        if self._events.exists():
+            whole = self._events.read_bytes().rpartition(b"\n")
+            if whole[2]:
+                write_bytes(self._events, whole[0] + whole[1])
+
+
+def refuse_used(folder: Path) -> None:
+    """Refuse a folder for a new run that holds anything."""
+    if (folder / "run.json").exists():
+        raise UserError(f"{folder} holds a run already: go on with --resume {folder}, or choose another folder")
+    if folder.exists() and (not folder.is_dir() or any(not _negligible(entry) for entry in folder.rglob("*"))):
+        raise UserError(f"{folder} exists and is not empty: choose another folder for the run")
+
+
+def _negligible(entry: Path) -> bool:
+    """Whether this is all that a run leaves that was killed before its record was written."""
+    return entry.is_dir() or entry.name == ".lock" or is_part(entry)
 
 
 def versions() -> dict[str, str]:

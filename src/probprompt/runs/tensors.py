@@ -14,12 +14,14 @@ from torch import Tensor
 from probprompt.errors import UserError
 from probprompt.runs.files import write_bytes
 
+_KEY = "probprompt"  # one entry only: several would be written in any order, and the same tensors as other bytes
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
     """Write tensors and a note atomically, with a digest over both."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(note, sort_keys=True)
-    write_bytes(path, save(plain, {"note": text, "digest": _digest(plain, text)}))
+    write_bytes(path, save(plain, {_KEY: f"{_digest(plain, text)} {text}"}))
 
 
 def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -32,16 +34,18 @@ def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], d
         raise UserError(f"{path} is missing") from None
     except (OSError, SafetensorError) as problem:
         raise UserError(f"{path} is damaged and was not loaded: {problem}") from None
-    if "note" not in metadata:
+    if _KEY not in metadata:
         raise UserError(f"{path} was not written by probprompt: it carries no note of what it holds")
-    if metadata.get("digest") != _digest(tensors, metadata["note"]):
+    digest, _, text = metadata[_KEY].partition(" ")
+    if digest != _digest(tensors, text):
         raise UserError(f"{path} is damaged and was not loaded: its contents do not match its digest")
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(metadata["note"])
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(text)
 
 
 def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
     digest = hashlib.sha256(note.encode())
     for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        tensor = tensors[name]
+        digest.update(f"\n{name}\t{tensor.dtype}\t{list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

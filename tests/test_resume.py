@@ -1,0 +1,515 @@
+"""Nothing is lost: a run that was stopped anywhere ends, once resumed, as if it had never stopped."""
+
+import json
+import multiprocessing
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from probprompt.checkpoints import load_backbone
+from probprompt.cli import main
+from probprompt.config import parse_config
+from probprompt.runs import execute, files
+from probprompt.runs.checkpoint import load_checkpoint
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run, config_hash
+from probprompt.runs.tensors import read_tensors
+
+CPU = torch.device("cpu")
+PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1}
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "compared with the last step": {"method": {**PROBPROMPT, "reference": "step"}},
+    "compared with the last epoch": {"method": {**PROBPROMPT, "reference": "epoch"}},
+    "compared with the last task": {"method": {**PROBPROMPT, "reference": "task"}},
+    "prompts fixed after a task": {"method": PROBPROMPT, "training": {"adapt_tasks": 1}},
+    "a task of a single class": {"method": PROBPROMPT, "data": {"tasks": [3, 1, 2]}},
+    "no prompts at all": {"method": {"name": "linear-probe"}},
+}
+
+
+def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run of less than a second; groups given by name are laid over them."""
+    base: dict[str, dict[str, Any]] = {
+        "data": {"benchmark": str(pictures), "tasks": 2},
+        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+        "training": {"epochs": 2, "batch": 12, "head_rate": 0.01},
+        "alignment": {"epochs": 2, "rate": 0.01},
+    }
+    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+
+
+def outcome(run: Run) -> dict[str, bytes]:
+    """Everything that a run ends with and that must not depend on where it was stopped."""
+    paths = [run.checkpoint, *run.model.iterdir(), run.folder / "accuracy.json", run.folder / "diagnostics.json"]
+    found = {path.relative_to(run.folder).as_posix(): path.read_bytes() for path in paths}
+    tensors, _ = read_tensors(run.checkpoint, CPU)  # its note also holds times
+    found["checkpoint/state.safetensors"] = b"".join(
+        name.encode() + tensors[name].numpy().tobytes() for name in sorted(tensors)
+    )
+    found["losses"] = json.dumps(sorted(losses(run).items())).encode()
+    return found
+
+
+def losses(run: Run) -> dict[tuple[int, int], float]:
+    """The last word on every epoch."""
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    return {(event["task"], event["epoch"]): event["loss"] for event in events if event["event"] == "epoch"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+class CrashError(BaseException):
+    """The process dies here."""
+
+
+@dataclass
+class Minefield(Watcher):
+    """Lets a run die at every place it reaches for the first time, or at some of them."""
+
+    share: float = 1.0
+    dice: random.Random = field(default_factory=lambda: random.Random(3))
+    seen: set[tuple[object, ...]] = field(default_factory=set)
+    crashes: int = 0
+    where: str = ""
+    steps: int = 0
+
+    def tread(self, *place: object) -> None:
+        key = (self.where, self.steps, *place)
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        if self.dice.random() < self.share:
+            self.crashes += 1
+            raise CrashError(key)
+
+    @contextmanager
+    def stage(self, description: str, total: int) -> Iterator[None]:
+        self.where, self.steps = description, 0
+        self.tread("begin")
+        yield
+        self.tread("end")
+
+    def advance(self, steps: int) -> None:
+        if self.where.startswith("task"):  # images are read by threads
+            self.steps += steps
+            self.tread("advance")
+
+    def describe(self, text: str) -> None:
+        self.tread(text)
+
+    def around(self, name: str, act: Callable[[], None]) -> None:
+        self.tread("before", name)
+        act()
+        self.tread("after", name)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the frozen backbone once."""
+    loaded = load_backbone("test_vit", "random", 32)
+    monkeypatch.setattr(execute, "load_backbone", lambda *_: loaded)
+
+
+def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Start the run again and again until it ends; writing a file or an event is a place to die, too."""
+    write, log = files.write_with, Run.log
+    monkeypatch.setattr(files, "write_with", lambda path, fill: mines.around(path.name, lambda: write(path, fill)))
+    monkeypatch.setattr(Run, "log", lambda run, event, **values: mines.around(event, lambda: log(run, event, **values)))
+    for _ in range(500):
+        mines.where = "beginning"
+        try:
+            if (out / "run.json").exists():
+                return execute.resume(out, watcher=mines)
+            return execute.train(parse_config(settings), out, watcher=mines)
+        except CrashError:
+            continue
+    raise AssertionError("the run never ends")
+
+
+def test_a_run_may_die_at_every_single_place(
+    pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = configure(pictures, method=PROBPROMPT)
+    expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
+    mines = Minefield()
+    run = carry_through(settings, tmp_path / "stopped", mines, monkeypatch)
+    assert outcome(run) == expected
+    assert mines.crashes == len(mines.seen) > 60
+    assert not list(run.folder.rglob("*.part"))
+
+
+@pytest.mark.parametrize("case", list(CASES)[1:])
+def test_a_run_may_die_at_many_places(
+    pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    settings = configure(pictures, **CASES[case])
+    expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
+    mines = Minefield(share=0.2)
+    assert outcome(carry_through(settings, tmp_path / "stopped", mines, monkeypatch)) == expected
+    assert mines.crashes > 8
+
+
+# Killed for real
+
+
+SERVER = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[None]:
+    """Let new processes come from one that has loaded everything, and compute as this one does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        SERVER.set_forkserver_preload(["probprompt.runs.execute", "timm"])
+        yield
+
+
+def start(target: Callable[..., Run], *arguments: object) -> ForkServerProcess:
+    process = SERVER.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def changed(path: Path, before: int) -> bool:
+    return path.exists() and path.stat().st_mtime_ns != before
+
+
+def await_change(path: Path, before: int, alive: Callable[[], bool]) -> bool:
+    """Wait until the file is another one; False if the process ends before."""
+    deadline = time.monotonic() + 60
+    while not changed(path, before):
+        if not alive():
+            return changed(path, before)
+        assert time.monotonic() < deadline, f"{path} does not change"
+        time.sleep(0.002)
+    return True
+
+
+def running(process: subprocess.Popen[str]) -> Callable[[], bool]:
+    return lambda: process.poll() is None
+
+
+def modified(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(
+    pictures: Path, tmp_path: Path, processes: None, seed: int
+) -> None:
+    case = list(CASES)[seed - 1]
+    settings = configure(pictures, **CASES[case], training={"epochs": 5, "batch": 8, "head_rate": 0.01})
+    config, out, dice = parse_config(settings), tmp_path / "killed", random.Random(seed)
+    expected = outcome(execute.train(config, tmp_path / "whole"))
+    kills, saved = 0, Run(out).checkpoint
+    while True:
+        before = modified(saved)
+        process = start(execute.resume, out) if kills else start(execute.train, config, out)
+        if kills == 4 or not await_change(saved, before, process.is_alive):
+            break
+        time.sleep(dice.choice([0.0, dice.uniform(0, 0.05), dice.uniform(0, 0.3)]))
+        process.kill()
+        process.join()
+        if process.exitcode == 0:  # it was faster
+            break
+        assert process.exitcode == -signal.SIGKILL
+        kills += 1
+    process.join()
+    assert process.exitcode == 0 and kills >= 2
+    assert outcome(Run.open(out)) == expected
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command gave back."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def probprompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command line, without a new process."""
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["probprompt", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return Answer(int(end.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+def test_the_command_line_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path, probprompt: Command) -> None:
+    settings = configure(pictures, method=PROBPROMPT, training={"epochs": 6})
+    config = tmp_path / "config.toml"
+    config.write_text(as_toml(settings))
+    out = tmp_path / "a run"
+    saved = Run(out).checkpoint
+    command = [sys.executable, "-m", "probprompt", "train"]
+    for arguments, stop in (
+        (["--config", str(config), "--out", str(out)], signal.SIGKILL),
+        (["--resume", str(out)], signal.SIGINT),
+    ):
+        before = modified(saved)
+        with subprocess.Popen(
+            [*command, *arguments],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process:
+            assert await_change(saved, before, running(process))
+            process.send_signal(stop)
+            _, told = process.communicate()
+        assert process.returncode == (-signal.SIGKILL if stop == signal.SIGKILL else 130)
+    assert told == f"interrupted; go on with: probprompt train --resume {shlex.quote(str(out))}\n"
+    position = load_checkpoint(saved, config_hash(parse_config(settings)), CPU).position
+    assert 0 < 6 * position.task + position.epoch < 12  # it was stopped on its way
+    answer = probprompt(*shlex.split(told.partition("probprompt")[2]))
+    assert answer.code == 0 and "average accuracy" in answer.out
+    expected = execute.train(parse_config(settings), tmp_path / "whole")
+    assert outcome(Run.open(out)) == outcome(expected)
+
+
+def as_toml(settings: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for group, values in settings.items():
+        lines += [f"[{group}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    return "\n".join(lines)
+
+
+# What cannot be resumed
+
+
+class StopHereError(BaseException):
+    """The run is stopped here."""
+
+
+class Stopper(Watcher):
+    """Stops a run in the second epoch of its second task."""
+
+    stage_name = ""
+    steps = 0
+
+    @contextmanager
+    def stage(self, description: str, total: int) -> Iterator[None]:
+        self.stage_name, self.steps = description, 0
+        yield
+
+    def advance(self, steps: int) -> None:
+        self.steps += steps
+        if self.stage_name.startswith("task 2") and self.steps == 3:
+            raise StopHereError
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was stopped, with images and weights of its own, and what it would end with."""
+
+    run: Run
+    images: Path
+    weights: Path
+    settings: dict[str, Any]
+    expected: dict[str, bytes]
+
+    def copy(self, folder: Path) -> Run:
+        return Run(Path(shutil.copytree(self.run.folder, folder)))
+
+
+@pytest.fixture(scope="module")
+def stopped(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    home = tmp_path_factory.mktemp("stopped")
+    images, weights = Path(shutil.copytree(pictures, home / "images")), home / "tiny.safetensors"
+    save_weights(weights, seed=1)
+    settings = configure(images, method=PROBPROMPT, backbone={"weights": str(weights)})
+    expected = outcome(execute.train(parse_config(settings), home / "whole"))
+    with pytest.raises(StopHereError):
+        execute.train(parse_config(settings), home / "run", watcher=Stopper())
+    return Stopped(Run(home / "run"), images, weights, settings, expected)
+
+
+def save_weights(path: Path, seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
+
+
+def refused(probprompt: Command, run: Run, *more: object) -> str:
+    """The message with which a run is refused; nothing of it may change."""
+    before = contents(run.folder)
+    answer = probprompt("train", "--resume", run.folder, *more)
+    assert answer.code == 2 and answer.err.startswith("error: ")
+    assert "Traceback" not in answer.err + answer.out
+    assert contents(run.folder) == before
+    return answer.err
+
+
+def test_a_stopped_run_goes_on_in_the_middle_of_its_task(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:
+    run = stopped.copy(tmp_path / "run")
+    answer = probprompt("train", "--resume", run.folder)
+    assert answer.code == 0 and "task 1 of 2" not in answer.out and "task 2 of 2: done" in answer.out
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert {"event": "resumed", "task": 1, "epoch": 1} in events
+    assert outcome(run) == stopped.expected and run.report.exists()
+
+
+def test_a_finished_run_is_said_to_be_finished(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:
+    run = execute.resume(stopped.copy(tmp_path / "run").folder)
+    before = outcome(run)
+    answer = probprompt("train", "--resume", run.folder)
+    assert answer.code == 0 and f"{run.folder} is finished already" in answer.out and answer.err == ""
+    assert outcome(run) == before and run.report.exists()
+
+
+def flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], flip, lambda _: b""], ids=["cut", "flip", "empty"])
+def test_a_damaged_checkpoint_is_refused(
+    stopped: Stopped, tmp_path: Path, probprompt: Command, damage: Callable[[bytes], bytes]
+) -> None:
+    run = stopped.copy(tmp_path / "run")
+    whole = run.checkpoint.read_bytes()
+    run.checkpoint.write_bytes(damage(whole))
+    message = refused(probprompt, run)
+    assert f"{run.checkpoint} is damaged and was not loaded" in message and "remove it" in message
+
+
+def test_without_its_damaged_checkpoint_a_run_begins_anew(stopped: Stopped, tmp_path: Path) -> None:
+    run = stopped.copy(tmp_path / "run")
+    run.checkpoint.unlink()
+    assert outcome(execute.resume(run.folder)) == stopped.expected
+
+
+def test_a_foreign_file_as_checkpoint_is_refused(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:
+    run = stopped.copy(tmp_path / "run")
+    save_file({"a": torch.ones(2)}, run.checkpoint)
+    assert "state.safetensors was not written by probprompt" in refused(probprompt, run)
+    shutil.copy(next(run.model.glob("model-*")), run.checkpoint)
+    assert "state.safetensors belongs to a run with other settings" in refused(probprompt, run)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(
+    stopped: Stopped, pictures: Path, tmp_path: Path, probprompt: Command
+) -> None:
+    run = stopped.copy(tmp_path / "run")
+    other = execute.train(parse_config(configure(pictures, method={"name": "linear-probe"})), tmp_path / "other")
+    shutil.copy(other.checkpoint, run.checkpoint)
+    assert "state.safetensors belongs to a run with other settings" in refused(probprompt, run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--epochs", 9), "training.epochs: 2 became 9"),
+        (("--set", "method.samples=5"), "method.samples: 3 became 5"),
+        (("--set", "evaluation_batch=7"), "evaluation_batch: 128 became 7"),
+        (("--method", "linear-probe"), "method.name: 'probprompt' became 'linear-probe'"),
+        (("--seed", 4), "seeds.data: 0 became 4; seeds.init: 0 became 4; seeds.order: 0 became 4"),
+        (("--validate",), "data.validation: 0.0 became 0.2"),
+        (("--tasks", "4,2"), "data.tasks: 2 became [4, 2]"),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    stopped: Stopped, probprompt: Command, arguments: tuple[object, ...], named: str
+) -> None:
+    message = refused(probprompt, stopped.run, *arguments)
+    assert f"was begun with other settings ({named}): resume it without changes" in message
+
+
+def test_settings_that_are_the_same_are_no_change(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:
+    run = stopped.copy(tmp_path / "run")
+    answer = probprompt("train", stopped.images, "--resume", run.folder, "--epochs", 2, "--tasks", 2, "--seed", 0)
+    assert answer.code == 0 and run.finished
+
+
+def test_another_folder_for_a_resumed_run_is_refused(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:
+    assert "leave --out away" in refused(probprompt, stopped.run, "--out", tmp_path / "elsewhere")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, probprompt: Command) -> None:
+    (tmp_path / "photo.txt").write_text("mine")
+    assert f"{tmp_path} is not a run: it has no run.json" in refused(probprompt, Run(tmp_path))
+    assert "nowhere is not a run" in refused(probprompt, Run(tmp_path / "nowhere"))
+
+
+def test_a_new_image_since_the_start_is_refused(stopped: Stopped, probprompt: Command) -> None:
+    new = stopped.images / "class3" / "new.png"
+    Image.fromarray(np.zeros((36, 36, 3), np.uint8)).save(new)
+    try:
+        message = refused(probprompt, stopped.run)
+    finally:
+        new.unlink()
+    assert "the images of" in message and "are not those the run began with (hash " in message
+    assert "put them back as they were, or start a new run" in message
+
+
+def test_a_new_class_since_the_start_is_refused(stopped: Stopped, probprompt: Command) -> None:
+    new = Path(shutil.copytree(stopped.images / "class3", stopped.images / "class9"))
+    try:
+        assert "the tasks of" in refused(probprompt, stopped.run)
+    finally:
+        shutil.rmtree(new)
+
+
+def test_an_image_that_became_readable_since_the_start_is_refused(
+    pictures: Path, tmp_path: Path, probprompt: Command
+) -> None:
+    images = Path(shutil.copytree(pictures, tmp_path / "images"))
+    broken = images / "class1" / "3.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:50])
+    settings = configure(images, method={"name": "linear-probe"}, data={"skip_unreadable": True})
+    with pytest.raises(StopHereError):
+        execute.train(parse_config(settings), tmp_path / "run", watcher=Stopper())
+    broken.write_bytes(whole)
+    run = Run(tmp_path / "run")
+    assert "other images can be read than when the run began (class1/3.png)" in refused(probprompt, run)
+
+
+def test_missing_weights_are_refused(stopped: Stopped, probprompt: Command) -> None:
+    away = stopped.weights.rename(stopped.weights.with_name("away.safetensors"))
+    try:
+        assert f"there is no file {stopped.weights}" in refused(probprompt, stopped.run)
+    finally:
+        away.rename(stopped.weights)
+
+
+def test_other_weights_are_refused_with_both_fingerprints(stopped: Stopped, probprompt: Command) -> None:
+    recorded, whole = stopped.run.record["backbone"]["sha256"], stopped.weights.read_bytes()
+    save_weights(stopped.weights, seed=2)
+    try:
+        found = load_backbone("test_vit", stopped.weights).sha256
+        message = refused(probprompt, stopped.run)
+    finally:
+        stopped.weights.write_bytes(whole)
+    assert recorded != found and recorded in message and found in message
