@@ -1,7 +1,7 @@
 """The frozen backbone equals timm's own pass, and a prefix does what prefix attention says and no more."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,15 +25,6 @@ from probprompt.errors import UserError
 from probprompt.prompts import Prefix, Prompts
 
 WIDTH, HEADS, DEPTH, SIZE, BATCH = 48, 3, 3, 32, 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For models as small as these a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(**changes: Any) -> Any:

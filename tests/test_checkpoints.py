@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ ARCHITECTURE, TAGGED = "test_vit", "test_vit.r160_in1k"
 DEMO: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 PREPARED = {"image_size": 32, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
 COLOURS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For models as small as these a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

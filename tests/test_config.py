@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import probprompt.config
-from probprompt.config import apply_assignments, apply_values, merge, parse_config, read_toml
+from probprompt.config import apply_assignments, apply_values, merge, parse_config, read_toml, with_absolute_paths
 from probprompt.errors import UserError
 from probprompt.methods.probprompt import ProbPromptConfig
 
@@ -102,3 +102,24 @@ def test_toml(tmp_path: Path) -> None:
     for name, hint in (("b.toml", "not valid TOML"), ("c.toml", "cannot be read")):
         with pytest.raises(UserError, match=hint):
             read_toml(tmp_path / name)
+
+
+def test_mistakes_are_told_once_and_in_words() -> None:
+    for assignment, message in (
+        ("tasks=[1.5]", "data.tasks: must be a number of tasks, sizes such as [4, 4, 2] or lists of class names"),
+        ("blocks=[0, 0]", "blocks must be different and at least one, not (0, 0)"),
+        ("head_rate=1e300", "training.head_rate: Input should be less than or equal to 1"),
+    ):
+        with pytest.raises(UserError) as told:
+            parse_config(apply_assignments({}, [assignment]))
+        assert message in str(told.value) and "\n" not in str(told.value)
+    with pytest.raises(UserError, match=r"'training\.epochs' or 'alignment\.epochs'"):
+        apply_assignments({}, ["epoch=3"])
+
+
+def test_paths_are_written_out_but_names_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos", "emoji-r"):
+        (tmp_path / name).mkdir()
+    for given, written in (("photos", str(tmp_path / "photos")), ("emoji-r", "emoji-r"), ("nowhere", "nowhere")):
+        assert with_absolute_paths(parse_config({"data": {"benchmark": given}})).data.benchmark == written

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from probprompt import api
+from probprompt import api, presets
+from probprompt.config import merge, parse_config, read_toml
 from probprompt.methods import base
 
 ROOT = Path(__file__).parent.parent
@@ -73,3 +74,8 @@ def test_the_embedded_weights_reach_what_their_record_says() -> None:
     record = json.loads((ROOT / "src" / "probprompt" / "weights" / "demo.json").read_text())
     assert record["validation"]["top1"] >= 50
     assert (ROOT / "src" / "probprompt" / "weights" / "demo.safetensors").stat().st_size <= 8_000_000
+
+
+def test_the_example_config_is_the_demos() -> None:
+    demo = merge(presets.DEMO, {"method": presets.DEMO_PROBPROMPT})
+    assert parse_config(read_toml(ROOT / "examples" / "demo.toml")) == parse_config(demo)

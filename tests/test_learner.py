@@ -509,3 +509,12 @@ def test_the_data_seed_leaves_the_beginning_alone(settings: Settings) -> None:
     for workshop in (first, second):
         workshop.learner.begin(workshop.tasks[0])
     assert changed(head_of(first.learner), head_of(second.learner)) == set()
+
+
+def test_a_refit_that_diverges_is_told(settings: Settings) -> None:
+    config = parse_config(settings(alignment={"rate": 1e35, "final_rate": 1e35}))
+    workshop = prepare(config, torch.device("cpu"), Watcher())
+    with pytest.raises(UserError, match=r"refit of the head diverged after task 2: lower alignment\.rate"):
+        for task in workshop.tasks[:2]:
+            workshop.learner.begin(task)
+            workshop.learner.finish(task, lambda _: None)

@@ -324,7 +324,8 @@ def test_runs_that_do_not_compare_are_not_drawn_together(runs: list[Path], root:
 def test_smaller_differences_also_forbid_a_ranking(
     changes: dict[str, Any], reason: str, runs: list[Path], tmp_path: Path
 ) -> None:
-    from probprompt.report.page import differences, read_runs
+    from probprompt.report.page import differences
+    from probprompt.report.reading import read_runs
 
     (told,) = differences(read_runs([runs[1], make_run(tmp_path / "b", prompts=False, **changes)]))
     assert reason in told
@@ -371,7 +372,7 @@ def test_hostile_names_stay_text(hostile: Page) -> None:
 
 
 def test_equal_names_are_told_apart(runs: list[Path], tmp_path: Path) -> None:
-    from probprompt.report.page import read_runs
+    from probprompt.report.reading import read_runs
 
     twin = make_run(tmp_path / "twin", prompts=False, name="probe")
     assert [run.label for run in read_runs([runs[0], runs[1], twin])] == ["probprompt", "probe (1)", "probe (2)"]
@@ -385,7 +386,7 @@ def test_pages_are_reproducible_and_ignore_the_readers_settings(one: Page, runs:
 
 
 def test_latest_word_on_an_epoch_wins_and_a_torn_line_is_forgiven(tmp_path: Path) -> None:
-    from probprompt.report.page import read_run
+    from probprompt.report.reading import read_run
 
     run = make_run(tmp_path / "run", prompts=False)
     lines = [
@@ -458,12 +459,12 @@ def test_wrong_requests_are_refused(runs: list[Path], tmp_path: Path) -> None:
 def test_a_failed_write_leaves_nothing_behind(runs: list[Path], tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
-    with pytest.raises(UserError, match="taken cannot be written"):
+    with pytest.raises(UserError, match="taken could not be written"):
         write_report([runs[1]], taken)
     assert list(tmp_path.iterdir()) == [taken]
     blocked = tmp_path / "file"
     blocked.touch()
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="could not be written"):
         write_report([runs[1]], blocked / "report.html")
     written = write_report([runs[1]], tmp_path / "new" / "report.html")
     assert [path.name for path in written.parent.iterdir()] == ["report.html"]

@@ -24,7 +24,7 @@ def test_vq_makes_one_full_step_then_freezes_then_decays() -> None:
     rates = [schedule.rate(step, 0.0125) for step in range(800)]
     assert rates[0] == 0.0125
     assert set(rates[1:81]) == {1e-6}
-    assert rates[81] > 0.0124 and rates[81:] == sorted(rates[81:], reverse=True)
+    assert rates[81] == 0.0125 and rates[81:] == sorted(rates[81:], reverse=True)
 
 
 def test_vq_epoch_starts_with_two_full_epochs_and_ends_near_a_tenth() -> None:

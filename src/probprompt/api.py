@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from probprompt.config import RunConfig, apply_values, merge, parse_config
+from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.report import write_report
 from probprompt.runs import execute
 from probprompt.runs.progress import Watcher
@@ -50,7 +50,7 @@ def start(
     track: str | None = None,
 ) -> Run:
     """Carry out a run whose settings are complete."""
-    run = execute.train(config, out, device, watcher, track)
+    run = execute.train(with_absolute_paths(config), out, device, watcher, track)
     write_report([run.folder], run.report)
     return run
 

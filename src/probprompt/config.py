@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from probprompt import methods
+from probprompt.data import benchmarks
 from probprompt.errors import UserError, suggest
 from probprompt.methods import MethodConfig
 
@@ -51,8 +52,8 @@ class TrainingConfig(_Settings):
 
     epochs: int = Field(20, ge=1)
     batch: int = Field(128, ge=1)
-    head_rate: float = Field(0.0025, gt=0)
-    prompt_rate_factor: float = Field(5.0, gt=0)
+    head_rate: float = Field(0.0025, gt=0, le=1e36)
+    prompt_rate_factor: float = Field(5.0, gt=0, le=1e6)
     """The prompts learn at this multiple of the head's rate."""
     adapt_tasks: int | None = Field(None, ge=0)
     """Prompts learn in the first so many tasks and are then fixed, so that features never drift; None: in all."""
@@ -63,7 +64,8 @@ class TrainingConfig(_Settings):
     frozen_epochs: int = Field(1, ge=0)
     """Epochs that the ``vq`` schedule spends at the final rate before its cosine."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that a random crop covers."""
+    """Share of the image's area that a random crop covers. Features that no training changes (no prompts, or prompts
+    that are fixed) are computed once, from evaluation views: there crops and flips play no part."""
     flip: bool = True
 
 
@@ -72,7 +74,7 @@ class AlignmentConfig(_Settings):
 
     enabled: bool = True
     epochs: int = Field(10, ge=1)
-    rate: float = Field(1e-5, gt=0)
+    rate: float = Field(1e-5, gt=0, le=1e36)
     final_rate: float = Field(1e-6, ge=0)
     first_rate: float | None = Field(None, gt=0)
     """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
@@ -81,7 +83,8 @@ class AlignmentConfig(_Settings):
     """Size of a batch of pseudo-features, as a multiple of the training batch."""
     variance_floor: float = Field(1e-4, gt=0)
     augmented_statistics: bool = True
-    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views."""
+    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views; those of
+    features that no training changes always come from evaluation views, in one pass."""
 
 
 class SeedsConfig(_Settings):
@@ -119,14 +122,37 @@ def parse_config(settings: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(settings)
     except ValidationError as problem:
         known = list(_field_names(RunConfig, settings))
-        raise UserError("\n".join(_explain(error, known) for error in problem.errors())) from None
+        mistakes = dict.fromkeys(_explain(error, known) for error in problem.errors())
+        raise UserError("\n".join(mistakes)) from None
 
 
 def _explain(error: Any, known: list[str]) -> str:
     where = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal", "function")))
     if error["type"] == "extra_forbidden":
         return f"no setting is called {where!r}: {suggest(where, known)}"
+    if where.startswith("data.tasks"):  # one mistake, told once for each kind of value that is allowed
+        return "data.tasks: must be a number of tasks, sizes such as [4, 4, 2] or lists of class names"
+    if error["type"] == "value_error":
+        return f"{where}: {error['msg'].removeprefix('Value error, ')}"
     return f"{where}: {error['msg']}, not {error['input']!r}"
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Write paths out, so that a run can be resumed from anywhere."""
+    data, backbone = config.data, config.backbone
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update={"benchmark": _absolute(data.benchmark), "test": _absolute(data.test)}),
+            "backbone": backbone.model_copy(update={"weights": _absolute(backbone.weights)}),
+        }
+    )
+
+
+def _absolute(name: str | None) -> str | None:
+    if name is None or name == "random" or name in benchmarks.registered():
+        return name
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -203,10 +229,12 @@ def _nearest(key: str, known: list[str]) -> str:
     """Compare with dotted names or, for a bare word, with their last parts."""
     if "." in key:
         return suggest(key, known)
-    leaves = {name.rpartition(".")[2]: name for name in known}
+    leaves: dict[str, list[str]] = {}
+    for name in known:
+        leaves.setdefault(name.rpartition(".")[2], []).append(name)
     hint = suggest(key, leaves)
-    for leaf, name in leaves.items():
-        hint = hint.replace(f"'{leaf}'", f"'{name}'")
+    for leaf, names in leaves.items():
+        hint = hint.replace(f"'{leaf}'", " or ".join(f"'{name}'" for name in names))
     return hint
 
 

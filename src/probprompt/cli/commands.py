@@ -9,7 +9,7 @@ from typing import Any
 from probprompt import api, presets
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
-from probprompt.config import apply_assignments, merge, parse_config, read_toml
+from probprompt.config import apply_assignments, merge, parse_config, read_toml, with_absolute_paths
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report import save_overview, write_report
@@ -97,7 +97,7 @@ def _refuse_changes(
     if out:
         raise UserError("--resume goes on in the run's own folder: leave --out away")
     recorded = Run.open(folder).config.model_dump(mode="json")
-    wanted = parse_config(_gather(recorded, given, assignments, config)).model_dump(mode="json")
+    wanted = with_absolute_paths(parse_config(_gather(recorded, given, assignments, config))).model_dump(mode="json")
     before, after = _flat(recorded), _flat(wanted)
     changed = [
         f"{name}: {before[name]!r} became {after[name]!r}"

@@ -1,6 +1,6 @@
 """Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent or CMYK."""
 
-import warnings
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ Pixels = NDArray[np.uint8]
 _JPEG = {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2"}
 _OTHER = {".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".avif"}
 SUFFIXES = frozenset(_JPEG | _OTHER)
+_BROKEN = (SyntaxError, ValueError, TypeError, LookupError, AttributeError, struct.error)  # from damaged files
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -22,15 +23,21 @@ class UnreadableImageError(Exception):
 def read_image(path: Path, short_side: int | None = None) -> Pixels:
     """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as opened:
-                image = to_rgb(ImageOps.exif_transpose(opened))
+        with Image.open(path) as opened:
+            _refuse_giant(opened)
+            image = to_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise UnreadableImageError("no image format that can be read") from None
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, Warning) as problem:
+    except (OSError, EOFError, MemoryError, Image.DecompressionBombError, *_BROKEN) as problem:
         raise UnreadableImageError(str(problem) or type(problem).__name__) from None
     return np.asarray(reduce_to(image, short_side))
+
+
+def _refuse_giant(image: Image.Image) -> None:
+    """Where Pillow only warns of a decompression bomb, refuse it."""
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit and image.width * image.height > limit:
+        raise UnreadableImageError(f"{image.width} x {image.height} pixels are more than {limit}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -8,6 +8,7 @@ from torch import Tensor
 from probprompt.evaluation.embedding import pca, tsne
 from probprompt.methods import EVALUATION, Method
 
+QUERIES = 128  # looked at together: a query meets every component in float64
 POINTS = 400  # queries embedded at most: exact t-SNE grows with their square
 
 
@@ -70,7 +71,8 @@ def prompt_diversity(method: Method, fresh: Method, queries: Tensor, labels: lis
 @torch.no_grad()
 def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
     """How the relevance is spread over the components, per block; None where the method has no such."""
-    weights = method.relevance(queries)  # per block (B, M, N)
+    parts = [method.relevance(some) for some in queries.split(QUERIES)]
+    weights = {block: torch.cat([part[block] for part in parts]) for block in parts[0]}  # per block (B, M, N)
     if not weights:
         return None
     largest = float(torch.tensor(next(iter(weights.values())).shape[-1]).log().clamp(min=1e-12))

@@ -97,18 +97,23 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
         return run
     with run.locked():
         record = run.record
-        workshop = prepare(run.config, pick_device(device), watch, record["backbone"]["sha256"])
+        begun_on = record["hardware"]["device"]
+        workshop = prepare(run.config, pick_device(device or begun_on), watch, record["backbone"]["sha256"])
+        if workshop.device.type != begun_on:
+            watch.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
         _refuse_changed_data(record, workshop)
         saved = None
         if run.checkpoint.exists():
             saved = load_checkpoint(run.checkpoint, config_hash(run.config), workshop.device)
             saved.restore(workshop.learner, workshop.tasks)
-        run.log("resumed", task=saved.position.task if saved else 0, epoch=saved.position.epoch if saved else 0)
+        position = saved.position if saved else Position()
+        run.log("resumed", task=position.task, epoch=position.epoch, device=workshop.device.type)
         return _carry_out(run, workshop, saved, watch, track)
 
 
 def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sha256: str | None = None) -> Workshop:
     """Load images and backbone, check them, and build what learns. Nothing is written."""
+    torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction)
     chosen = config.backbone
     backbone = load_backbone(chosen.name, chosen.weights, chosen.image_size, expected_sha256)

@@ -133,6 +133,10 @@ class Learner:
         key = (self.config.seeds.data, "alignment", task.index)
         batch, rate = self.config.training.batch, self.config.training.head_rate
         align(self.model.head, self.statistics, task.classes, settings, batch, rate, key)
+        if not all(bool(parameter.isfinite().all()) for parameter in self.model.head.parameters()):
+            raise UserError(
+                f"the refit of the head diverged after task {task.index + 1}: lower alignment.rate ({settings.rate})"
+            )
 
     def _batch(self, task: TaskImages) -> int:
         return min(self.config.training.batch, len(task))
@@ -144,7 +148,7 @@ class Learner:
         )
 
     def _own_logits(self, features: Tensor, task: TaskImages) -> Tensor:
-        """Logits of the task's own classes alone: the rows of other classes neither count nor move."""
+        """Logits of the task's own classes alone: the rows of others get no gradient (but any weight decay)."""
         head = self.model.head
         return nn.functional.linear(features, head.weight[task.first :], head.bias[task.first :])
 

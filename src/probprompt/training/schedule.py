@@ -10,7 +10,8 @@ class Schedule:
     """The learning rate at each step of a task, as a function of a base rate.
 
     ``cosine`` falls from the base to the final rate over the steps really made. ``vq`` is what VQ-Prompt's code
-    does: one step at the base rate, then ``frozen_epochs`` at the final rate, then the cosine. ``vq-epoch`` is its
+    does: one step at the base rate, then ``frozen_epochs`` at the final rate, then the cosine (counted in real steps,
+    where that code counts nominal ones that its config files name). ``vq-epoch`` is its
     schedule for CUB-200: per epoch, the first two epochs at the base rate, ending near a tenth of it.
 
     >>> schedule = Schedule("cosine", epochs=2, steps_per_epoch=2, final=0.0)
@@ -18,7 +19,7 @@ class Schedule:
     [1.0, 0.854, 0.5, 0.146]
     >>> quirk = Schedule("vq", epochs=3, steps_per_epoch=2, final=0.0)
     >>> [round(quirk.rate(step, 1.0), 3) for step in range(6)]
-    [1.0, 0.0, 0.0, 0.854, 0.5, 0.146]
+    [1.0, 0.0, 0.0, 1.0, 0.854, 0.5]
     """
 
     kind: Literal["cosine", "vq", "vq-epoch", "constant"]
@@ -38,5 +39,6 @@ class Schedule:
         if 0 < step <= frozen:
             return self.final
         total = self.epochs * self.steps_per_epoch
-        progress = max(0, step - frozen) / max(1, total - frozen)
+        begun = frozen + 1 if self.kind == "vq" else 0  # the first step of the cosine
+        progress = max(0, step - begun) / max(1, total - frozen)
         return self.final + (base - self.final) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
