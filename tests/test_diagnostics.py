@@ -195,6 +195,24 @@ def test_a_pool_of_one_component_has_no_entropy() -> None:
     assert found["entropy"] == [0, 0] and found["usage"] == [[1], [1]]
 
 
+def test_many_queries_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, queries = probprompt(), normal(10, WIDTH)
+    whole = component_usage(method, queries)
+    sizes: list[int] = []
+    relevance = method.relevance
+
+    def counted(some: Tensor) -> dict[int, Tensor]:
+        sizes.append(len(some))
+        return relevance(some)
+
+    monkeypatch.setattr(method, "relevance", counted)
+    monkeypatch.setattr(diagnostics, "QUERIES", 4)
+    parts = component_usage(method, queries)
+    assert sizes == [4, 4, 2] and whole is not None and parts is not None
+    for name in ("usage", "entropy", "max_weight"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)
+
+
 def test_a_linear_probe_has_nothing_to_show() -> None:
     probe, queries = linear_probe(), normal(3, WIDTH)
     assert prompt_diversity(probe, linear_probe(), queries, NAMES) is None

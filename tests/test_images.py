@@ -75,6 +75,7 @@ def test_broken_files_are_unreadable(tmp_path: Path) -> None:
             read_image(tmp_path / name)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_decompression_bomb_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _red_left(200, 100).save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)  # beyond it a warning, beyond twice that an error

@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from probprompt import api
 from probprompt.checkpoints import load_backbone
 from probprompt.cli import main
 from probprompt.config import parse_config
@@ -376,8 +377,34 @@ def test_a_stopped_run_goes_on_in_the_middle_of_its_task(stopped: Stopped, tmp_p
     answer = probprompt("train", "--resume", run.folder)
     assert answer.code == 0 and "task 1 of 2" not in answer.out and "task 2 of 2: done" in answer.out
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    assert {"event": "resumed", "task": 1, "epoch": 1} in events
+    assert {"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"} in events
     assert outcome(run) == stopped.expected and run.report.exists()
+
+
+def test_a_run_goes_on_on_the_device_it_began_on(
+    stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    pick = execute.pick_device
+
+    def picked(name: str | None) -> torch.device:
+        asked.append(name)
+        return pick(name)
+
+    monkeypatch.setattr(execute, "pick_device", picked)
+    run = execute.resume(stopped.copy(tmp_path / "run").folder)
+    assert asked == ["cpu"] and outcome(run) == stopped.expected
+
+
+def test_a_run_goes_on_from_another_working_folder(
+    stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stopped.images.parent)
+    settings = configure(Path("images"), method=PROBPROMPT, backbone={"weights": "tiny.safetensors"})
+    with pytest.raises(StopHereError):
+        api.start(parse_config(settings), tmp_path / "run", watcher=Stopper())
+    monkeypatch.chdir(tmp_path)
+    assert api.resume("run").metrics == Run(stopped.run.folder.parent / "whole").metrics
 
 
 def test_a_finished_run_is_said_to_be_finished(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:
