@@ -1,13 +1,17 @@
 """Small, real things to test with: a folder of pictures and a tiny vision transformer."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
+
+from probprompt.cli import main
 
 # Two test processes share two cores: threads of their own would only fight.
 torch.set_num_threads(1)
@@ -52,3 +56,45 @@ def settings(pictures: Path) -> Settings:
         return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
 
     return build
+
+
+class Answer(NamedTuple):
+    """What a command gave back."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def probprompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """The command line, without a new process."""
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["probprompt", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return Answer(int(end.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def count_queries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]:
+    """How many images each call of a workshop's backbone without prompts looks at, from now on."""
+
+    def watch(workshop: Any) -> list[int]:
+        backbone, images = workshop.learner.model.backbone, list[int]()
+        original = backbone.query
+
+        def counting(pictures: Tensor) -> Tensor:
+            images.append(len(pictures))
+            seen: Tensor = original(pictures)
+            return seen
+
+        monkeypatch.setattr(backbone, "query", counting)
+        return images
+
+    return watch

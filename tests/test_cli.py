@@ -8,10 +8,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from rich.console import Console
 
 import probprompt as package
 from probprompt import api, presets
-from probprompt.cli import main
 from probprompt.cli.screen import Screen
 from probprompt.config import RunConfig
 from probprompt.evaluation import metrics
@@ -31,34 +29,16 @@ TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32
 PROBE = ("--method", "linear-probe", *TINY)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command gave back."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Answer]
+Command = Callable[..., Any]  # arguments to (exit code, output, errors)
 
 
 @pytest.fixture
-def probprompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """The command line, in an empty folder and without a new process."""
+def probprompt(probprompt: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """The command line, in an empty folder of its own."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["probprompt", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return Answer(int(end.value.code or 0), printed.out, printed.err)
-
-    return run
+    return probprompt
 
 
 @pytest.fixture
@@ -74,11 +54,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     return found
 
 
-def mistake(answer: Answer) -> str:
+def mistake(answer: Any) -> str:
     """The message of a command that was refused."""
     assert answer.code == 2, answer
     assert answer.err.startswith("error: ") and "Traceback" not in answer.err
-    return answer.err
+    return str(answer.err)
 
 
 # What can be asked
@@ -98,7 +78,7 @@ def test_help_of_training_explains_its_options(probprompt: Command) -> None:
 
 
 def test_the_version_is_the_packages(probprompt: Command) -> None:
-    assert probprompt("--version") == Answer(0, f"probprompt {package.__version__}\n", "")
+    assert probprompt("--version") == (0, f"probprompt {package.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +203,9 @@ def test_reports_are_written_of_one_run_and_of_several(probprompt: Command, pict
     for name in ("one", "two"):
         assert probprompt("train", pictures, "--tasks", 2, *PROBE, "--out", name).code == 0
     Path("one/report.html").unlink()
-    assert probprompt("report", "one") == Answer(0, "report: one/report.html\n", "")
+    assert probprompt("report", "one") == (0, "report: one/report.html\n", "")
     assert Path("one/report.html").exists()
-    assert probprompt("report", "one", "two") == Answer(0, "report: report.html\n", "")
+    assert probprompt("report", "one", "two") == (0, "report: report.html\n", "")
     page = Path("report.html").read_text(encoding="utf-8")
     assert "one" in page and "two" in page
     assert probprompt("report", "two", "--out", "deep/page.html").code == 0
@@ -401,7 +381,7 @@ def test_an_interrupt_before_anything_is_written_says_so(
 
     monkeypatch.setattr(execute, "prepare", interrupt)
     answer = probprompt("train", pictures, "--out", "run")
-    assert answer == Answer(130, "", "interrupted; nothing was written yet\n")
+    assert answer == (130, "", "interrupted; nothing was written yet\n")
 
 
 def test_an_interrupted_run_says_how_to_go_on(

@@ -416,16 +416,11 @@ def test_prompts_learn_in_as_many_tasks_as_set(settings: Settings, adapt: int | 
     assert moved == moving
 
 
-def test_static_features_are_computed_once_per_task(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_features_are_computed_once_per_task(
+    settings: Settings, count_queries: Callable[[Workshop], list[int]]
+) -> None:
     workshop = build(settings(method=PROBE, training={"epochs": 3}))
-    backbone, images = workshop.learner.model.backbone, list[int]()
-    original = backbone.query
-
-    def counting(pictures: Tensor) -> Tensor:
-        images.append(len(pictures))
-        return original(pictures)
-
-    monkeypatch.setattr(backbone, "query", counting)
+    images = count_queries(workshop)
     teach(workshop)
     assert sum(images) == sum(len(task) for task in workshop.tasks)
 

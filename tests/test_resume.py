@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 
 from probprompt import api
 from probprompt.checkpoints import load_backbone
-from probprompt.cli import main
 from probprompt.config import parse_config
 from probprompt.runs import execute, files
 from probprompt.runs.checkpoint import load_checkpoint
@@ -240,31 +239,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(
     assert outcome(Run.open(out)) == expected
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command gave back."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Answer]
-
-
-@pytest.fixture
-def probprompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command line, without a new process."""
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["probprompt", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return Answer(int(end.value.code or 0), printed.out, printed.err)
-
-    return run
+Command = Callable[..., Any]  # arguments to (exit code, output, errors)
 
 
 def test_the_command_line_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path, probprompt: Command) -> None:
@@ -369,7 +344,7 @@ def refused(probprompt: Command, run: Run, *more: object) -> str:
     assert answer.code == 2 and answer.err.startswith("error: ")
     assert "Traceback" not in answer.err + answer.out
     assert contents(run.folder) == before
-    return answer.err
+    return str(answer.err)
 
 
 def test_a_stopped_run_goes_on_in_the_middle_of_its_task(stopped: Stopped, tmp_path: Path, probprompt: Command) -> None:

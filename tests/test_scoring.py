@@ -12,6 +12,7 @@ from probprompt.evaluation.scoring import Scorer
 from probprompt.runs.execute import Workshop, prepare
 from probprompt.runs.progress import Watcher
 
+Counter = Callable[[Workshop], list[int]]
 Settings = Callable[..., dict[str, Any]]
 
 METHODS: list[dict[str, Any]] = [
@@ -54,19 +55,6 @@ def scorer_of(workshop: Workshop, batch: int) -> Scorer:
     return Scorer(scorer.model, scorer.images, scorer.viewer, batch)
 
 
-def count_queries(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images each call of the backbone without prompts looks at, from now on."""
-    backbone, images = workshop.learner.model.backbone, list[int]()
-    original = backbone.query
-
-    def counting(pictures: Tensor) -> Tensor:
-        images.append(len(pictures))
-        return original(pictures)
-
-    monkeypatch.setattr(backbone, "query", counting)
-    return images
-
-
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_accuracy_is_that_of_a_plain_loop_over_single_images(settings: Settings, method: dict[str, Any]) -> None:
     workshop = learned(settings, **method)
@@ -105,9 +93,9 @@ def test_accuracy_is_over_all_classes_seen(settings: Settings) -> None:
     assert workshop.scorer.accuracy(first.rows, first.labels) > 0
 
 
-def test_each_query_is_computed_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_query_is_computed_once(settings: Settings, count_queries: Counter) -> None:
     workshop = learned(settings)
-    images = count_queries(workshop, monkeypatch)
+    images = count_queries(workshop)
     scorer, seen = scorer_of(workshop, batch=3), 0
     for step, task in enumerate(workshop.test_tasks):
         seen += len(task)
@@ -118,11 +106,11 @@ def test_each_query_is_computed_once(settings: Settings, monkeypatch: pytest.Mon
     assert sum(images) == seen
 
 
-def test_batches_that_overlap_compute_only_what_is_missing(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_overlap_compute_only_what_is_missing(settings: Settings, count_queries: Counter) -> None:
     workshop = learned(settings)
     rows = everything(workshop)[0]
     expected = scorer_of(workshop, 100).queries(rows)
-    images = count_queries(workshop, monkeypatch)
+    images = count_queries(workshop)
     scorer = scorer_of(workshop, 100)
     first = scorer.queries(rows[2:5])
     found = scorer.queries(rows)

@@ -4,7 +4,6 @@ Tensors stand in files named after their contents and ``model.json`` is replaced
 holds one whole model. Loading executes no code.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from probprompt.heads import LinearHead
 from probprompt.methods import Shape
 from probprompt.runs.checkpoint import learner_tensors
 from probprompt.runs.files import read_json, write_error, write_json
-from probprompt.runs.tensors import read_tensors, write_tensors
+from probprompt.runs.tensors import read_tensors, write_named_by_contents
 from probprompt.training.learner import Learner
 from probprompt.training.model import PromptedModel
 
@@ -38,9 +37,10 @@ def save_model(folder: Path, learner: Learner, note: dict[str, Any]) -> None:
     """Write prompts and head, and beside them what only further learning needs."""
     tensors = learner_tensors(learner)
     needed = {name: value for name, value in tensors.items() if not name.startswith("statistics.")}
+    rest = {name: value for name, value in tensors.items() if name not in needed}
     files = {
-        "tensors": _write(folder, "model", needed),
-        "statistics": _write(folder, "statistics", {k: v for k, v in tensors.items() if k not in needed}),
+        "tensors": write_named_by_contents(folder, "model", needed),
+        "statistics": write_named_by_contents(folder, "statistics", rest),
     }
     write_json(folder / "model.json", {"format": FORMAT, **note, **files})
     for stale in folder.glob("*.safetensors"):
@@ -49,15 +49,6 @@ def save_model(folder: Path, learner: Learner, note: dict[str, Any]) -> None:
                 stale.unlink()
             except OSError as problem:
                 raise write_error(stale, problem) from problem
-
-
-def _write(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
-    name = f"{kind}-{digest.hexdigest()[:16]}.safetensors"
-    write_tensors(folder / name, tensors, {"kind": kind})
-    return name
 
 
 def load_model(folder: str | Path, device: torch.device | None = None) -> LoadedModel:

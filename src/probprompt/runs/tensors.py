@@ -19,9 +19,22 @@ _KEY = "probprompt"  # one entry only: several would be written in any order, an
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
     """Write tensors and a note atomically, with a digest over both."""
+    write_bytes(path, _encode(tensors, note)[1])
+
+
+def write_named_by_contents(folder: Path, kind: str, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors into a file whose name tells them apart from all others, and return that name."""
+    digest, data = _encode(tensors, {"kind": kind})
+    name = f"{kind}-{digest[:16]}.safetensors"
+    write_bytes(folder / name, data)
+    return name
+
+
+def _encode(tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> tuple[str, bytes]:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(note, sort_keys=True)
-    write_bytes(path, save(plain, {_KEY: f"{_digest(plain, text)} {text}"}))
+    digest = _digest(plain, text)
+    return digest, save(plain, {_KEY: f"{digest} {text}"})
 
 
 def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
