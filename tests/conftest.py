@@ -89,9 +89,9 @@ def count_queries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]
         backbone, images = workshop.learner.model.backbone, list[int]()
         original = backbone.query
 
-        def counting(pictures: Tensor) -> Tensor:
+        def counting(pictures: Tensor, *readout: str) -> Tensor:
             images.append(len(pictures))
-            seen: Tensor = original(pictures)
+            seen: Tensor = original(pictures, *readout)
             return seen
 
         monkeypatch.setattr(backbone, "query", counting)

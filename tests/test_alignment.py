@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probprompt.config import AlignmentConfig, parse_config
-from probprompt.heads import LinearHead
+from probprompt import randomness
+from probprompt.alignment import AlignmentConfig, ClassStatistics, align, k_means
+from probprompt.config import parse_config
+from probprompt.heads import LinearHead, NormalisedHead
 from probprompt.runs.execute import Workshop, prepare
 from probprompt.runs.progress import Watcher
-from probprompt.training.alignment import ClassStatistics, align
 from probprompt.training.learner import TaskImages
 
 Settings = Callable[..., dict[str, Any]]
@@ -29,7 +30,7 @@ def source(seed: int = 0) -> torch.Generator:
 
 def clusters(classes: int, spread: float = 0.25) -> ClassStatistics:
     """Classes well apart from each other."""
-    mean = 2 * torch.randn(classes, WIDTH, generator=source(1))
+    mean = 2 * torch.randn(classes, 1, WIDTH, generator=source(1))
     return ClassStatistics(mean, torch.full_like(mean, spread))
 
 
@@ -66,8 +67,10 @@ def test_statistics_are_mean_and_population_variance_of_each_class() -> None:
     assert len(found) == 3
     for label in range(3):
         members = features[labels == label].double().numpy()
-        np.testing.assert_allclose(found.mean[label].numpy(), np.mean(members, axis=0), rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(found.variance[label].numpy(), np.var(members, axis=0, ddof=0), rtol=1e-6)
+        np.testing.assert_allclose(found.mean[label, 0].numpy(), np.mean(members, axis=0), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(found.variance[label, 0].numpy(), np.var(members, axis=0, ddof=0), rtol=1e-6)
+    assert found.mean.shape == found.variance.shape == (3, 1, WIDTH)
+    assert torch.equal(found.centre, found.mean[:, 0])
 
 
 def test_later_classes_are_put_behind_and_the_earlier_ones_are_kept() -> None:
@@ -76,27 +79,27 @@ def test_later_classes_are_put_behind_and_the_earlier_ones_are_kept() -> None:
     both = first.extended(features, labels, 3)
     assert (len(first), len(both)) == (2, 5)
     assert torch.equal(both.mean[:2], first.mean) and torch.equal(both.variance[:2], first.variance)
-    torch.testing.assert_close(both.mean[2], features[1::3].mean(dim=0))
-    torch.testing.assert_close(both.mean[4], features[0::3].mean(dim=0))
+    torch.testing.assert_close(both.centre[2], features[1::3].mean(dim=0))
+    torch.testing.assert_close(both.centre[4], features[0::3].mean(dim=0))
 
 
 def test_statistics_are_exact_far_from_zero() -> None:
     """In float32, E[x²] - E[x]² of values around 1000 would lose the variance altogether."""
     features = 1000 + torch.randn(500, WIDTH, generator=source())
     found = ClassStatistics.empty(WIDTH, CPU).extended(features, torch.zeros(500, dtype=torch.long), 1)
-    np.testing.assert_allclose(found.variance[0].numpy(), features.double().numpy().var(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(found.variance[0, 0].numpy(), features.double().numpy().var(axis=0), rtol=1e-6)
 
 
 def test_a_class_of_one_image_has_no_variance() -> None:
     found = ClassStatistics.empty(WIDTH, CPU).extended(torch.ones(1, WIDTH), torch.tensor([0]), 1)
-    assert torch.equal(found.mean, torch.ones(1, WIDTH)) and torch.equal(found.variance, torch.zeros(1, WIDTH))
+    assert torch.equal(found.mean, torch.ones(1, 1, WIDTH)) and torch.equal(found.variance, torch.zeros(1, 1, WIDTH))
 
 
 def test_drawn_features_have_the_stored_moments_and_the_floor_on_top() -> None:
     mean = torch.tensor([[1.0, -2.0, 5.0], [10.0, 0.0, -10.0]])
     variance = torch.tensor([[4.0, 0.25, 0.0], [1.0, 0.0, 9.0]])
     labels = torch.tensor([0, 1]).repeat(50_000)
-    drawn = ClassStatistics(mean, variance).draw(labels, 0.5, source()).double()
+    drawn = ClassStatistics(mean[:, None], variance[:, None]).draw(labels, 0.5, source()).double()
     for label in range(2):
         of_class = drawn[labels == label]
         torch.testing.assert_close(of_class.mean(dim=0).float(), mean[label], rtol=0, atol=0.06)
@@ -110,7 +113,128 @@ def test_draws_depend_on_the_generator_alone() -> None:
     statistics, labels = clusters(4), torch.tensor([3, 1, 1])
     first, again, other = (statistics.draw(labels, 1e-4, source(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert not torch.equal(first[1] - statistics.mean[1], first[2] - statistics.mean[1])
+    assert not torch.equal(first[1], first[2])
+
+
+# Several Gaussians per class
+
+
+def blobs(sizes: tuple[int, ...], distance: float = 10.0, seed: int = 0) -> Tensor:
+    """Groups of points far apart, in a random order."""
+    middle = distance * torch.randn(len(sizes), WIDTH, generator=source(seed)).repeat_interleave(
+        torch.tensor(sizes), dim=0
+    )
+    points = middle + torch.randn(middle.shape, generator=source(seed + 1))
+    return points[torch.randperm(len(points), generator=source(seed + 2))]
+
+
+def inertia(points: np.ndarray[Any, Any], cluster: np.ndarray[Any, Any]) -> float:
+    """Sum of squared distances to the mean of the own cluster."""
+    members = [points[cluster == index] for index in np.unique(cluster)]
+    return float(sum(((part - part.mean(axis=0)) ** 2).sum() for part in members))
+
+
+def test_k_means_finds_groups_that_are_apart() -> None:
+    sizes = (7, 3, 12, 5)
+    cluster = k_means(blobs(sizes), 4, 1, "test")
+    assert sorted(cluster.bincount().tolist()) == sorted(sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_k_means_comes_to_rest_where_every_point_is_nearest_to_its_own_mean(seed: int) -> None:
+    points = torch.randn(60, 3, generator=source(seed)) + 1000
+    found = k_means(points, 5, seed).numpy()
+    wide = points.double().numpy()
+    means = np.stack([wide[found == index].mean(axis=0) for index in range(5)])
+    distances = np.linalg.norm(wide[:, None] - means[None], axis=2)
+    np.testing.assert_array_equal(distances.argmin(axis=1), found)
+    assert inertia(wide, found) < 0.7 * inertia(wide, np.zeros(60, dtype=int))
+
+
+def test_k_means_of_few_points_is_the_best_of_all_ways_for_some_start() -> None:
+    points = torch.tensor([[0.0], [0.9], [2.0], [5.0], [5.5], [9.0]])
+    wide = points.double().numpy()
+    ways = [np.array([(code >> index) & 1 for index in range(6)]) for code in range(1, 63)]
+    best = min(inertia(wide, way) for way in ways)
+    found = [inertia(wide, k_means(points, 2, key).numpy()) for key in range(10)]
+    assert min(found) == pytest.approx(best)
+
+
+def test_k_means_depends_on_its_key_alone() -> None:
+    points = torch.randn(50, WIDTH, generator=source())
+    torch.manual_seed(1)
+    first = k_means(points, 6, 3, "a")
+    torch.manual_seed(2)
+    assert torch.equal(first, k_means(points, 6, 3, "a"))
+    assert any(not torch.equal(first, k_means(points, 6, 3, other)) for other in "bcd")
+
+
+def test_k_means_starts_from_points_that_are_spread() -> None:
+    """With three far groups of very different sizes, a start from any points at random would often miss the small."""
+    points = blobs((200, 2, 2), distance=100.0)
+    for key in range(20):
+        assert sorted(k_means(points, 3, key).bincount(minlength=3).tolist()) == [2, 2, 200]
+
+
+def test_coinciding_points_leave_clusters_empty_and_the_statistics_sound() -> None:
+    features = torch.ones(9, WIDTH)
+    assert len(k_means(features, 3, 0).unique()) == 1
+    found = ClassStatistics.empty(WIDTH, CPU, 3).extended(features, torch.zeros(9, dtype=torch.long), 1)
+    assert torch.equal(found.mean, torch.ones(1, 3, WIDTH)) and torch.equal(found.variance, torch.zeros(1, 3, WIDTH))
+
+
+def test_every_cluster_of_a_class_has_its_own_moments() -> None:
+    features = torch.cat([blobs((8, 5, 11), seed=3), blobs((20, 6, 9), seed=4)])
+    labels = torch.tensor([2] * 24 + [3] * 35)
+    first = ClassStatistics.empty(WIDTH, CPU, 3).extended(blobs((4, 4)), torch.tensor([0, 1] * 4), 2)
+    found = first.extended(features, labels, 2, (5, "key"))
+    assert found.mean.shape == found.variance.shape == (4, 3, WIDTH)
+    assert torch.equal(found.mean[:2], first.mean) and torch.equal(found.variance[:2], first.variance)
+    for label in (2, 3):
+        members = features[labels == label]
+        cluster = k_means(members, 3, 5, "key", "k-means", label)
+        for index in range(3):
+            part = members[cluster == index].double().numpy()
+            np.testing.assert_allclose(found.mean[label, index].numpy(), part.mean(axis=0), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(found.variance[label, index].numpy(), part.var(axis=0), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.centre, found.mean.sum(dim=1) / 3)
+
+
+@pytest.mark.parametrize(("images", "different"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 3), (9, 4)])
+def test_a_small_class_repeats_the_clusters_it_has(images: int, different: int) -> None:
+    features = torch.randn(images, WIDTH, generator=source(images)) + 3
+    found = ClassStatistics.empty(WIDTH, CPU, 10).extended(features, torch.zeros(images, dtype=torch.long), 1)
+    rows = found.mean[0].unique(dim=0)
+    assert found.mean.shape == (1, 10, WIDTH) and 1 <= len(rows) <= different
+    if different == 1:
+        torch.testing.assert_close(found.mean[0, 7], features.mean(dim=0))
+    share = [int((found.mean[0] == row).all(dim=1).sum()) for row in rows]
+    assert max(share) - min(share) <= 1
+
+
+def test_an_image_that_stands_alone_is_no_gaussian() -> None:
+    features = torch.cat([blobs((6, 6)), torch.full((1, WIDTH), 500.0)])
+    found = ClassStatistics.empty(WIDTH, CPU, 3).extended(features, torch.zeros(13, dtype=torch.long), 1)
+    assert found.mean.abs().max() < 100
+    assert (found.variance > 0).all()
+    alone = torch.tensor([[0.0] * WIDTH, [100.0] * WIDTH, [300.0] * WIDTH, [700.0] * WIDTH])
+    pair = ClassStatistics.empty(WIDTH, CPU, 4).extended(alone, torch.zeros(4, dtype=torch.long), 1)
+    assert pair.mean.isfinite().all()
+
+
+def test_all_clusters_of_a_class_are_drawn_alike() -> None:
+    mean = torch.tensor([[[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]], [[50.0, 0.0], [60.0, 0.0], [50.0, 10.0]]])
+    variance = torch.tensor([[[0.01, 0.04], [0.04, 0.01], [0.09, 0.09]]]).repeat(2, 1, 1)
+    labels = torch.tensor([0, 1]).repeat(30_000)
+    drawn = ClassStatistics(mean, variance).draw(labels, 0.01, source()).double()
+    for label in range(2):
+        of_class = drawn[labels == label]
+        cluster = torch.cdist(of_class, mean[label].double()).argmin(dim=1)
+        assert cluster.bincount().tolist() == pytest.approx([10_000] * 3, rel=0.03)
+        for index in range(3):
+            part = of_class[cluster == index]
+            torch.testing.assert_close(part.mean(dim=0).float(), mean[label, index], rtol=0, atol=0.02)
+            torch.testing.assert_close(part.var(dim=0).float(), variance[label, index] + 0.01, rtol=0.05, atol=0)
 
 
 # Refitting
@@ -171,6 +295,118 @@ def test_the_rate_falls_along_a_cosine_and_the_very_first_may_differ(
     assert NotingAdamW.decay == 0.125
 
 
+class NotingSGD(torch.optim.SGD):
+    """Notes the rates of its steps."""
+
+    rates: list[float]
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        type(self).rates.append(group["lr"])
+        assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 0.25, False)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("first", [None, 0.7])
+def test_the_rate_may_move_on_once_an_epoch(monkeypatch: pytest.MonkeyPatch, first: float | None) -> None:
+    NotingSGD.rates = []
+    monkeypatch.setattr(torch.optim, "SGD", NotingSGD)
+    rates: dict[str, Any] = {"rate": 0.2, "final_rate": 0.05, "first_rate": first, "schedule": "epoch"}
+    refit(head_of(5), clusters(5), 2, epochs=4, optimiser="sgd", weight_decay=0.25, **rates)
+    expected = [rate for rate in cosine(0.2, 0.05, 4) for _ in range(3)]
+    assert NotingSGD.rates == pytest.approx(expected if first is None else [first, *expected[1:]])
+
+
+def by_hand(
+    head: LinearHead, statistics: ClassStatistics, new: int, settings: AlignmentConfig
+) -> tuple[Tensor, Tensor]:
+    """The refit with a batch of 8, once more in float64 with the optimisers written out."""
+    old, seen, size = len(statistics) - new, len(statistics), round(8 * settings.batch_ratio)
+    values = [head.weight.detach().double(), head.bias.detach().double()]
+    moments, squares = [torch.zeros_like(value) for value in values], [torch.zeros_like(value) for value in values]
+    rates = iter(cosine(settings.rate, settings.final_rate, old * settings.epochs))
+    count = 0
+    for epoch in range(settings.epochs):
+        generator = randomness.generator(CPU, *KEY, epoch)
+        mixed = torch.randperm(seen * size, generator=generator)[: old * size]
+        for labels in (mixed % seen).split(size):
+            features = statistics.draw(labels, settings.variance_floor, generator).double()
+            count, rate = count + 1, next(rates)
+            logits = features @ values[0].T + values[1]
+            error = (logits.softmax(dim=1) - nn.functional.one_hot(labels, seen)) / len(labels)
+            for index, slope in enumerate((error.T @ features, error.sum(dim=0))):
+                value = values[index]
+                if settings.optimiser == "sgd":
+                    moments[index] = 0.9 * moments[index] + slope + settings.weight_decay * value
+                    values[index] = value - rate * moments[index]
+                else:
+                    moments[index] = 0.9 * moments[index] + 0.1 * slope
+                    squares[index] = 0.999 * squares[index] + 0.001 * slope**2
+                    spread = (squares[index] / (1 - 0.999**count)).sqrt() + 1e-8
+                    step = moments[index] / (1 - 0.9**count) / spread
+                    values[index] = value * (1 - rate * settings.weight_decay) - rate * step
+    return values[0].float(), values[1].float()
+
+
+@pytest.mark.parametrize("centroids", [1, 3])
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_the_refit_is_what_it_says(optimiser: str, centroids: int) -> None:
+    mean = 2 * torch.randn(5, centroids, WIDTH, generator=source(1))
+    statistics = ClassStatistics(mean, torch.full_like(mean, 0.5))
+    settings = AlignmentConfig(optimiser=optimiser, epochs=3, rate=0.03, final_rate=0.01, weight_decay=0.1)
+    head = head_of(5)
+    weight, bias = by_hand(head, statistics, 2, settings)
+    before = head.weight.detach().clone()
+    align(head, statistics, 2, settings, 8, 0.01, KEY)
+    torch.testing.assert_close(head.weight.detach(), weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.bias.detach(), bias, rtol=1e-4, atol=1e-5)
+    assert (before - weight).abs().max() > 0.01
+
+
+def test_a_head_without_biases_keeps_it_that_way() -> None:
+    head, statistics = NormalisedHead(WIDTH, seed=3).grow(6), clusters(6)
+    before = copy_of(head)
+    refit(head, statistics, 1, batch=16, epochs=15, rate=0.05)
+    assert torch.equal(head.bias, torch.zeros(6)) and not head.bias.requires_grad
+    assert (head.weight != before["weight"]).any(dim=1).all()
+    assert pseudo_accuracy(head, statistics, range(6)) > 90
+
+
+def test_a_fixed_head_stays() -> None:
+    head = head_of(4)
+    head.requires_grad_(False)
+    before = copy_of(head)
+    refit(head, clusters(4), 1, rate=0.5)
+    assert same(copy_of(head), before)
+
+
+class ShiftedHead(LinearHead):
+    """A head that learns a shift of the features beside its rows."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__(width, seed)
+        self.shift = nn.Parameter(torch.zeros(width))
+
+    def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return super().logits(features + self.shift, weight, bias)
+
+
+def test_what_a_head_learns_beside_its_rows_is_refitted_too_but_not_for_a_single_row() -> None:
+    for new, rate, moves in ((2, 0.01, True), (1, 1e-12, False)):
+        head = ShiftedHead(WIDTH, seed=3).grow(4)
+        refit(head, clusters(4), new, rate=rate, final_rate=0, weight_decay=0)
+        assert (float(head.shift.detach().abs().max()) > 1e-3) == moves
+        assert all(parameter.grad is None for parameter in head.parameters())
+    assert (head.weight[3] != ShiftedHead(WIDTH, seed=3).grow(4).weight[3]).all()
+
+
+def test_a_single_new_row_is_fitted_with_adamw_whatever_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    NotingAdamW.rates = []
+    monkeypatch.setattr(torch.optim, "AdamW", NotingAdamW)
+    refit(head_of(4), clusters(4), 1, epochs=2, rate=0.002, final_rate=0.001, optimiser="sgd", schedule="epoch")
+    assert NotingAdamW.rates == pytest.approx(cosine(0.01, 0.001, 6))
+
+
 def test_a_single_new_row_is_fitted_first_at_the_rate_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     NotingAdamW.rates = []
     monkeypatch.setattr(torch.optim, "AdamW", NotingAdamW)
@@ -205,8 +441,8 @@ def pseudo_accuracy(head: LinearHead, statistics: ClassStatistics, classes: rang
 def test_alignment_takes_the_bias_for_new_classes_from_the_head() -> None:
     head, statistics = head_of(6), clusters(6)
     with torch.no_grad():  # a sound classifier for both halves, but everything looks like a new class
-        head.weight.copy_(statistics.mean)
-        head.bias.copy_(-statistics.mean.square().sum(dim=1) / 2)
+        head.weight.copy_(statistics.centre)
+        head.bias.copy_(-statistics.centre.square().sum(dim=1) / 2)
         head.bias[3:] += 40
     old, new = range(3), range(3, 6)
     assert pseudo_accuracy(head, statistics, old) < 50
@@ -218,8 +454,8 @@ def test_alignment_takes_the_bias_for_new_classes_from_the_head() -> None:
 def test_a_single_new_class_is_learned_while_the_old_rows_stay() -> None:
     head, statistics = head_of(5), clusters(5)
     with torch.no_grad():
-        head.weight[:4] = statistics.mean[:4]
-        head.bias[:4] = 20 - statistics.mean[:4].square().sum(dim=1) / 2
+        head.weight[:4] = statistics.centre[:4]
+        head.bias[:4] = 20 - statistics.centre[:4].square().sum(dim=1) / 2
     before = copy_of(head)
     assert pseudo_accuracy(head, statistics, range(4, 5)) < 50
     settings = AlignmentConfig(epochs=30, rate=1e-9, final_rate=1e-9, weight_decay=0)
@@ -302,8 +538,18 @@ def test_statistics_of_evaluation_views_are_those_of_the_features(settings: Sett
         for label in range(task.first, task.first + task.classes):
             members = features[(task.labels == label).numpy()]
             assert len(members) == 8
-            np.testing.assert_allclose(found.mean[label].numpy(), members.mean(axis=0), rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(found.variance[label].numpy(), members.var(axis=0), rtol=1e-3, atol=1e-6)
+            np.testing.assert_allclose(found.mean[label, 0].numpy(), members.mean(axis=0), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found.variance[label, 0].numpy(), members.var(axis=0), rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_may_have_several_gaussians_per_class(settings: Settings) -> None:
+    given = {"centroids": 3, "optimiser": "sgd", "schedule": "epoch", "rate": 0.01}
+    workshop = build(settings(alignment=given))
+    for task in workshop.tasks[:2]:
+        finish(workshop, task)
+    found = workshop.learner.statistics
+    assert found.mean.shape[:2] == (len(workshop.learner.model.head), 3)
+    assert all(len(rows.unique(dim=0)) > 1 for rows in found.mean)
 
 
 def test_augmented_statistics_are_wider(settings: Settings) -> None:

@@ -13,11 +13,14 @@ import probprompt
 ROOT = Path(probprompt.__file__).parent
 # A module may import what stands before its own line, never what stands after it.
 LAYERS: list[set[str]] = [
-    {"errors", "randomness", "equations", "prompts", "evaluation.metrics", "evaluation.embedding"},
+    {"errors", "randomness", "equations", "prompts", "transport", "evaluation.metrics", "evaluation.embedding"},
     {"data"},
     {"backbone", "checkpoints"},
-    {"methods", "heads"},
-    {"config", "presets"},
+    {"heads"},
+    {"alignment"},
+    {"methods"},
+    {"config"},
+    {"presets"},
     {"training"},
     {"evaluation"},
     {"runs"},
@@ -60,6 +63,28 @@ def test_imports_go_one_way(path: Path) -> None:
         assert same_package or helper or _layer(imported) < _layer(module) or {module, imported} <= LAYERS[0], (
             f"{module} must not import {imported}"
         )
+
+
+# The parts that can be understood alone: all that they may know.
+KNOWS: dict[str, set[str]] = {
+    "equations": set(),
+    "prompts": set(),
+    "transport": set(),
+    "data": {"data", "errors", "randomness"},
+    "backbone": {"errors", "prompts"},
+    "heads": {"randomness"},
+    "alignment": {"heads", "randomness"},
+    "methods": {"methods", "equations", "prompts", "transport", "heads", "alignment", "errors", "randomness"},
+}
+
+
+@pytest.mark.parametrize("part", KNOWS)
+def test_what_can_be_understood_alone_knows_little(part: str) -> None:
+    paths = [path for path in MODULES if path.relative_to(ROOT).with_suffix("").parts[0] == part]
+    assert paths, f"{part} is gone"
+    for path in paths:
+        known = {imported.split(".")[0] for imported in _imports(path)}
+        assert known <= KNOWS[part], f"{path.relative_to(ROOT)} must not know {known - KNOWS[part]}"
 
 
 def test_no_method_imports_another() -> None:

@@ -1,6 +1,7 @@
-"""The frozen backbone equals timm's own pass, and a prefix does what prefix attention says and no more."""
+"""The frozen backbone equals timm's own pass, and a prompt does what its definition says and no more."""
 
 import copy
+import doctest
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,10 @@ from timm.models.vision_transformer import (
 )
 from torch import Tensor, nn
 
+from probprompt import prompts as prompts_module
 from probprompt.backbone import FrozenViT
 from probprompt.errors import UserError
-from probprompt.prompts import Prefix, Prompts
+from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Prompts, Readout, Tokens
 
 WIDTH, HEADS, DEPTH, SIZE, BATCH = 48, 3, 3, 32, 4
 
@@ -83,17 +85,38 @@ def draw_prompts(vit: FrozenViT, blocks: list[int], batch: int = BATCH, length: 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, vit.attention_width, generator=generator)
 
-    prompts = {
-        index: Prefix(
-            draw(
-                batch,
-                length,
-            ),
-            draw(batch, length),
-        )
-        for index in blocks[:-1]
-    }
+    prompts = {index: Prefix(draw(batch, length), draw(batch, length)) for index in blocks[:-1]}
     return prompts | {blocks[-1]: Prefix(draw(length - 2), draw(length - 2))}
+
+
+def draw_tokens(blocks: list[int], batch: int = BATCH, length: int = 5, positioned: bool = False) -> dict[int, Tokens]:
+    """Tokens of these blocks, the last ones shared by the batch and of another length."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(batch, length, WIDTH)] * (len(blocks) - 1) + [(length - 2, WIDTH)]
+    pairs = zip(blocks, shapes, strict=True)
+    return {index: Tokens(torch.randn(shape, generator=generator), positioned) for index, shape in pairs}
+
+
+def draw_shifts(vit: FrozenViT, blocks: list[int], batch: int = BATCH) -> dict[int, ClassTokenShift]:
+    """Shifts of these blocks, the last one shared by the batch."""
+    generator = torch.Generator().manual_seed(4)
+    found = {}
+    for index in blocks:
+        shape = (2, vit.attention_width) if index == blocks[-1] else (2, batch, vit.attention_width)
+        key, value = 2 * torch.randn(shape, generator=generator)
+        found[index] = ClassTokenShift(key, value)
+    return found
+
+
+def doubled(prompts: Prompts) -> dict[int, Prompt]:
+    """The same in float64."""
+    found: dict[int, Prompt] = {}
+    for index, prompt in prompts.items():
+        if isinstance(prompt, Tokens):
+            found[index] = Tokens(prompt.tokens.double(), prompt.positioned)
+        else:
+            found[index] = type(prompt)(prompt.key.double(), prompt.value.double())
+    return found
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -101,19 +124,23 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
-def attend(attention: Any, tokens: Tensor, prefix: Prefix | None) -> Tensor:
-    """Prefix attention as it is defined, one head after another."""
+def attend(attention: Any, tokens: Tensor, prompt: Prompt | None, place: int = 0) -> Tensor:
+    """Attention with a prefix, or with the class token at its place shifted, as defined, one head after another."""
     weights = attention.qkv.weight.chunk(3)  # (W, D) each
     biases = (0.0, 0.0, 0.0) if attention.qkv.bias is None else attention.qkv.bias.chunk(3)
     query, key, value = (tokens @ w.T + b for w, b in zip(weights, biases, strict=True))  # (B, T, W)
+    if isinstance(prompt, ClassTokenShift):
+        for image in range(len(tokens)):
+            key[image, place] += prompt.key if prompt.batch is None else prompt.key[image]
+            value[image, place] += prompt.value if prompt.batch is None else prompt.value[image]
     outputs = []
     for head in range(attention.num_heads):
         rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
         q, k, v = attention.q_norm(query[..., rows]), attention.k_norm(key[..., rows]), value[..., rows]
-        if prefix is not None:
+        if isinstance(prompt, Prefix):
             batch = (len(tokens), -1, -1)
-            k = torch.cat([prefix.key[..., rows].expand(batch), k], dim=1)
-            v = torch.cat([prefix.value[..., rows].expand(batch), v], dim=1)
+            k = torch.cat([prompt.key[..., rows].expand(batch), k], dim=1)
+            v = torch.cat([prompt.value[..., rows].expand(batch), v], dim=1)
         scores = torch.einsum("bqd,bkd->bqk", q, k) / attention.head_dim**0.5
         outputs.append(scores.softmax(dim=-1) @ v)
     output = attention.norm(torch.cat(outputs, dim=-1))
@@ -122,14 +149,24 @@ def attend(attention: Any, tokens: Tensor, prefix: Prefix | None) -> Tensor:
     return attention.proj(output)  # type: ignore[no-any-return]
 
 
-def reference(model: Any, images: Tensor, prompts: Prompts) -> Tensor:
-    """The prompted class token in float64, all tokens through all blocks."""
+def reference(model: Any, images: Tensor, prompts: Prompts, readout: Readout = "class") -> Tensor:
+    """What is read out in float64, all tokens through all blocks; those that join stand in front of all others."""
     model = copy.deepcopy(model).double()
     tokens = model.norm_pre(model._pos_embed(model.patch_embed(images.double())))
+    place = 0  # of the class token
     for index, block in enumerate(model.blocks):
-        tokens = tokens + block.ls1(attend(block.attn, block.norm1(tokens), prompts.get(index)))
+        prompt = prompts.get(index)
+        if isinstance(prompt, Tokens):
+            joined = prompt.tokens if prompt.batch else prompt.tokens.repeat(len(images), 1, 1)
+            if prompt.positioned and model.pos_embed is not None and not model.no_embed_class:
+                joined = joined + model.pos_embed[0, 0]
+            tokens, place = torch.cat([joined, tokens], dim=1), place + joined.shape[1]
+        tokens = tokens + block.ls1(attend(block.attn, block.norm1(tokens), prompt, place))
         tokens = tokens + block.ls2(block.mlp(block.norm2(tokens)))
-    return model.norm(tokens)[:, 0]  # type: ignore[no-any-return]
+    if readout == "class before norm":
+        return tokens[:, place]  # type: ignore[no-any-return]
+    after = model.norm(tokens)
+    return after[:, place] if readout == "class" else after[:, :place].sum(dim=1) / place  # type: ignore[no-any-return]
 
 
 @each_case
@@ -149,8 +186,7 @@ def test_with_prompts_it_equals_the_definition(case: str) -> None:
     prompts = draw_prompts(vit, sorted({0, vit.depth // 2, vit.depth - 1}))
     found = vit.features(images, prompts)
     assert found.shape == (BATCH, vit.width) and found.dtype == torch.float32
-    doubled = {index: Prefix(prefix.key.double(), prefix.value.double()) for index, prefix in prompts.items()}
-    assert distance(found.double(), reference(vit.model, images, doubled)) < 1e-5
+    assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
     assert distance(found, vit.query(images)) > 1e-3
 
 
@@ -158,9 +194,8 @@ def test_with_prompts_it_equals_the_definition(case: str) -> None:
 def test_a_prefix_of_each_block_alone_matters(block: int) -> None:
     vit, images = FrozenViT(build()), draw_images()
     prompts = draw_prompts(vit, [block])
-    doubled = {block: Prefix(prompts[block].key.double(), prompts[block].value.double())}
     found = vit.features(images, prompts)
-    assert distance(found.double(), reference(vit.model, images, doubled)) < 1e-5
+    assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
     assert distance(found, vit.query(images)) > 1e-3
 
 
@@ -306,9 +341,9 @@ def test_what_the_backbone_says_about_itself() -> None:
     [
         (DEPTH, (4, WIDTH), "no block 3 to prompt: the backbone has 0 to 2"),
         (-1, (4, WIDTH), "no block -1 to prompt"),
-        (0, (4, WIDTH + 1), "the prefix has width 49, the attention 48"),
-        (1, (BATCH + 1, 4, WIDTH), "block 1: the prefix is for 5 images, the batch has 4"),
-        (1, (1, 4, WIDTH), "the prefix is for 1 images"),
+        (0, (4, WIDTH + 1), "the Prefix has width 49, the attention 48"),
+        (1, (BATCH + 1, 4, WIDTH), "block 1: the Prefix is for 5 images, the batch has 4"),
+        (1, (1, 4, WIDTH), "the Prefix is for 1 images"),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_refused(block: int, shape: tuple[int, ...], message: str) -> None:
@@ -319,7 +354,7 @@ def test_a_prompt_that_does_not_fit_is_refused(block: int, shape: tuple[int, ...
 
 def test_something_else_than_a_prefix_is_refused() -> None:
     prompts: Any = {0: torch.zeros(4, WIDTH)}
-    with pytest.raises(TypeError, match="a prompt is a Prefix, got a Tensor"):
+    with pytest.raises(TypeError, match="a prompt is a Prefix, Tokens or a ClassTokenShift, got a Tensor"):
         FrozenViT(build()).features(draw_images(), prompts)
 
 
@@ -440,3 +475,339 @@ def test_tokens_are_split_into_keys_then_values() -> None:
         Prefix.split(torch.zeros(2, 7, 8))
     with pytest.raises(ValueError, match=r"prompt tokens are \(B, M, D\)"):
         Prefix.split(torch.zeros(8))
+
+
+# Tokens that join the sequence
+
+
+@each_case
+def test_tokens_that_join_equal_the_definition(case: str) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    prompts = draw_tokens(sorted({0, vit.depth // 2, vit.depth - 1}))
+    found = vit.features(images, prompts)
+    assert found.shape == (BATCH, vit.width) and found.dtype == torch.float32
+    assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
+    assert distance(found, vit.query(images)) > 1e-3
+
+
+@pytest.mark.parametrize("block", range(DEPTH))
+def test_tokens_of_each_block_alone_matter_and_are_kept(block: int) -> None:
+    vit, images = FrozenViT(build()), draw_images()
+    prompts = draw_tokens([block])
+    found = vit.features(images, prompts)
+    assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
+    assert distance(found, vit.query(images)) > 1e-3
+    if block < DEPTH - 1:  # kept: they are not what the last block alone would make of them
+        assert distance(found, vit.features(images, {DEPTH - 1: prompts[block]})) > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_positioned_tokens_have_the_place_of_the_class_token(case: str) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    plain, positioned = draw_tokens([0, vit.depth - 1]), draw_tokens([0, vit.depth - 1], positioned=True)
+    found, without = vit.features(images, positioned), vit.features(images, plain)
+    assert distance(found.double(), reference(vit.model, images, doubled(positioned))) < 1e-5
+    if case in ("no_embed_class", "no_positions"):
+        assert torch.equal(found, without)
+        return
+    own = vit.model.pos_embed[0, 0]
+    by_hand = vit.features(images, {index: Tokens(prompt.tokens + own) for index, prompt in plain.items()})
+    assert distance(found, by_hand) < 1e-6
+    assert distance(found, without) > 1e-5
+
+
+def test_the_order_of_joined_tokens_does_not_matter() -> None:
+    vit, images = FrozenViT(build()), draw_images()
+    tokens = draw_tokens([0, 1])[0].tokens
+    order = torch.tensor([3, 0, 1, 4, 2])
+    for readout in ("class", "tokens"):
+        found = vit.features(images, {0: Tokens(tokens[:, order])}, readout)
+        assert distance(found, vit.features(images, {0: Tokens(tokens)}, readout)) < 1e-5
+
+
+def test_tokens_that_repeat_the_sequence_have_no_effect_on_the_class_token() -> None:
+    """Every token twice: attention weighs them as it did."""
+    vit, images = FrozenViT(build()), draw_images()
+    own = vit.model._pos_embed(vit.model.patch_embed(images))
+    assert distance(vit.features(images, {0: Tokens(own)}), vit.query(images)) < 1e-5
+
+
+def test_no_tokens_and_no_shift_have_no_effect() -> None:
+    vit, images = FrozenViT(build()), draw_images()
+    nothing, zero = Tokens(torch.zeros(0, WIDTH)), ClassTokenShift(torch.zeros(WIDTH), torch.zeros(WIDTH))
+    assert distance(vit.features(images, {0: nothing, 1: zero, 2: nothing}), vit.query(images)) < 1e-6
+
+
+def test_shared_tokens_and_shifts_are_the_same_for_every_image() -> None:
+    vit, images = FrozenViT(build()), draw_images()
+    tokens, (key, value) = torch.randn(4, WIDTH), torch.randn(2, WIDTH)
+    pairs: list[tuple[Prompt, Prompt]] = [
+        (Tokens(tokens), Tokens(tokens.expand(BATCH, -1, -1))),
+        (Tokens(tokens, positioned=True), Tokens(tokens.expand(BATCH, -1, -1), positioned=True)),
+        (ClassTokenShift(key, value), ClassTokenShift(key.expand(BATCH, -1), value.expand(BATCH, -1))),
+    ]
+    for shared, each in pairs:
+        assert (shared.batch, each.batch) == (None, BATCH)
+        assert torch.equal(vit.features(images, {1: shared}), vit.features(images, {1: each}))
+
+
+# The shift of the class token
+
+
+@each_case
+def test_a_shift_of_the_class_token_equals_the_definition(case: str) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    prompts = draw_shifts(vit, sorted({0, vit.depth // 2, vit.depth - 1}))
+    found = vit.features(images, prompts)
+    assert found.shape == (BATCH, vit.width) and found.dtype == torch.float32
+    assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
+    assert distance(found, vit.query(images)) > 1e-3
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("block", range(DEPTH))
+def test_key_and_value_of_a_shift_matter_in_each_block(block: int, part: str) -> None:
+    vit, images = FrozenViT(build(**CASES["registers"])), draw_images()
+    drawn, nothing = draw_shifts(vit, [block])[block], torch.zeros(WIDTH)
+    shift = ClassTokenShift(drawn.key, nothing) if part == "key" else ClassTokenShift(nothing, drawn.value)
+    found = vit.features(images, {block: shift})
+    assert distance(found.double(), reference(vit.model, images, doubled({block: shift}))) < 1e-5
+    assert distance(found, vit.query(images)) > 1e-3
+
+
+def test_a_shift_comes_before_the_norm_of_the_keys() -> None:
+    """A huge shift only turns the normalised key, and so stays harmless."""
+    vit, images = FrozenViT(build(**CASES["qk_norm"])), draw_images()
+    direction, nothing = torch.randn(WIDTH), torch.zeros(WIDTH)
+    far, farther = (vit.features(images, {1: ClassTokenShift(s * direction, nothing)}) for s in (1e4, 1e6))
+    assert distance(far, farther) < 1e-3
+    assert distance(far, vit.query(images)) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["plain", "registers", "qk_norm", "wide_heads", "all"])
+def test_kinds_of_prompts_go_together(case: str) -> None:
+    """Of tokens that join and a shift later on, the class token alone is shifted."""
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    prefixes, shifts, tokens = draw_prompts(vit, [0, 1, 2]), draw_shifts(vit, [1, 2]), draw_tokens([0, 1, 2])
+    mixtures: tuple[Prompts, ...] = (
+        {0: tokens[0], 1: shifts[1], 2: prefixes[2]},
+        {0: tokens[0], 1: prefixes[1], 2: shifts[2]},
+        {0: prefixes[0], 1: tokens[1], 2: shifts[2]},
+        {0: shifts[1], 1: tokens[1], 2: tokens[2]},
+    )
+    for prompts in mixtures:
+        found = vit.features(images, prompts)
+        assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
+        outputs = vit.features(images, prompts, "tokens")
+        assert distance(outputs.double(), reference(vit.model, images, doubled(prompts), "tokens")) < 1e-5
+
+
+# What is read out
+
+
+@each_case
+def test_the_class_token_before_the_norm_is_what_goes_into_it(case: str) -> None:
+    model, images = build(**CASES[case]), draw_images(case)
+    into_norm: list[Tensor] = []
+    hook = model.norm.register_forward_pre_hook(lambda module, inputs: into_norm.append(inputs[0]))
+    with torch.no_grad():
+        model.forward_features(images)
+    hook.remove()
+    vit = FrozenViT(model)
+    found = vit.query(images, "class before norm")
+    assert found.dtype == torch.float32 and distance(found, into_norm[0][:, 0]) < 1e-5
+    assert distance(vit.model.norm(found), vit.query(images)) < 1e-5
+    assert torch.equal(vit.features(images, readout="class before norm"), found)
+    if case != "no_final_norm":
+        assert distance(found, vit.query(images)) > 1e-3
+
+
+@each_case
+@pytest.mark.parametrize("readout", ["class before norm", "tokens"])
+def test_what_is_read_out_with_tokens_equals_the_definition(case: str, readout: Readout) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    prompts = draw_tokens(sorted({0, vit.depth // 2, vit.depth - 1}))
+    found = vit.features(images, prompts, readout)
+    assert found.shape == (BATCH, vit.width) and found.dtype == torch.float32
+    assert distance(found.double(), reference(vit.model, images, doubled(prompts), readout)) < 1e-5
+    assert distance(found, vit.features(images, prompts)) > 1e-3 or case == "no_final_norm"
+
+
+def test_the_mean_is_taken_after_the_norm() -> None:
+    vit, images = FrozenViT(build(depth=1)), draw_images()
+    tokens = draw_tokens([0, 1])[0].tokens
+    norm, vit.model.norm = vit.model.norm, nn.Identity()
+    before = vit.features(images, {0: Tokens(tokens)}, "tokens")
+    vit.model.norm = norm
+    assert distance(vit.features(images, {0: Tokens(tokens)}, "tokens"), norm(before)) > 1e-3
+
+
+def test_without_tokens_there_are_none_to_read_out() -> None:
+    vit, images = FrozenViT(build()), draw_images()
+    message = "no tokens were injected that could be read out: only Tokens can be, or the class token"
+    prompts: tuple[Prompts, ...] = (
+        {},
+        draw_prompts(vit, [0, 2]),
+        draw_shifts(vit, [1]),
+        {0: Tokens(torch.zeros(0, WIDTH))},
+    )
+    for without in prompts:
+        with pytest.raises(ValueError, match=message):
+            vit.features(images, without, "tokens")
+    with pytest.raises(ValueError, match=message):
+        vit.query(images, "tokens")
+
+
+# Common to all kinds
+
+
+@pytest.mark.parametrize("readout", ["class", "tokens"])
+@pytest.mark.parametrize("case", ["plain", "registers", "all"])
+def test_gradients_reach_tokens_and_shifts_and_equal_those_of_the_definition(case: str, readout: Readout) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    tokens, shifts = draw_tokens([0, 2], positioned=True), draw_shifts(vit, [1])
+    drawn = [tokens[0].tokens, shifts[1].key, shifts[1].value, tokens[2].tokens]
+    direction = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(5))
+
+    def gradients(run: Callable[[Prompts], Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [part.detach().to(dtype).requires_grad_() for part in drawn]
+        shift = ClassTokenShift(leaves[1], leaves[2])
+        prompts: Prompts = {0: Tokens(leaves[0], True), 1: shift, 2: Tokens(leaves[3], True)}
+        return list(torch.autograd.grad((run(prompts) * direction).sum(), leaves))
+
+    found = gradients(lambda prompts: vit.features(images, prompts, readout), torch.float32)
+    expected = gradients(lambda prompts: reference(vit.model, images, prompts, readout), torch.float64)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert theirs.norm() > 1e-3
+        assert (mine - theirs).norm() < 1e-4 * theirs.norm()
+    assert all(parameter.grad is None for parameter in vit.parameters())
+
+
+@pytest.mark.parametrize("readout", ["class", "class before norm", "tokens"])
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_an_image_with_tokens_and_shifts_does_not_depend_on_its_batch(case: str, readout: Readout) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    tokens, shift = draw_tokens([0, 1])[0].tokens, draw_shifts(vit, [1, 2])[1]
+
+    def run(some: slice) -> Tensor:
+        own = ClassTokenShift(shift.key[some], shift.value[some])
+        return vit.features(images[some], {0: Tokens(tokens[some]), 1: own, 2: Tokens(tokens[some])}, readout)
+
+    together = run(slice(None))
+    for index in range(BATCH):
+        mine = slice(index, index + 1)
+        assert distance(run(mine), together[mine]) < 1e-5
+
+
+def test_half_precision_weights_take_tokens_and_shifts_of_float32() -> None:
+    images, vit, half = draw_images(), FrozenViT(build()), FrozenViT(build().bfloat16())
+    prompts: dict[int, Prompt] = {**draw_tokens([0, 2], positioned=True), **draw_shifts(vit, [1])}
+    for readout in ("class", "class before norm", "tokens"):
+        found = half.features(images, prompts, readout)
+        assert found.dtype == torch.float32
+        assert distance(found, vit.features(images, prompts, readout)) < 0.1
+
+
+def test_an_empty_batch_takes_tokens_and_shifts() -> None:
+    vit = FrozenViT(build())
+    prompts: dict[int, Prompt] = {**draw_tokens([0, 2], batch=0), **draw_shifts(vit, [1], batch=0)}
+    assert vit.features(draw_images(batch=0), prompts, "tokens").shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (Tokens(torch.zeros(4, WIDTH + 1)), "block 1: the Tokens has width 49, the backbone 48"),
+        (Tokens(torch.zeros(BATCH + 1, 4, WIDTH)), "block 1: the Tokens is for 5 images, the batch has 4"),
+        (Tokens(torch.zeros(1, 4, WIDTH)), "block 1: the Tokens is for 1 images, the batch has 4"),
+        (ClassTokenShift(*torch.zeros(2, 47)), "block 1: the ClassTokenShift has width 47, the attention 48"),
+        (ClassTokenShift(*torch.zeros(2, 3, WIDTH)), "block 1: the ClassTokenShift is for 3 images, the batch has 4"),
+    ],
+)
+def test_tokens_and_shifts_that_do_not_fit_are_refused(prompt: Prompt, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FrozenViT(build()).features(draw_images(), {1: prompt})
+
+
+def test_tokens_have_the_width_of_the_backbone_and_shifts_that_of_the_attention() -> None:
+    vit, images = FrozenViT(build(**CASES["wide_heads"])), draw_images()
+    vit.features(images, {0: Tokens(torch.zeros(4, 48)), 1: ClassTokenShift(*torch.zeros(2, 72))})
+    with pytest.raises(ValueError, match="the Tokens has width 72, the backbone 48"):
+        vit.features(images, {0: Tokens(torch.zeros(4, 72))})
+    with pytest.raises(ValueError, match="the ClassTokenShift has width 48, the attention 72"):
+        vit.features(images, {0: ClassTokenShift(*torch.zeros(2, 48))})
+
+
+def test_tokens_check_their_shapes() -> None:
+    for shape in ((8,), (1, 2, 4, 8)):
+        with pytest.raises(ValueError, match=r"tokens are \(B, P, D\), or \(P, D\) for the whole batch, got \("):
+            Tokens(torch.zeros(shape))
+    tokens = Tokens(torch.zeros(2, 4, 8))
+    assert (tokens.batch, tokens.length, tokens.width, tokens.positioned) == (2, 4, 8, False)
+    assert Tokens(torch.zeros(4, 8)).batch is None
+
+
+def test_a_shift_checks_its_shapes() -> None:
+    message = r"a shift is \(B, W\) or \(W,\) for key and value alike, got "
+    for key, value in (((8,), (9,)), ((2, 8), (8,)), ((2, 3, 8), (2, 3, 8)), ((), ())):
+        with pytest.raises(ValueError, match=message):
+            ClassTokenShift(torch.zeros(key), torch.zeros(value))
+    shift = ClassTokenShift(torch.zeros(2, 8), torch.zeros(2, 8))
+    assert (shift.batch, shift.width) == (2, 8)
+    assert ClassTokenShift(torch.zeros(8), torch.zeros(8)).batch is None
+
+
+def test_doctests_of_prompts() -> None:
+    result = doctest.testmod(prompts_module)
+    assert result.failed == 0 and result.attempted >= 8
+
+
+# Weights that learn
+
+
+def test_weights_learn_when_they_are_let() -> None:
+    vit, images = FrozenViT(build(num_classes=7, depth=2)), draw_images()
+    head = {id(parameter) for parameter in vit.model.head.parameters()}
+    assert len(head) == 2
+    vit.unfreeze()
+    vit.features(images).square().sum().backward()
+    for name, parameter in vit.model.named_parameters():
+        if id(parameter) in head:
+            assert not parameter.requires_grad and parameter.grad is None, f"{name} is not used, and stays"
+        else:
+            assert parameter.requires_grad and parameter.grad is not None, name
+            assert float(parameter.grad.abs().max()) > 0, name
+
+
+def test_weights_that_are_frozen_again_get_no_gradient() -> None:
+    vit, images = FrozenViT(build()), draw_images()
+    before, queries = vit.fingerprint(), vit.query(images)
+    vit.unfreeze()
+    assert not vit.query(images).requires_grad, "a query is without gradient in any case"
+    assert vit.features(images).requires_grad
+    vit.unfreeze(False)
+    assert not any(parameter.requires_grad for parameter in vit.parameters())
+    assert not vit.features(images).requires_grad
+    assert vit.fingerprint() == before and torch.equal(vit.query(images), queries)
+
+
+def test_weights_that_learn_stay_in_evaluation_mode() -> None:
+    vit, images = FrozenViT(build(**CASES["dropout"])), draw_images()
+    queries = vit.query(images)
+    vit.unfreeze()
+    vit.train()
+    assert not any(module.training for module in vit.modules())
+    assert distance(vit.features(images).detach(), queries) < 1e-5
+
+
+def test_gradients_of_weights_are_those_of_timm() -> None:
+    model, images = build(**CASES["all"]), draw_images("all")
+    timms = copy.deepcopy(model)
+    vit = FrozenViT(model)
+    vit.unfreeze()
+    direction = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(6))
+    (vit.features(images) * direction).sum().backward()
+    (timms.forward_features(images)[:, 0] * direction).sum().backward()
+    for (name, mine), theirs in zip(vit.model.named_parameters(), timms.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None, name
+        assert (mine.grad - theirs.grad).norm() <= 1e-4 * theirs.grad.norm() + 1e-5, name

@@ -18,9 +18,9 @@ from PIL import Image
 from rich.console import Console
 
 import probprompt as package
-from probprompt import api, presets
+from probprompt import api, methods, presets
 from probprompt.cli.screen import Screen
-from probprompt.config import RunConfig
+from probprompt.config import RunConfig, merge, parse_config
 from probprompt.evaluation import metrics
 from probprompt.runs import execute
 from probprompt.runs.record import Run
@@ -67,13 +67,15 @@ def mistake(answer: Any) -> str:
 def test_help_names_the_commands(probprompt: Command) -> None:
     answer = probprompt("--help")
     assert answer.code == 0 and answer.err == ""
-    assert all(name in answer.out for name in ("demo", "train", "list", "report", "--version"))
+    assert all(name in answer.out for name in ("demo", "train", "compare", "list", "report", "--version"))
     assert probprompt("-h").out == answer.out
 
 
 def test_help_of_training_explains_its_options(probprompt: Command) -> None:
     answer = probprompt("train", "--help")
-    options = "--tasks --test --backbone --weights --seed --order-seed --validate --set --config --resume --track"
+    options = (
+        "--preset --tasks --test --backbone --weights --seed --order-seed --validate --set --config --resume --track"
+    )
     assert answer.code == 0 and all(option in answer.out for option in options.split())
 
 
@@ -84,7 +86,7 @@ def test_the_version_is_the_packages(probprompt: Command) -> None:
 @pytest.mark.parametrize(
     ("what", "listed"),
     [
-        ("methods", ["probprompt", "linear-probe"]),
+        ("methods", list(methods.registered())),
         ("benchmarks", ["emoji-r", "FOLDER", "5 tasks"]),
         ("backbones", ["demo", "sup1k", "sup21k", "dino1k", "on this machine"]),
     ],
@@ -163,6 +165,117 @@ def test_settings_go_over_options_and_options_over_the_file(
     assert second.method.name == "linear-probe" and second.training.flip is False
 
 
+@pytest.mark.parametrize(
+    ("preset", "method", "benchmark"),
+    [
+        ("published", "vq-prompt", "emoji-r"),
+        ("published", "hide-prompt", "imagenet-r"),
+        ("matched", "probprompt", "emoji-r"),
+        ("matched", "ft", "emoji-r"),
+        ("ridge", "coda-prompt", "cifar100"),
+        ("flagship", "probprompt", "emoji-r"),
+    ],
+)
+def test_a_preset_gives_its_settings_for_method_and_benchmark(
+    probprompt: Command, asked: list[RunConfig], preset: str, method: str, benchmark: str
+) -> None:
+    assert probprompt("train", benchmark, "--method", method, "--preset", preset).code == 0
+    (config,) = asked
+    assert config == parse_config(presets.settings(preset, method, benchmark))
+    assert (config.preset, config.method.name, config.data.benchmark) == (preset, method, benchmark)
+    assert config != parse_config({"preset": preset, "method": method, "data": {"benchmark": benchmark}})
+
+
+def test_a_preset_is_for_what_is_learned_by_default_or_by_the_file(
+    probprompt: Command, asked: list[RunConfig], tmp_path: Path, pictures: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    given = '[method]\nname = "apt"\nema = 0.5\n[training]\nbatch = 3\n'
+    config.write_text(f'preset = "ridge"\n[data]\nbenchmark = "{pictures}"\n{given}')
+    assert probprompt("train", "--preset", "matched").code == 0
+    assert probprompt("train", "--preset", "published", "--config", config).code == 0
+    first, second = asked
+    assert first == parse_config(presets.settings("matched", "probprompt", "emoji-r"))
+    over = {"method": {"name": "apt", "ema": 0.5}, "training": {"batch": 3}}
+    assert second == parse_config(merge(presets.settings("published", "apt", str(pictures)), over))
+    assert second.training.augmentation == "autoaugment+crop" and second.training.batch == 3
+    assert second.preset == "published", "the one that was asked for, whatever the file says"
+
+
+def test_options_and_assignments_go_over_the_preset(probprompt: Command, asked: list[RunConfig]) -> None:
+    arguments = ("--epochs", 3, "--tasks", "10,10", "--seed", 4, "--backbone", "sup1k", "--validate")
+    assignments = ("batch=7", "alignment.rate=0.5", "head.kind=lda", "samples=2", "initial_std=0.7", "clip=none")
+    named = [part for assignment in assignments for part in ("--set", assignment)]
+    assert probprompt("train", "emoji-r", "--preset", "flagship", *arguments, *named).code == 0
+    (config,) = asked
+    over = {
+        "training": {"epochs": 3, "batch": 7, "clip": None},
+        "data": {"tasks": (10, 10), "validation": 0.2},
+        "seeds": dict.fromkeys(("order", "init", "data"), 4),
+        "backbone": {"name": "sup1k"},
+        "alignment": {"rate": 0.5},
+        "head": {"kind": "lda"},
+        "method": {"samples": 2, "initial_std": 0.7},
+    }
+    preset = presets.settings("flagship", "probprompt", "emoji-r")
+    assert config == parse_config(merge(preset, over)) != parse_config(preset)
+    assert config.method.model_dump()["relevance_temperature"] == "dim", "what is not named stays the preset's"
+
+
+def test_a_run_with_a_preset_is_recorded_under_its_name(probprompt: Command, pictures: Path) -> None:
+    answer = probprompt("train", pictures, "--preset", "matched", "--tasks", 2, *PROBE, "--out", "run")
+    assert answer.code == 0 and answer.err == ""
+    config = Run.open(Path("run")).config
+    assert config.preset == "matched" and config.training.epochs == 1 and config.training.batch == 8
+    assert probprompt("train", "--resume", "run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "publishd"), "no preset is called 'publishd': did you mean 'published'?"),
+        (("--preset", "best"), "no preset is called 'best': allowed: flagship, matched, published, ridge"),
+        (
+            ("--preset", "flagship", "--method", "l2p"),
+            "the preset 'flagship' is for probprompt alone, not for l2p: use 'matched'",
+        ),
+        (
+            ("--preset", "ridge", "--method", "linear-probe"),
+            "the preset 'ridge' is for methods with prompts, not for linear-probe: use 'matched'",
+        ),
+        (("--preset", "matched", "--method", "l2q"), "no method is called 'l2q': did you mean 'l2p'"),
+        (
+            ("--resume", "run", "--preset", "matched"),
+            "--resume goes on with the run's own settings: leave --preset away",
+        ),
+    ],
+)
+def test_a_preset_that_does_not_fit_is_refused(
+    probprompt: Command, asked: list[RunConfig], arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in mistake(probprompt("train", *arguments))
+    assert not asked and not list(Path().iterdir())
+
+
+def test_a_grid_is_run_and_its_runs_are_tabulated_again(probprompt: Command, pictures: Path) -> None:
+    grid = ("--methods", "linear-probe,nearest-mean", "--benchmarks", pictures, "--seeds", "0-1", "--presets", "custom")
+    settings = ("tasks=2", "backbone.name=test_vit", "weights=random", "image_size=32", "training.epochs=1")
+    named = [part for assignment in settings for part in ("--set", assignment)]
+    answer = probprompt("compare", *grid, *named, "--out", "grid", "--device", "cpu")
+    assert answer.code == 0 and answer.err == ""
+    assert answer.out.count("linear-probe") > 2 and "[4/4]" in answer.out
+    runs = sorted(path.parent for path in Path("grid").rglob("run.json"))
+    assert len(runs) == 4 and all(Run.open(run).finished for run in runs)
+    table = answer.out[answer.out.rindex("method ") :]
+    again = probprompt("compare", *grid, *named, "--out", "grid", "--no-run")
+    assert again.code == 0 and again.out.endswith(table) and "[4/4]" not in again.out
+    chosen = [part for run in runs for part in ("--from", run)]
+    tables = probprompt("compare", *chosen, "--out", "tables")
+    assert tables.code == 0 and "written: tables" in tables.out
+    wrong = probprompt("compare", "--methods", "apd", "--benchmarks", pictures, "--out", "other")
+    assert "no method is called 'apd': did you mean 'apt'" in mistake(wrong) and not Path("other").exists()
+
+
 def test_validation_is_done_on_training_images_and_says_so(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(pictures, tmp_path / "broken"))
     for path in broken.rglob("*.png"):
@@ -196,6 +309,14 @@ def test_unreadable_images_are_found_before_training_or_skipped_and_listed(
     assert sorted(Run.open(Path("run")).record["skipped"]) == ["class0/note.jpg", "class2/4.png"]
 
 
+def test_a_published_mistake_that_was_asked_for_is_said_beside_the_result(probprompt: Command, pictures: Path) -> None:
+    arguments = ("train", pictures, "--tasks", 2, "--method", "l2p", *TINY)
+    answer = probprompt(*arguments, "--set", "batchwise=true", "--out", "marked")
+    (mark,) = Run.open(Path("marked")).record["marks"]
+    assert answer.code == 0 and f"not to be compared: {mark}\n" in answer.out and mark.startswith("batchwise: ")
+    assert "not to be compared" not in probprompt(*arguments, "--out", "plain").out
+
+
 # Reports and the demonstration
 
 
@@ -222,9 +343,9 @@ def test_a_report_on_what_is_no_run_is_refused(probprompt: Command) -> None:
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch, pictures: Path) -> None:
     """The demonstration with few pictures and one epoch."""
-    small = {**presets.DEMO, "data": {"benchmark": str(pictures), "tasks": 2}}
-    small["training"] = {**presets.DEMO["training"], "epochs": 1, "batch": 24}
-    monkeypatch.setattr(presets, "DEMO", small)
+    preset = presets.settings
+    small = {"data": {"benchmark": str(pictures), "tasks": 2}, "training": {"epochs": 1, "batch": 24}}
+    monkeypatch.setattr(presets, "settings", lambda *given: merge(preset(*given), small))
 
 
 def refuse_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,16 +356,18 @@ def refuse_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def test_the_demonstration_compares_two_methods_without_a_network(
+def test_the_demonstration_compares_methods_without_a_network(
     probprompt: Command, small_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_network(monkeypatch)
     answer = probprompt("demo", "--seed", 2)
     assert answer.code == 0 and answer.err == ""
     home = Path("runs/demo")
-    runs = [Run.open(home / name) for name in ("probprompt", "linear-probe")]
+    names = [method for method, _ in presets.DEMO]
+    assert names[0] == "probprompt" and "linear-probe" in names
+    runs = [Run.open(home / name) for name in names]
     assert all(run.finished and run.config.seeds.data == 2 for run in runs)
-    assert [run.config.method.name for run in runs] == ["probprompt", "linear-probe"]
+    assert [(run.config.method.name, run.config.preset) for run in runs] == list(presets.DEMO)
     assert "report: runs/demo/report.html" in answer.out and (home / "report.html").exists()
     for run in runs:
         values = " +".join(re.escape(f"{run.metrics[name]:.2f}") for name in ("FAA", "CAA", "forgetting"))
@@ -259,7 +382,7 @@ def test_the_demonstration_compares_two_methods_without_a_network(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--method", "probpromt"), "no method is called 'probpromt': did you mean 'probprompt'?"),
+        (("--method", "probpromt"), "no method is called 'probpromt': did you mean 'probprompt' or "),
         (("--set", "training.epoch=3"), "no setting is called 'training.epoch': did you mean 'training.epochs'"),
         (("--set", "smaples=3"), "no setting is called 'smaples': did you mean 'method.samples'?"),
         (("--set", "epochs"), "--set takes key=value, not 'epochs'"),
@@ -413,7 +536,7 @@ def pretended(tasks: int, name: str = "probprompt") -> Run:
     matrix = np.full((tasks, tasks), np.nan)
     for task in range(tasks):
         matrix[task, task:] = 100.0 - np.arange(tasks - task)
-    record = {"config": {"method": {"name": name}}, "evaluated_on": "test", "skipped": []}
+    record = {"config": {"method": {"name": name}}, "evaluated_on": "test", "skipped": [], "marks": []}
     values = {"matrix": matrix, "record": record, "metrics": metrics.summarize(matrix), "report": "r.html"}
     return cast(Run, SimpleNamespace(**values))
 

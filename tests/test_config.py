@@ -8,6 +8,7 @@ import pytest
 import probprompt.config
 from probprompt.config import apply_assignments, apply_values, merge, parse_config, read_toml, with_absolute_paths
 from probprompt.errors import UserError
+from probprompt.methods import find, registered
 from probprompt.methods.probprompt import ProbPromptConfig
 
 
@@ -25,7 +26,11 @@ def test_the_papers_reading_is_the_default() -> None:
     assert (method.aggregation, method.variant, method.top_k) == ("cosine", "mixture", None)
     training = config.training
     assert (training.epochs, training.batch, training.head_rate, training.prompt_rate_factor) == (20, 128, 0.0025, 5)
-    assert config.alignment.enabled and config.backbone.normalisation == "backbone"
+    assert (training.adapt_tasks, training.clip, training.augmentation) == (None, None, "crop")
+    assert config.head.kind is None and find(method.name).preferred_head == "linear"
+    assert config.alignment.enabled is None and find(method.name).aligned
+    assert config.backbone.normalisation == "backbone" and config.data.interpolation == "bilinear"
+    assert config.preset is None and method.marks() == ()
 
 
 def test_a_config_survives_json() -> None:
@@ -61,11 +66,61 @@ def test_a_wrong_name_gets_the_nearest(assignment: str, hint: str) -> None:
         "blocks=[1, 1]",
         "variant=other",
         "training.batch=2.5",
+        "training.clip=0",
+        "training.adapt_tasks=-1",
+        "training.augmentation=flip",
+        "training.schedule=linear",
     ],
 )
 def test_a_wrong_value_is_refused_by_name(assignment: str) -> None:
     with pytest.raises(UserError, match=r"method|training"):
         parse_config(apply_assignments({}, [assignment]))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("kind=cubic", "head.kind: Input should be 'linear', 'normalised', 'ridge', 'lda' or 'nearest-mean'"),
+        ("ridge=0", "head.ridge: Input should be greater than 0, not 0"),
+        ("ridge=inf", "head.ridge: Input should be a finite number"),
+        ("shrinkage=2", "head.shrinkage: "),
+        ("projections=-1", "head.projections: "),
+        ("centroids=0", "alignment.centroids: "),
+        ("optimiser=adam", "alignment.optimiser: Input should be 'adamw' or 'sgd'"),
+        ("interpolation=nearest", "data.interpolation: Input should be 'bilinear' or 'bicubic'"),
+        ("normalisation=imagenet", "backbone.normalisation: Input should be 'backbone', 'unit' or 'cifar100'"),
+    ],
+)
+def test_a_wrong_value_of_head_alignment_or_input_is_refused_by_name(assignment: str, message: str) -> None:
+    with pytest.raises(UserError) as told:
+        parse_config(apply_assignments({}, [assignment]))
+    assert message in str(told.value)
+
+
+def test_settings_of_the_head_go_to_the_head() -> None:
+    config = parse_config(
+        apply_assignments({}, ["kind=ridge", "projections=7", "ridge=0.5", "adapt_tasks=2", "clip=1"])
+    )
+    assert (config.head.kind, config.head.projections, config.head.ridge) == ("ridge", 7, 0.5)
+    assert (config.training.adapt_tasks, config.training.clip) == (2, 1.0)
+    with pytest.raises(UserError, match=r"'schedule' could be training\.schedule or alignment\.schedule"):
+        apply_assignments({}, ["schedule=vq"])
+
+
+def test_names_are_those_of_the_chosen_method() -> None:
+    config = parse_config(apply_assignments({"method": "l2p"}, ["top_k=2", "pull=0.3"]))
+    assert config.method.model_dump()["pull"] == 0.3
+    nested = parse_config({"method": {"name": "hide-prompt", "identity_alignment": {"epochs": 3}}})
+    assert nested.method.model_dump()["identity_alignment"]["epochs"] == 3
+    with pytest.raises(UserError, match="no setting is called 'samples'"):
+        apply_assignments({"method": "l2p"}, ["samples=3"])
+
+
+def test_a_published_mistake_is_marked_only_where_it_was_asked_for() -> None:
+    for name in registered():
+        assert parse_config({"method": name}).method.marks() == ()
+    (mark,) = parse_config({"method": {"name": "l2p", "batchwise": True}}).method.marks()
+    assert mark.startswith("batchwise: ")
 
 
 def test_unknown_keys_and_methods_are_refused() -> None:

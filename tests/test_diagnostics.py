@@ -19,9 +19,9 @@ from probprompt.evaluation.diagnostics import (
     query_map,
     similarity,
 )
-from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape, find, parse_config
+from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape, find, parse_config, registered
 from probprompt.methods.probprompt import ProbPrompt, ProbPromptConfig
-from probprompt.prompts import Prefix
+from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Tokens
 
 WIDTH = 8
 NAMES = ["ant", "bee", "cat"]
@@ -30,12 +30,12 @@ NAMES = ["ant", "bee", "cat"]
 class Fixed(Method):
     """A method whose prompts and relevance are given."""
 
-    def __init__(self, prompts: dict[int, Prefix] | None = None, weights: dict[int, Tensor] | None = None) -> None:
+    def __init__(self, prompts: dict[int, Prompt] | None = None, weights: dict[int, Tensor] | None = None) -> None:
         super().__init__(Shape(WIDTH, 4), 0)
         self.given, self.weights = prompts or {}, weights or {}
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        assert context == EVALUATION
+        assert context == EVALUATION and (query is not None) == self.needs_query
         return Prompted(self.given)
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
@@ -79,6 +79,61 @@ def test_a_prefix_shared_by_the_batch_counts_for_every_query() -> None:
     assert tokens[0].shape == (4, 5, WIDTH)
     torch.testing.assert_close(similarity(tokens), torch.ones(5, 5, dtype=torch.float64))
     assert effective_rank(tokens) == pytest.approx(1)
+
+
+class Blind(Fixed):
+    """A method whose prompts depend on no query."""
+
+    needs_query = False
+
+
+def test_tokens_that_join_are_their_own_slots() -> None:
+    tokens = normal(3, 5, WIDTH)
+    found = injected_tokens(Fixed({2: Tokens(tokens, positioned=True)}), normal(3, WIDTH))
+    assert list(found) == [2] and torch.equal(found[2], tokens.transpose(0, 1))
+    shared = injected_tokens(Blind({2: Tokens(tokens[0])}), normal(4, WIDTH))
+    assert torch.equal(shared[2], tokens[0][:, None].expand(5, 4, WIDTH))
+
+
+def test_a_shift_has_two_slots_its_key_and_its_value() -> None:
+    key, value = normal(3, WIDTH), normal(3, WIDTH, seed=1)
+    found = injected_tokens(Fixed({1: ClassTokenShift(key, value)}), normal(3, WIDTH))
+    assert torch.equal(found[1], torch.stack([key, value]))
+    shared = injected_tokens(Blind({1: ClassTokenShift(key[0], value[0])}), normal(4, WIDTH))
+    assert torch.equal(shared[1], torch.stack([key[0], value[0]])[:, None].expand(2, 4, WIDTH))
+    torch.testing.assert_close(similarity(shared), torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_prompts_of_all_kinds_are_compared_slot_by_slot() -> None:
+    tokens, (key, value) = normal(2, 3, WIDTH), normal(2, 2, WIDTH, seed=1)
+    method = Fixed({0: Tokens(tokens), 3: ClassTokenShift(key, value)})
+    found = similarity(injected_tokens(method, normal(2, WIDTH)))
+    pairs = [*zip(tokens[0], tokens[1], strict=True), (key[0], key[1]), (value[0], value[1])]
+    cosines = [float(torch.cosine_similarity(one, other, dim=0)) for one, other in pairs]
+    assert float(found[0, 1]) == pytest.approx(sum(cosines) / 5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_every_method_shows_as_much_as_it_has(name: str) -> None:
+    """Its prompts beside those of a fresh one, and its components, after two tasks."""
+    trained, fresh = (find(name).create(parse_config(name), Shape(24, 6), 0) for _ in range(2))
+    for method in (trained, fresh):
+        for task in range(2):
+            method.begin_task(task, 2)
+    with torch.no_grad():
+        for index, parameter in enumerate(trained.parameters()):
+            parameter.add_(0.1 * normal(*parameter.shape, seed=index))
+    queries = normal(3, 24, seed=9)
+    found, usage = prompt_diversity(trained, fresh, queries, NAMES), component_usage(trained, queries)
+    prompts = injected_tokens(trained, queries)
+    assert (found is None) == (not prompts)
+    if found is not None:
+        assert set(found["per_block"]) == set(map(str, prompts))
+        assert -1 <= found["mean"] <= 1 + 1e-6 and np.isfinite(found["initial_mean"])
+        assert 1 <= found["effective_rank"] <= 3 + 1e-6
+    if usage is not None:
+        for shares in usage["usage"]:
+            assert min(shares) >= 0 and np.isfinite(shares).all()
 
 
 # Similarity and rank
@@ -131,6 +186,10 @@ def test_effective_rank_is_between_and_averages_over_slots() -> None:
     assert effective_rank({0: uneven}) == pytest.approx(math.exp(entropy))
     flat = torch.ones(1, 2, WIDTH)
     assert effective_rank({0: uneven, 1: flat}) == pytest.approx((math.exp(entropy) + 1) / 2)
+
+
+def test_prompts_of_nothing_but_zeros_have_rank_one() -> None:
+    assert effective_rank({0: torch.zeros(2, 3, WIDTH)}) == 1
 
 
 def test_diversity_compares_the_trained_prompts_with_those_at_the_start() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from probprompt import api, presets
-from probprompt.config import merge, parse_config, read_toml
+from probprompt.cli.compare import read_spec
+from probprompt.config import parse_config, read_toml
 from probprompt.methods import base
+from probprompt.runs.grid import Grid
 
 ROOT = Path(__file__).parent.parent
 Settings = Callable[..., dict[str, Any]]
@@ -77,5 +79,17 @@ def test_the_embedded_weights_reach_what_their_record_says() -> None:
 
 
 def test_the_example_config_is_the_demos() -> None:
-    demo = merge(presets.DEMO, {"method": presets.DEMO_PROBPROMPT})
+    method, preset = presets.DEMO[0]
+    demo = presets.settings(preset, method, "emoji-r")
+    assert method == "probprompt"
     assert parse_config(read_toml(ROOT / "examples" / "demo.toml")) == parse_config(demo)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_every_other_example_is_a_grid_that_could_be_run(path: Path, tmp_path: Path) -> None:
+    if path.name == "demo.toml":
+        pytest.skip("a single run, held by the test above")
+    grid = Grid(read_spec(path, {}, [], []), tmp_path / "grid")
+    assert grid.cells and not (tmp_path / "grid").exists()
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    assert first.startswith("# ") and f"probprompt compare examples/{path.name}" in first

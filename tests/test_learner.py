@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from probprompt.config import parse_config
+from probprompt.data.colour import JITTER_DRAWS
+from probprompt.data.loading import RandomViews
 from probprompt.data.views import Boxes
 from probprompt.errors import UserError
-from probprompt.heads import LinearHead
-from probprompt.methods import Context, Prompted
+from probprompt.heads import LinearHead, RidgeHead
+from probprompt.methods import EVALUATION, Context, Prompted, TaskSummary
+from probprompt.methods.hide_prompt import HiDePrompt
 from probprompt.methods.probprompt import ProbPrompt
 from probprompt.runs import execute
 from probprompt.runs.execute import Workshop, prepare
@@ -25,12 +28,19 @@ Settings = Callable[..., dict[str, Any]]
 Weights = dict[str, Tensor]
 
 PROBE = {"name": "linear-probe"}
+HIDE: dict[str, Any] = {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2], "identity_alignment": {"epochs": 1}}
+EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
 
 
 def build(settings: dict[str, Any]) -> Workshop:
     if settings["method"]["name"] == PROBE["name"]:
         settings["method"] = PROBE
     return prepare(parse_config(settings), torch.device("cpu"), Watcher())
+
+
+def build_with(method: dict[str, Any], settings: dict[str, Any]) -> Workshop:
+    """The same settings with another method."""
+    return build({**settings, "method": method})
 
 
 def quiet(steps: int) -> None:
@@ -76,16 +86,23 @@ def evaluation_features(learner: Learner, rows: Tensor) -> Tensor:
 
 
 class Watched:
-    """A viewer that notes which images are looked at in training, and where."""
+    """A viewer that notes which images are looked at in training, and how."""
 
     def __init__(self, learner: Learner) -> None:
-        self.viewer, self.batches, self.boxes = learner.viewer, list[list[int]](), list[Boxes]()
+        self.viewer, self.batches, self.views = learner.viewer, list[list[int]](), list[RandomViews]()
         learner.viewer = self  # type: ignore[assignment]
 
-    def view(self, store: Any, rows: Tensor, boxes: Boxes) -> Tensor:
+    @property
+    def boxes(self) -> list[Boxes]:
+        return [views.boxes for views in self.views]
+
+    def random(self, store: Any, rows: Tensor, views: RandomViews) -> Tensor:
         self.batches.append(rows.tolist())
-        self.boxes.append(boxes)
-        return self.viewer.view(store, rows, boxes)
+        self.views.append(views)
+        return self.viewer.random(store, rows, views)
+
+    def evaluation(self, store: Any, rows: Tensor) -> Tensor:
+        return self.viewer.evaluation(store, rows)
 
 
 # The loss
@@ -107,8 +124,8 @@ def test_a_step_is_cross_entropy_over_the_current_tasks_classes(settings: Settin
     truth = torch.stack([(task.labels == label).double() for label in (2, 3)], dim=1)
     slope = (chance - truth) / len(task)
     for before, after, gradient in (
-        (weight, learner.model.head.weight, slope.T @ features),
-        (bias, learner.model.head.bias, slope.sum(dim=0)),
+        (weight, learner.trained.weight, slope.T @ features),
+        (bias, learner.trained.bias, slope.sum(dim=0)),
     ):
         assert torch.equal(after[:2].double(), before[:2])
         expected = before[2:] - rate * gradient / (gradient.abs() + 1e-8)
@@ -137,6 +154,156 @@ def test_the_methods_own_loss_is_added_and_prompts_learn_at_five_times_the_rate(
     torch.testing.assert_close(after["log_std"], before["log_std"] + 5 * rate)
     step = (head_of(learner)["weight"] - head["weight"]).abs()
     assert step.max() <= 1.001 * rate and step.median() > 0.99 * rate
+
+
+def test_the_methods_loss_on_features_is_added_beside_its_own(settings: Settings) -> None:
+    rate = 0.01
+    workshop = build(settings(training={"epochs": 1, "batch": 500, "head_rate": rate}))
+    learner, task = workshop.learner, workshop.tasks[0]
+    method, seen = prompts_of(learner), list[Context]()
+
+    def own_loss(query: Tensor | None, context: Context) -> Prompted:
+        return Prompted({}, method.mean.sum())
+
+    def feature_loss(features: Tensor, context: Context) -> Tensor:
+        assert features.shape == (16, 64)
+        seen.append(context)
+        return -3 * method.log_std.sum()
+
+    method.prompts, method.feature_loss = own_loss, feature_loss  # type: ignore[method-assign]
+    before = weights_of(method)
+    learner.begin(task)
+    learner.train_epoch(task, 0, learner.optimiser(), quiet)
+    after = weights_of(method)
+    torch.testing.assert_close(after["mean"], before["mean"] - 5 * rate)
+    torch.testing.assert_close(after["log_std"], before["log_std"] + 5 * rate)
+    assert len(seen) == 1 and seen[0].training and seen[0].labels is not None
+
+
+def test_training_tells_the_method_task_labels_and_first_class(settings: Settings) -> None:
+    workshop = build(settings(training={"epochs": 1, "batch": 5}))
+    learner, task = teach(workshop, 1), workshop.tasks[1]
+    label = dict(zip(task.rows.tolist(), task.labels.tolist(), strict=True))
+    watched, seen = Watched(learner), list[Context]()
+    method = prompts_of(learner)
+    original = method.prompts
+
+    def noting(query: Tensor | None, context: Context) -> Prompted:
+        seen.append(context)
+        return original(query, context)
+
+    method.prompts = noting  # type: ignore[method-assign]
+    train(learner, task)
+    assert len(seen) == len(watched.batches) == 3
+    for context, rows in zip(seen, watched.batches, strict=True):
+        assert (context.training, context.task, context.first) == (True, 1, 2)
+        assert context.labels is not None and context.labels.tolist() == [label[row] for row in rows]
+
+
+# Gradients
+
+
+def gradients(learner: Learner, task: TaskImages) -> Weights:
+    """Of an epoch's last step, as the optimiser meets them; nothing moves."""
+    optimiser, found = learner.optimiser(), Weights()
+    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+
+    def note(*_: Any) -> None:
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                found[names[id(parameter)]] = parameter.grad.clone()
+        optimiser.zero_grad()
+
+    optimiser.register_step_pre_hook(note)
+    learner.train_epoch(task, 0, optimiser, quiet)
+    return found
+
+
+def length(gradient: Weights) -> float:
+    return float(torch.cat([part.flatten() for part in gradient.values()]).norm())
+
+
+def first_gradients(settings: dict[str, Any]) -> Weights:
+    workshop = build(settings)
+    workshop.learner.begin(workshop.tasks[0])
+    return gradients(workshop.learner, workshop.tasks[0])
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_together(settings: Settings) -> None:
+    whole = {"epochs": 1, "batch": 500}
+    plain = first_gradients(settings(training=whole))
+    assert set(plain) == {"head.weight", "head.bias", "method.mean", "method.log_std"}
+    norm = length(plain)
+    assert norm > 0.2
+    for limit in (0.1, 0.5 * norm):
+        clipped = first_gradients(settings(training={**whole, "clip": limit}))
+        assert length(clipped) == pytest.approx(limit, rel=1e-4)
+        for name, part in plain.items():
+            torch.testing.assert_close(clipped[name], part * limit / norm, rtol=1e-4, atol=1e-7)
+    loose = first_gradients(settings(training={**whole, "clip": 2 * norm}))
+    assert changed(plain, loose) == set()
+
+
+def test_a_clipped_step_by_hand(settings: Settings) -> None:
+    """Plain descent, since AdamW's first step does not depend on the gradient's length."""
+    rate, limit = 0.5, 0.01
+    workshop = build(settings(method=PROBE, training={"epochs": 1, "batch": 500, "head_rate": rate, "clip": limit}))
+    learner, task = workshop.learner, workshop.tasks[0]
+    learner.begin(task)
+    weight, bias = (parameter.detach().double() for parameter in learner.trained.parameters())
+    features = evaluation_features(learner, task.rows).double()
+    truth = torch.stack([(task.labels == label).double() for label in (0, 1)], dim=1)
+    slope = (torch.softmax(features @ weight.T + bias, dim=1) - truth) / len(task)
+    steep, lift = slope.T @ features, slope.sum(dim=0)
+    norm = float(torch.sqrt(steep.square().sum() + lift.square().sum()))
+    assert norm > 2 * limit
+    descent: Any = torch.optim.SGD([{"params": list(learner.trained.parameters()), "base": rate}])
+    learner.train_epoch(task, 0, descent, quiet)
+    for before, after, gradient in ((weight, learner.trained.weight, steep), (bias, learner.trained.bias, lift)):
+        expected = before - rate * limit / norm * gradient
+        torch.testing.assert_close(after.detach().double(), expected, rtol=0, atol=1e-3 * rate * limit)
+
+
+@pytest.mark.parametrize(("method", "first"), [("ft", 0), ("ft++", 2)])
+def test_fine_tuning_compares_all_classes_or_those_of_the_task(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, method: str, first: int
+) -> None:
+    """The gradient of a later task, against softmax and truth by hand: it reaches old rows of plain fine-tuning."""
+    workshop = build_with({"name": method}, settings(training={"epochs": 1, "batch": 500}))
+    learner, task = teach(workshop, 1), workshop.tasks[1]
+    learner.begin(task)
+    seen, original = list[Tensor](), learner.model.features
+
+    def noting(*given: Any) -> tuple[Tensor, Tensor | None]:
+        features, loss = original(*given)
+        seen.append(features.detach().double())
+        return features, loss
+
+    monkeypatch.setattr(learner.model, "features", noting)
+    watched = Watched(learner)
+    found = gradients(learner, task)
+    label = dict(zip(task.rows.tolist(), task.labels.tolist(), strict=True))
+    labels = torch.tensor([label[row] for row in watched.batches[0]])
+    weight, bias = (parameter.detach().double() for parameter in learner.trained.parameters())
+    slope = torch.zeros(16, 4, dtype=torch.float64)
+    slope[:, first:] = torch.softmax(seen[0] @ weight[first:].T + bias[first:], dim=1)
+    slope[range(16), labels] -= 1
+    torch.testing.assert_close(found["head.weight"].double(), slope.T @ seen[0] / 16, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["head.bias"].double(), slope.mean(dim=0), rtol=1e-4, atol=1e-6)
+    assert bool((found["head.weight"][:2] != 0).any()) == (method == "ft")
+    assert all(
+        float(found[f"backbone.model.{name}"].abs().max()) > 0 for name in ("cls_token", "blocks.5.attn.qkv.weight")
+    )
+
+
+def test_fine_tuning_moves_backbone_and_head_and_nothing_protects_old_rows(settings: Settings) -> None:
+    workshop = build_with({"name": "ft"}, settings(training={"epochs": 1}))
+    learner = teach(workshop, 1)
+    before, fingerprint = head_of(learner), learner.model.backbone.fingerprint()
+    train(learner, workshop.tasks[1])
+    assert (head_of(learner)["weight"][:2] != before["weight"]).any(dim=1).all()
+    assert learner.model.backbone.fingerprint() != fingerprint
+    assert not learner.model.static and learner.model.backbone.model.training is False
 
 
 def test_the_reference_of_the_regularisation_is_that_of_the_last_step(settings: Settings) -> None:
@@ -229,6 +396,35 @@ def test_the_optimiser_holds_the_head_and_the_prompts_at_their_rates(settings: S
     }
     for group in optimiser.param_groups:
         assert group["betas"] == (0.9, 0.999) and group["weight_decay"] == 0
+
+
+def rates_of(learner: Learner) -> dict[str, float]:
+    """At which base rate each parameter of the optimiser learns."""
+    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+    groups = learner.optimiser().param_groups
+    return {names[id(parameter)]: group["base"] for group in groups for parameter in group["params"]}
+
+
+def test_a_method_may_let_parts_learn_at_other_rates_and_others_not_at_all(settings: Settings) -> None:
+    method = {**HIDE, "identity_rate_factor": 0.5}
+    workshop = build_with(method, settings(training={"head_rate": 0.002}))
+    learner = workshop.learner
+    for task in workshop.tasks[:2]:
+        learner.begin(task)
+    rates = rates_of(learner)
+    assert rates.pop("head.weight") == rates.pop("head.bias") == 0.002
+    assert rates.pop("method.pool.1") == pytest.approx(0.01)
+    assert "method.identity.weight" in rates and all(name.startswith("method.identity.") for name in rates)
+    assert list(rates.values()) == pytest.approx([0.005] * len(rates))
+
+
+def test_a_backbone_that_learns_does_so_at_the_prompts_rate(settings: Settings) -> None:
+    workshop = build_with({"name": "ft"}, settings(training={"head_rate": 0.002, "prompt_rate_factor": 0.1}))
+    workshop.learner.begin(workshop.tasks[0])
+    rates = rates_of(workshop.learner)
+    assert rates.pop("head.weight") == rates.pop("head.bias") == 0.002
+    assert set(rates) == {f"backbone.{name}" for name, _ in workshop.learner.model.backbone.named_parameters()}
+    assert list(rates.values()) == pytest.approx([0.0002] * len(rates))
 
 
 def test_the_rate_falls_along_a_cosine_over_the_steps_of_the_task(settings: Settings) -> None:
@@ -333,6 +529,50 @@ def test_order_views_and_noise_come_from_the_data_seed(settings: Settings) -> No
         assert first.seeds[step] == again.seeds[step] != other.seeds[step]
 
 
+def colours(settings: dict[str, Any]) -> tuple[list[dict[int, Tensor]], list[dict[int, float]]]:
+    """For every epoch: the colour draws of each image, and the area of its box."""
+    workshop = build(settings)
+    learner, draws, areas = workshop.learner, list[dict[int, Tensor]](), list[dict[int, float]]()
+    for task in workshop.tasks[:2]:
+        learner.begin(task)
+        for epoch in range(2):
+            watched = Watched(learner)
+            learner.train_epoch(task, epoch, learner.optimiser(), quiet)
+            learner.viewer = watched.viewer
+            both = list(zip(watched.batches, watched.views, strict=True))
+            assert all(views.augmentation == "crop+colour" and views.draws is not None for _, views in both)
+            draws.append({row: draw for rows, v in both for row, draw in zip(rows, v.draws, strict=True)})  # type: ignore[arg-type]
+            sizes = [(rows, (v.boxes.height * v.boxes.width).tolist()) for rows, v in both]
+            areas.append({row: area for rows, some in sizes for row, area in zip(rows, some, strict=True)})
+    return draws, areas
+
+
+def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings: Settings) -> None:
+    def training(batch: int) -> dict[str, Any]:
+        return {"epochs": 2, "batch": batch, "augmentation": "crop+colour"}
+
+    small = {"samples": 1, "blocks": [0]}
+    draws, areas = colours(settings(training=training(4), method=small))
+    other_draws, other_areas = colours(settings(training=training(16), method=small, seeds={"init": 3}))
+    reseeded, _ = colours(settings(training=training(16), method=small, seeds={"data": 1}))
+    assert [len(epoch) for epoch in draws] == [16] * 4
+    for epoch in range(4):
+        assert areas[epoch] == other_areas[epoch] and draws[epoch].keys() == other_draws[epoch].keys()
+        assert all(torch.equal(draw, other_draws[epoch][row]) for row, draw in draws[epoch].items())
+        assert not any(torch.equal(draw, reseeded[epoch][row]) for row, draw in draws[epoch].items())
+    every = torch.stack([draw for epoch in draws for draw in epoch.values()])
+    assert every.shape == (4 * 16, JITTER_DRAWS)
+    assert len(every.unique()) == every.numel(), "every image and epoch has draws of its own"
+
+
+def test_plain_crops_leave_the_colours_alone(settings: Settings) -> None:
+    workshop = build(settings(training={"epochs": 1, "batch": 16}))
+    watched = Watched(workshop.learner)
+    train(workshop.learner, workshop.tasks[0])
+    (views,) = watched.views
+    assert views.augmentation == "crop" and views.draws is not None and views.draws.shape == (16, 0)
+
+
 # Tasks of one class
 
 
@@ -423,6 +663,309 @@ def test_static_features_are_computed_once_per_task(
     images = count_queries(workshop)
     teach(workshop)
     assert sum(images) == sum(len(task) for task in workshop.tasks)
+
+
+def test_a_method_is_told_of_the_tasks_it_adapts_to_and_of_no_other(settings: Settings) -> None:
+    workshop = build_with(HIDE, settings(training={"adapt_tasks": 2, "epochs": 1}))
+    learner, told, ended = workshop.learner, list[tuple[int, int]](), list[TaskSummary | None]()
+    method = learner.model.method
+    assert isinstance(method, HiDePrompt)
+    begin, end = method.begin_task, method.end_task
+
+    def noting(task: int, classes: int) -> None:
+        told.append((task, classes))
+        begin(task, classes)
+
+    def note_end(summary: TaskSummary | None) -> None:
+        ended.append(summary)
+        end(summary)
+
+    method.begin_task, method.end_task = noting, note_end  # type: ignore[method-assign]
+    assert [learner.adapts(task) for task in workshop.tasks] == [True, True, False]
+    teach(workshop)
+    assert told == [(0, 2), (1, 2)] and len(method.pool) == 2
+    assert [summary and summary.task for summary in ended] == [0, 1]
+    assert learner.model.static and len(learner.model.head) == 6
+
+
+def test_replaying_the_tasks_makes_a_method_of_the_same_shapes(settings: Settings) -> None:
+    """What a saved run relies on."""
+    given = settings(training={"adapt_tasks": 2, "epochs": 1})
+    learned, replayed = build_with(HIDE, given), build_with(HIDE, given)
+    teach(learned)
+    for task in replayed.tasks:
+        replayed.learner.begin_method(task)
+    method = replayed.learner.model.method
+    method.load_state_dict(learned.learner.model.method.state_dict())
+    assert changed(weights_of(method), weights_of(learned.learner.model.method)) == set()
+    assert replayed.learner.model.static and len(replayed.learner.model.head) == 0
+
+
+# Heads in closed form
+
+
+RIDGE = {"kind": "ridge", "projections": 30, "ridge": 10.0}
+
+
+def test_under_a_closed_form_head_prompts_adapt_to_the_first_task_alone(
+    settings: Settings, count_queries: Callable[[Workshop], list[int]]
+) -> None:
+    workshop = build({**settings(head=RIDGE, training={"epochs": 2, "batch": 8}), "evaluation_batch": 5})
+    learner, method = workshop.learner, prompts_of(workshop.learner)
+    assert [learner.epochs(task) for task in workshop.tasks] == [2, 0, 0]
+    start = weights_of(method)
+    teach(workshop, 1)
+    adapted = weights_of(method)
+    assert changed(start, adapted) == {"mean", "log_std", "cached_mean", "cached_log_std"}
+    assert learner.trained is not learner.model.head and len(learner.trained) == 2
+    images = count_queries(workshop)
+    for task in workshop.tasks[1:]:
+        seen = sum(images)
+        assert train(learner, task) == []
+        learner.finish(task, quiet)
+        assert sum(images) == seen + len(task), "one pass, and no other"
+        assert learner.model.static and changed(adapted, weights_of(method)) == set()
+    assert len(learner.model.head) == 6 and len(learner.trained) == 2 and len(learner.statistics) == 0
+
+
+def test_a_closed_form_head_learns_the_features_of_evaluation(settings: Settings) -> None:
+    workshop = build(settings(head=RIDGE, training={"epochs": 1}))
+    learner = teach(workshop)
+    by_hand = RidgeHead(64, seed=0, projections=30, ridge=10.0)
+    for task in workshop.tasks:
+        by_hand.learn(evaluation_features(learner, task.rows), task.labels, task.classes, task.index)
+    found = learner.model.head
+    assert isinstance(found, RidgeHead)
+    torch.testing.assert_close(found.gram, by_hand.gram, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.correlation, by_hand.correlation, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.weight, by_hand.weight, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(("adapt", "epochs"), [(None, [2, 0, 0]), (0, [0, 0, 0]), (2, [2, 2, 0])])
+def test_how_long_prompts_learn_under_a_closed_form_head_can_be_set(
+    settings: Settings, adapt: int | None, epochs: list[int]
+) -> None:
+    workshop = build(settings(head=RIDGE, training={"adapt_tasks": adapt, "epochs": 2}))
+    assert [workshop.learner.epochs(task) for task in workshop.tasks] == epochs
+    teach(workshop)
+    adapted = sum(map(bool, epochs))
+    assert len(workshop.learner.trained) == 2 * adapted and len(workshop.learner.model.head) == 6
+
+
+def test_a_closed_form_head_without_prompts_needs_one_pass_over_each_task(
+    settings: Settings, count_queries: Callable[[Workshop], list[int]]
+) -> None:
+    workshop = build(settings(head={"kind": "lda"}, method=PROBE))
+    images = count_queries(workshop)
+    assert [workshop.learner.epochs(task) for task in workshop.tasks] == [0, 0, 0]
+    teach(workshop)
+    assert sum(images) == sum(len(task) for task in workshop.tasks)
+    assert len(workshop.learner.trained) == 0 and workshop.learner.model.static
+
+
+def test_a_closed_form_head_takes_a_first_task_of_one_class_where_no_prompts_learn(settings: Settings) -> None:
+    given = settings(head={"kind": "nearest-mean"}, method=PROBE, data={"tasks": (1, 1, 4)})
+    assert len(teach(build(given)).model.head) == 6
+    with pytest.raises(UserError, match="first task has only one class"):
+        build(settings(head={"kind": "nearest-mean"}, data={"tasks": (1, 5)}))
+
+
+def test_a_backbone_that_learned_the_first_task_is_frozen_for_the_others(settings: Settings) -> None:
+    workshop = build_with({"name": "ft"}, settings(head=RIDGE, training={"epochs": 1}))
+    learner = workshop.learner
+    start = learner.model.backbone.fingerprint()
+    teach(workshop, 1)
+    adapted = learner.model.backbone.fingerprint()
+    assert adapted != start
+    static = [learner.model.static]
+    for task in workshop.tasks[1:]:
+        train(learner, task)
+        learner.finish(task, quiet)
+        static.append(learner.model.static)
+        assert learner.model.backbone.fingerprint() == adapted
+    assert static == [False, True, True]
+
+
+# What the method is told of a task
+
+
+@pytest.mark.parametrize("method", [HIDE, EVO], ids=lambda method: str(method["name"]))
+def test_the_summary_is_what_the_model_makes_of_the_tasks_images(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
+) -> None:
+    workshop = build_with(method, {**settings(training={"epochs": 1}), "evaluation_batch": 5})
+    learner, task = teach(workshop, 1), workshop.tasks[1]
+    given = list[TaskSummary | None]()
+    monkeypatch.setattr(learner.model.method, "end_task", given.append)
+    train(learner, task)
+    before = learner.trained.weight.detach().clone(), learner.trained.bias.detach().clone()
+    learner.finish(task, quiet)
+    (summary,) = given
+    assert summary is not None and summary.queries is not None
+    assert (summary.task, summary.first, summary.classes) == (1, 2, 2)
+    assert torch.equal(summary.labels, task.labels)
+    model, images = learner.model, learner.viewer.evaluation(learner.images.store, task.rows)
+    context = Context(task=1) if method is HIDE else EVALUATION
+    with torch.no_grad():
+        queries = model.backbone.query(images, "class" if method is HIDE else "class before norm")
+        features = model.features(images, context)[0]
+    torch.testing.assert_close(summary.queries, queries, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(summary.features, features, rtol=1e-4, atol=1e-4)
+    logits = features @ before[0][2:].T + before[1][2:]  # before the head was realigned
+    torch.testing.assert_close(summary.logits, logits, rtol=1e-3, atol=1e-3)
+    assert not any(part.requires_grad for part in (summary.queries, summary.features, summary.logits))
+
+
+def test_a_method_that_needs_no_summary_is_given_none(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = build(settings(training={"epochs": 1}))
+    given = list[TaskSummary | None]()
+    monkeypatch.setattr(workshop.learner.model.method, "end_task", given.append)
+    teach(workshop, 2)
+    assert given == [None, None]
+
+
+def test_the_method_places_new_rows_by_the_mean_queries_of_classes(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop = build_with(EVO, {**settings(training={"epochs": 1}), "evaluation_batch": 5})
+    learner, asked = workshop.learner, list[tuple[Tensor, Tensor, Tensor]]()
+    rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+
+    def placed(prototypes: Tensor, known: Tensor, old: Tensor) -> Tensor | None:
+        asked.append((prototypes, known, old.clone()))
+        return rows if len(known) else None
+
+    monkeypatch.setattr(learner.model.method, "initial_rows", placed)
+
+    def mean_queries(task: TaskImages) -> Tensor:
+        images = learner.viewer.evaluation(learner.images.store, task.rows)
+        queries = learner.model.backbone.query(images, "class before norm")
+        return torch.stack([queries[task.labels == label].mean(dim=0) for label in (task.first, task.first + 1)])
+
+    first, second = workshop.tasks[:2]
+    learner.begin(first)
+    assert torch.equal(learner.trained.weight, LinearHead(64, 0).grow(2).weight), "none leaves the head's own start"
+    before = head_of(learner)
+    learner.begin(second)
+    own = LinearHead(64, 0).grow(4)
+    assert torch.equal(learner.trained.weight[:2], before["weight"]) and torch.equal(learner.trained.weight[2:], rows)
+    assert torch.equal(learner.trained.bias, own.bias), "biases stay"
+    for (prototypes, known, old), task in zip(asked, (first, second), strict=True):
+        torch.testing.assert_close(prototypes, mean_queries(task), rtol=1e-4, atol=1e-4)
+        assert len(known) == len(old) == task.first
+    assert torch.equal(asked[1][1], asked[0][0]) and torch.equal(asked[1][2], before["weight"])
+    assert torch.equal(learner.prototypes, torch.cat([asked[0][0], asked[1][0]]))
+
+
+def test_rows_are_placed_where_the_method_adapts_alone(settings: Settings) -> None:
+    workshop = build_with(EVO, settings(training={"epochs": 1, "adapt_tasks": 1}))
+    teach(workshop, 1)
+    workshop.learner.begin(workshop.tasks[1])
+    assert torch.equal(workshop.learner.trained.weight[2:], LinearHead(64, 0).grow(4).weight[2:])
+    assert len(workshop.learner.prototypes) == 2
+
+
+# Alignment
+
+
+@pytest.mark.parametrize(
+    ("method", "enabled", "aligned"),
+    [
+        ("probprompt", None, True),
+        ("probprompt", False, False),
+        ("linear-probe", None, True),
+        ("ft", None, False),
+        ("ft", True, True),
+    ],
+)
+def test_a_head_is_realigned_as_set_or_else_as_the_method_has_it(
+    settings: Settings, method: str, enabled: bool | None, aligned: bool
+) -> None:
+    given = settings(alignment={"enabled": enabled, "rate": 0.01}, training={"epochs": 1})
+    workshop = build(given if method == "probprompt" else {**given, "method": {"name": method}})
+    learner = teach(workshop, 1)
+    train(learner, workshop.tasks[1])
+    before = head_of(learner)
+    learner.finish(workshop.tasks[1], quiet)
+    assert learner.aligns == aligned
+    assert changed(before, head_of(learner)) == ({"weight", "bias"} if aligned else set())
+    assert len(learner.statistics) == (4 if aligned else 0)
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_statistics_see_images_as_the_method_says(settings: Settings, augmented: bool) -> None:
+    """HiDe-Prompt knows the task of training images: its statistics are of features with their own task's prompt."""
+    workshop = build_with(HIDE, settings(alignment={"augmented_statistics": augmented}, training={"epochs": 1}))
+    learner, task = teach(workshop, 1), workshop.tasks[1]
+    method = learner.model.method
+    assert isinstance(method, HiDePrompt)
+    method.tell_task = lambda query: torch.zeros(len(query), dtype=torch.long)  # type: ignore[method-assign]
+    watched = Watched(learner)
+    train(learner, task)
+    trained = len(watched.views)
+    learner.finish(task, quiet)
+    assert len(watched.views) - trained == int(augmented)
+    store = learner.images.store
+    if augmented:
+        assert watched.batches[-1] == task.rows.tolist()
+        images = watched.viewer.random(store, task.rows, watched.views[-1])
+    else:
+        images = watched.viewer.evaluation(store, task.rows)
+    with torch.no_grad():
+        own, told = (learner.model.features(images, context)[0] for context in (Context(task=1), EVALUATION))
+    assert not torch.allclose(own, told, atol=1e-3)
+    for label in (2, 3):
+        members = own[task.labels == label]
+        torch.testing.assert_close(learner.statistics.mean[label, 0], members.mean(dim=0), rtol=1e-4, atol=1e-4)
+        spread = members.var(dim=0, correction=0)
+        torch.testing.assert_close(learner.statistics.variance[label, 0], spread, rtol=1e-3, atol=1e-5)
+
+
+def test_statistics_of_tasks_without_adaptation_see_images_as_at_evaluation(settings: Settings) -> None:
+    workshop = build_with(HIDE, settings(training={"epochs": 1, "adapt_tasks": 1}))
+    teach(workshop, 2)
+    learner, task = workshop.learner, workshop.tasks[1]
+    features = evaluation_features(learner, task.rows)
+    expected = torch.stack([features[task.labels == label].mean(dim=0) for label in (2, 3)])
+    torch.testing.assert_close(learner.statistics.mean[2:, 0], expected, rtol=1e-4, atol=1e-4)
+
+
+# All tasks at once
+
+
+def test_joint_training_learns_all_tasks_as_one(settings: Settings) -> None:
+    workshop = build_with({"name": "joint"}, settings(training={"epochs": 1}))
+    apart = build(settings())
+    (whole,) = workshop.tasks
+    assert (whole.index, whole.first, whole.classes) == (0, 0, 6)
+    label = {
+        row: label for task in apart.tasks for row, label in zip(task.rows.tolist(), task.labels.tolist(), strict=True)
+    }
+    assert dict(zip(whole.rows.tolist(), whole.labels.tolist(), strict=True)) == label
+    assert len(workshop.test_tasks) == 3
+    for mine, theirs in zip(workshop.test_tasks, apart.test_tasks, strict=True):
+        assert (mine.first, mine.classes) == (theirs.first, theirs.classes)
+        assert torch.equal(mine.rows, theirs.rows) and torch.equal(mine.labels, theirs.labels)
+    learner = teach(workshop)
+    assert len(learner.model.head) == 6 and not learner.aligns
+
+
+# How many numbers are learned
+
+
+def test_parameters_are_counted_by_what_learns(settings: Settings) -> None:
+    rows, prompts = 6 * (64 + 1), 2 * (2 * 4 * 4 * 64)
+    backbone = sum(parameter.numel() for parameter in build(settings()).learner.model.backbone.parameters())
+    for given, method, expected in (
+        (settings(training={"epochs": 1}), None, prompts + rows),
+        (settings(training={"epochs": 1}), PROBE, rows),
+        (settings(training={"epochs": 1}), {"name": "ft"}, backbone + rows),
+        (settings(training={"epochs": 1}, head=RIDGE), None, prompts + 6 * 30),
+        (settings(head={"kind": "lda"}), PROBE, rows),
+        (settings(head={"kind": "nearest-mean"}), PROBE, 6 * 64),
+    ):
+        workshop = build(given) if method is None else build_with(method, given)
+        assert teach(workshop).parameters() == expected
 
 
 # Divergence

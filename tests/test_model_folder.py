@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from probprompt import load_backbone, load_model
 from probprompt.config import parse_config
 from probprompt.errors import UserError
+from probprompt.heads import LinearHead
 from probprompt.runs import execute, model_folder
 from probprompt.runs.model_folder import save_model
 from probprompt.runs.progress import Watcher
@@ -32,13 +33,14 @@ class Trained:
     learner: Learner
 
 
-def train(pictures: Path, out: Path, method: dict[str, Any], weights: str) -> Trained:
+def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **groups: dict[str, Any]) -> Trained:
     config = parse_config(
         {
+            **groups,
             "data": {"benchmark": str(pictures), "tasks": 3},
             "backbone": {"name": "test_vit", "weights": weights, "image_size": 32},
             "method": method,
-            "training": {"epochs": 1, "batch": 8},
+            "training": {"epochs": 1, "batch": 8, **groups.get("training", {})},
             "alignment": {"epochs": 1},
         }
     )
@@ -100,6 +102,89 @@ def test_a_method_without_prompts_is_loaded_as_well(pictures: Path, tmp_path: Pa
     trained = train(pictures, tmp_path / "run", {"name": "linear-probe"}, "random")
     loaded = load_model(trained.run.model)
     assert torch.equal(loaded.model.predict(images()), trained.learner.model.predict(images()))
+
+
+HIDE = {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2]}
+CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "ridge": (PROBPROMPT, {"head": {"kind": "ridge", "projections": 30}}),
+    "lda": ({"name": "linear-probe"}, {"head": {"kind": "lda", "shrinkage": 0.1}}),
+    "preferred": ({"name": "nearest-mean"}, {}),
+    "normalised": ({"name": "apt"}, {}),
+    "grown by all tasks": (HIDE, {}),
+    "grown by two tasks": (HIDE, {"training": {"adapt_tasks": 2}}),
+    "never adapted": (PROBPROMPT, {"training": {"adapt_tasks": 0}}),
+    "backbone": ({"name": "ft"}, {}),
+    "joint": ({"name": "joint"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_with_any_head_and_any_adaptation_is_loaded_as_it_was(
+    pictures: Path, tmp_path: Path, case: str
+) -> None:
+    method, groups = CASES[case]
+    trained = train(pictures, tmp_path / "run", method, "random", **groups)
+    loaded = load_model(trained.run.model)
+    expected = trained.learner.model.predict(images())
+    assert expected.shape == (5, 6) and expected.std() > 0
+    if loaded.model.method.trains_backbone:  # other kernels run where weights may learn
+        torch.testing.assert_close(loaded.model.predict(images()), expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(loaded.model.predict(images()), expected)
+    assert type(loaded.model.head) is type(trained.learner.model.head)
+    assert loaded.model.static, "a loaded model must not learn by accident"
+    assert not any(parameter.requires_grad for parameter in loaded.model.backbone.parameters())
+
+
+@pytest.mark.parametrize(
+    ("case", "adapted", "sizes", "head"),
+    [
+        ("ridge", 1, [2, 2, 2], "ridge"),
+        ("preferred", 1, [2, 2, 2], None),
+        ("grown by all tasks", 3, [2, 2, 2], None),
+        ("grown by two tasks", 2, [2, 2, 2], None),
+        ("never adapted", 0, [2, 2, 2], None),
+        ("joint", 1, [6], None),
+    ],
+)
+def test_the_note_says_how_the_model_is_built(
+    pictures: Path, tmp_path: Path, case: str, adapted: int, sizes: list[int], head: str | None
+) -> None:
+    method, groups = CASES[case]
+    trained = train(pictures, tmp_path / "run", method, "random", **groups)
+    note = load_model(trained.run.model).note
+    assert note["format"] == 2
+    assert (note["adapted_tasks"], note["task_sizes"]) == (adapted, sizes)
+    assert note["head"] == trained.run.record["config"]["head"] and note["head"]["kind"] == head
+    assert note["method"] == trained.run.record["config"]["method"] and note["marks"] == []
+    assert note["classes"] == trained.run.record["stream"]["classes"]
+
+
+def test_published_mistakes_that_were_asked_for_mark_the_model(pictures: Path, tmp_path: Path) -> None:
+    trained = train(pictures, tmp_path / "run", {**HIDE, "legacy_reshape": True}, "random")
+    (mark,) = load_model(trained.run.model).note["marks"]
+    assert mark.startswith("legacy_reshape: ") and trained.run.record["marks"] == [mark]
+
+
+def test_what_only_learning_needs_is_kept_apart(pictures: Path, tmp_path: Path) -> None:
+    method, groups = CASES["ridge"]
+    folder = train(pictures, tmp_path / "run", method, "random", **groups).run.model
+    note = json.loads((folder / "model.json").read_text())
+    names = []
+    for file in ("tensors", "statistics"):
+        with safe_open(folder / note[file], framework="pt") as opened:
+            names.append(set(opened.keys()))
+    needed, rest = names
+    assert "head.weight" in needed and {name.partition(".")[0] for name in needed} == {"head", "method"}
+    assert rest == {
+        *(f"head.{name}" for name in ("gram", "correlation", "strength")),
+        *(f"trained.{name}" for name in ("weight", "bias")),
+        *(f"statistics.{name}" for name in ("mean", "variance")),
+    }
+    (folder / note["statistics"]).unlink()
+    head = load_model(folder).model.head
+    with pytest.raises(ValueError, match="loaded without its sums: it predicts, but cannot learn"):
+        head.grow(1)
 
 
 def test_the_folder_of_a_run_stands_for_its_model(trained: Trained) -> None:
@@ -181,8 +266,23 @@ def test_damaged_tensors_are_refused(copy: Path, damage: str) -> None:
         lambda note: note["method"].update(colour="red"),
         lambda note: note.update(task_sizes=None),
         lambda note: note.pop("seed"),
+        lambda note: note.pop("adapted_tasks"),
+        lambda note: note.pop("head"),
+        lambda note: note["head"].update(kind="cubic"),
+        lambda note: note["head"].update(kind="ridge"),
+        lambda note: note["head"].update(colour="red"),
     ],
-    ids=["other shapes", "unknown setting", "no tasks", "no seed"],
+    ids=[
+        "other shapes",
+        "unknown setting",
+        "no tasks",
+        "no seed",
+        "no adaptation",
+        "no head",
+        "unknown head",
+        "another head",
+        "unknown setting of the head",
+    ],
 )
 def test_a_description_that_does_not_fit_is_refused(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
     edit(copy, change)
@@ -190,10 +290,10 @@ def test_a_description_that_does_not_fit_is_refused(copy: Path, change: Callable
         load_model(copy)
 
 
-@pytest.mark.parametrize("content", ['{"format": 99}', "[1]", '"model"'])
+@pytest.mark.parametrize("content", ['{"format": 99}', '{"format": 1}', "[1]", '"model"'])
 def test_another_format_is_refused(copy: Path, content: str) -> None:
     (copy / "model.json").write_text(content)
-    with pytest.raises(UserError, match=r"has model format (99|None), this version reads 1"):
+    with pytest.raises(UserError, match=r"has model format (99|1|None), this version reads 2"):
         load_model(copy)
 
 
@@ -214,9 +314,11 @@ def test_a_save_that_fails_half_way_leaves_the_old_model_whole(
 
     before = load_model(copy).model.predict(images())
     note = json.loads((copy / "model.json").read_text())
-    bias = trained.learner.model.head.bias.detach().clone()
+    head = trained.learner.model.head
+    assert isinstance(head, LinearHead)
+    bias = head.bias.detach().clone()
     with torch.no_grad():
-        trained.learner.model.head.bias.add_(torch.arange(6.0))
+        head.bias.add_(torch.arange(6.0))
     try:
         monkeypatch.setattr(model_folder, "write_json", fail)
         with pytest.raises(UserError, match="disk is full"):
@@ -227,5 +329,5 @@ def test_a_save_that_fails_half_way_leaves_the_old_model_whole(
         assert not torch.equal(load_model(copy).model.predict(images()), before)
     finally:
         with torch.no_grad():
-            trained.learner.model.head.bias.copy_(bias)
+            head.bias.copy_(bias)
     assert len(list(copy.glob("*.safetensors"))) == 2

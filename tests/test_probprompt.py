@@ -15,6 +15,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 from probprompt.errors import UserError
 from probprompt.methods import EVALUATION, Context, Shape, parse_config
 from probprompt.methods.probprompt import ProbPrompt, ProbPromptConfig
+from probprompt.prompts import Prefix
 
 Array = NDArray[np.float64]
 
@@ -71,7 +72,7 @@ def some_queries(count: int = BATCH, seed: int = 1) -> Tensor:
 
 
 def training(seed: int = 5, task: int = 0) -> Context:
-    return Context(task, torch.Generator().manual_seed(seed))
+    return Context(training=True, task=task, generator=torch.Generator().manual_seed(seed))
 
 
 def training_noise(method: ProbPrompt, seed: int = 5, images: int = BATCH) -> list[Tensor]:
@@ -84,8 +85,17 @@ def training_noise(method: ProbPrompt, seed: int = 5, images: int = BATCH) -> li
 
 def tokens_of(method: ProbPrompt, query: Tensor, context: Context = EVALUATION) -> dict[int, Tensor]:
     """Keys and values of every block, one after the other: (B, M, D)."""
-    prompts = method.prompts(query, context).prompts
-    return {block: torch.cat([prefix.key, prefix.value], dim=1) for block, prefix in prompts.items()}
+    prefixes = prefixes_of(method, query, context)
+    return {block: torch.cat([prefix.key, prefix.value], dim=1) for block, prefix in prefixes.items()}
+
+
+def prefixes_of(method: ProbPrompt, query: Tensor, context: Context = EVALUATION) -> dict[int, Prefix]:
+    """What is injected, all of it prefixes."""
+    found = {}
+    for block, prompt in method.prompts(query, context).prompts.items():
+        assert isinstance(prompt, Prefix)
+        found[block] = prompt
+    return found
 
 
 # The paper once more, for one query and one pool: mean and sigma (N, D), noise (N_s, D) or (N, N_s, D)
@@ -156,7 +166,7 @@ def close(found: Tensor, expected: Array) -> None:
 
 def test_the_first_four_tokens_are_keys_and_the_last_four_values() -> None:
     method = fresh(tokens=8, components=1, samples=0)
-    prompts = method.prompts(some_queries(), EVALUATION).prompts
+    prompts = prefixes_of(method, some_queries())
     assert list(prompts) == list(BLOCKS)
     for slot, block in enumerate(BLOCKS):
         assert prompts[block].key.shape == prompts[block].value.shape == (BATCH, 4, WIDTH)
@@ -334,6 +344,13 @@ def test_training_noise_is_fresh_for_every_image_token_and_block() -> None:
     found = tokens_of(method, some_queries(1).expand(4, -1), training())
     every = torch.cat([found[block].flatten(0, 1) for block in BLOCKS])
     assert len(every.detach().unique(dim=0)) == len(every) == 2 * 4 * 4
+
+
+def test_training_tokens_depend_on_neither_task_nor_labels() -> None:
+    method, query = moved(), some_queries()
+    told = Context(True, 3, torch.tensor([7, 8, 7]), 7, torch.Generator().manual_seed(5))
+    found, expected = tokens_of(method, query, told), tokens_of(method, query, training(5))
+    assert all(torch.equal(found[block], expected[block]) for block in BLOCKS)
 
 
 # Gradients

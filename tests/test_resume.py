@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was stopped anywhere ends, once resumed, as if it had never stopped."""
 
+import copy
 import json
 import multiprocessing
 import os
@@ -42,6 +43,18 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "prompts fixed after a task": {"method": PROBPROMPT, "training": {"adapt_tasks": 1}},
     "a task of a single class": {"method": PROBPROMPT, "data": {"tasks": [3, 1, 2]}},
     "no prompts at all": {"method": {"name": "linear-probe"}},
+    "a head in closed form": {
+        "method": PROBPROMPT,
+        "head": {"kind": "ridge", "projections": 20},
+        "data": {"tasks": 3},
+    },
+    "a pool that grows, clipped and augmented": {
+        "method": {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2]},
+        "training": {"clip": 0.1, "augmentation": "crop+colour"},
+        "alignment": {"centroids": 2},
+    },
+    "rows placed by prototypes": {"method": {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 2]}},
+    "a backbone that learns": {"method": {"name": "ft"}, "training": {"head_rate": 0.001}},
 }
 
 
@@ -125,9 +138,9 @@ class Minefield(Watcher):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the frozen backbone once."""
+    """Load the backbone once; a run gets a copy, which it may train."""
     loaded = load_backbone("test_vit", "random", 32)
-    monkeypatch.setattr(execute, "load_backbone", lambda *_: loaded)
+    monkeypatch.setattr(execute, "load_backbone", lambda *_: copy.deepcopy(loaded))
 
 
 def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeypatch: pytest.MonkeyPatch) -> Run:

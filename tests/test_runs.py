@@ -116,6 +116,8 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
     assert [name for task in stream["tasks"] for name in task] == stream["classes"]
     assert len(stream["order_hash"]) == len(stream["split_hash"]) == 64
     assert stream["train_images"] == [16] * 3 and stream["test_images"] == [4] * 3
+    assert stream["test_classes"] == [2] * 3
+    assert (record["head"], record["joint"], record["marks"], record["config"]["preset"]) == ("linear", False, [], None)
     assert record["versions"]["torch"] == version("torch") and record["versions"]["timm"] == version("timm")
     assert record["hardware"]["device"] == "cpu" and record["hardware"]["threads"] == torch.get_num_threads()
     assert record["trainable_parameters"] == 2 * (2 * 4 * 4 * 64) + 6 * (64 + 1)
@@ -172,6 +174,87 @@ def test_each_seed_changes_its_own_part(finished: Run, pictures: Path, tmp_path:
     assert same_tasks == (which != "order")
     assert other.record["stream"]["split_hash"] == finished.record["stream"]["split_hash"]
     assert not equal(everything_learned(other), everything_learned(finished))
+
+
+# Other heads, other methods
+
+
+def test_a_run_with_a_closed_form_head_trains_prompts_in_its_first_task_alone(pictures: Path, tmp_path: Path) -> None:
+    config = parse_config({**tiny(pictures), "preset": "mine", "head": {"kind": "ridge", "projections": 20}})
+    run = execute.train(config, tmp_path / "run")
+    events = [strict(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["task"]) for event in events] == [
+        ("epoch", 0),
+        ("epoch", 0),
+        ("task", 0),
+        ("task", 1),
+        ("task", 2),
+    ]
+    assert run.record["head"] == "ridge" and run.record["config"]["preset"] == "mine"
+    assert run.record["trainable_parameters"] == 2 * (2 * 4 * 4 * 64) + 6 * 20
+    saved = load_checkpoint(run.checkpoint, config_hash(config), CPU)
+    assert saved.tensors["head.weight"].shape == (6, 20) and saved.tensors["trained.weight"].shape == (2, 64)
+
+
+def test_a_method_names_the_head_where_the_user_does_not(pictures: Path, tmp_path: Path) -> None:
+    for method, head in (("nearest-mean", "nearest-mean"), ("apt", "normalised")):
+        settings = {**fast(pictures, training={"epochs": 1}), "method": method}
+        assert execute.train(parse_config(settings), tmp_path / method).record["head"] == head
+
+
+def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_path: Path) -> None:
+    settings = {**fast(pictures, training={"epochs": 3, "head_rate": 0.001}), "method": "joint"}
+    run = api.start(parse_config(settings), tmp_path / "run")
+    record, found = run.record, strict((run.folder / "accuracy.json").read_text())
+    assert record["joint"] and record["status"] == "finished"
+    stream = record["stream"]
+    assert len(stream["tasks"]) == 1 and stream["tasks"][0] == stream["classes"] and len(stream["classes"]) == 6
+    assert (stream["train_images"], stream["test_images"], stream["test_classes"]) == ([48], [4] * 3, [2] * 3)
+    events = [strict(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    (scores,) = [event["accuracies"] for event in events if event["event"] == "task"]
+    assert len(scores) == 3 and np.mean(scores) > 20
+    assert found["matrix"] == [[pytest.approx(np.mean(scores))]]
+    assert found["FAA"] == found["CAA"] == found["matrix"][0][0]
+    assert record["trainable_parameters"] == record["backbone"]["parameters"] + 6 * 65
+    diagnosed = strict((run.folder / "diagnostics.json").read_text())
+    assert set(diagnosed) == {"queries"} and len(diagnosed["queries"]["labels"]) == 4
+    assert run.report.exists()
+
+
+def test_the_order_of_classes_is_the_same_for_joint_training(pictures: Path, tmp_path: Path) -> None:
+    apart, joint = (
+        execute.prepare(parse_config({**fast(pictures), "method": method}), CPU, Watcher())
+        for method in ("linear-probe", "joint")
+    )
+    one, other = (execute.describe(workshop, "run")["stream"] for workshop in (apart, joint))
+    for name in ("classes", "order_hash", "split_hash", "test_images", "test_classes"):
+        assert one[name] == other[name], name
+
+
+def test_a_published_mistake_that_was_asked_for_marks_the_record(pictures: Path, tmp_path: Path) -> None:
+    settings = {**tiny(pictures), "method": {"name": "l2p", "batchwise": True}}
+    workshop = execute.prepare(parse_config(settings), CPU, Watcher())
+    (mark,) = execute.describe(workshop, "run")["marks"]
+    assert mark.startswith("batchwise: ")
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "mean", "std"),
+    [
+        ("backbone", [0.5] * 3, [0.5] * 3),
+        ("unit", [0.0] * 3, [1.0] * 3),
+        ("cifar100", [0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]),
+    ],
+)
+def test_the_input_is_normalised_as_set_and_recorded(
+    pictures: Path, normalisation: str, mean: list[float], std: list[float]
+) -> None:
+    settings = fast(pictures, backbone={"normalisation": normalisation}, data={"interpolation": "bicubic"})
+    workshop = execute.prepare(parse_config(settings), CPU, Watcher())
+    recorded = execute.describe(workshop, "run")["preprocessing"]
+    assert recorded["normalisation"] == normalisation
+    assert recorded["mean"] == pytest.approx(mean) and recorded["std"] == pytest.approx(std)
+    assert workshop.scorer.viewer is workshop.learner.viewer and workshop.scorer.viewer.kernel == "bicubic"
 
 
 @pytest.fixture

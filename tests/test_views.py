@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional
+from torchvision.transforms.v2 import InterpolationMode, functional
 
 from probprompt import randomness
 from probprompt.data.loading import ImageStore
-from probprompt.data.views import DRAWS, centre_boxes, random_boxes, resample
+from probprompt.data.views import DRAWS, Kernel, centre_boxes, random_boxes, resample
+
+KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
 
 
 def _image(height: int, width: int) -> torch.Tensor:
@@ -17,28 +19,43 @@ def _image(height: int, width: int) -> torch.Tensor:
     return fine.to(torch.uint8)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("height", "width", "size"), [(40, 60, 96), (200, 150, 64), (32, 32, 32), (90, 300, 48)])
-def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: int, size: int) -> None:
-    image = _image(height, width)
+def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: int, size: int, kernel: Kernel) -> None:
+    image, mode = _image(height, width), InterpolationMode(kernel)
     sizes = torch.tensor([[height, width]]).expand(8, 2)
     boxes = random_boxes(sizes, randomness.uniform((8, DRAWS), 0, "test", height))
-    ours = resample(image.expand(8, -1, -1, -1), boxes, size) * 255
+    ours = resample(image.expand(8, -1, -1, -1), boxes, size, kernel) * 255
     assert boxes.flip is not None
     for index in range(8):
-        top, left, rows, columns = (int(getattr(boxes, name)[index]) for name in ("top", "left", "height", "width"))
-        theirs = functional.resized_crop(image, top, left, rows, columns, [size, size], antialias=True)
+        box = [int(getattr(boxes, name)[index]) for name in ("top", "left", "height", "width")]
+        theirs = functional.resized_crop(image, *box, [size, size], mode, antialias=True)
+        exact = functional.resized_crop(image.float(), *box, [size, size], mode, antialias=True).clamp(0, 255)
         if boxes.flip[index]:
-            theirs = functional.horizontal_flip(theirs)
-        assert (ours[index] - theirs).abs().mean() < 1.0
+            theirs, exact = functional.horizontal_flip(theirs), functional.horizontal_flip(exact)
+        assert (ours[index] - theirs).abs().mean() < 1.0  # theirs is rounded, twice
+        assert (ours[index] - exact).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("height", "width"), [(40, 60), (200, 150), (64, 64), (300, 90)])
-def test_evaluation_view_equals_resize_and_centre_crop(height: int, width: int) -> None:
-    image = _image(height, width)
+def test_evaluation_view_equals_resize_and_centre_crop(height: int, width: int, kernel: Kernel) -> None:
+    image, mode = _image(height, width), InterpolationMode(kernel)
     for resized, size in ((37, 32), (32, 32), (73, 64)):
         boxes = centre_boxes(torch.tensor([[height, width]]), resized, size)
-        theirs = v2.Compose([v2.Resize(resized, antialias=True), v2.CenterCrop(size)])(image)
-        assert (resample(image[None], boxes, size)[0] * 255 - theirs).abs().mean() < 1.0
+        ours = resample(image[None], boxes, size, kernel)[0] * 255
+        view = v2.Compose([v2.Resize(resized, mode, antialias=True), v2.CenterCrop(size)])
+        assert (ours - view(image)).abs().mean() < 1.0
+        assert (ours - view(image.float()).clamp(0, 255)).abs().max() < 0.01
+
+
+def test_bicubic_overshoot_is_cut_off() -> None:
+    edge = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    edge[..., 4:] = 255
+    boxes = centre_boxes(torch.tensor([[8, 8]]), 64, 64)
+    view = resample(edge, boxes, 64, "bicubic")
+    assert view.min() == 0 and view.max() == 1
+    assert (view[..., 16:48] != resample(edge, boxes, 64)[..., 16:48]).any()
 
 
 def test_boxes_are_distributed_as_torchvisions() -> None:

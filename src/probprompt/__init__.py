@@ -11,6 +11,7 @@ _HOME = {
     "Run": "probprompt.runs.record",
     "RunConfig": "probprompt.config",
     "UserError": "probprompt.errors",
+    "compare": "probprompt.api",
     "load_backbone": "probprompt.checkpoints",
     "load_model": "probprompt.runs.model_folder",
     "resume": "probprompt.api",
@@ -19,7 +20,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from probprompt.api import resume, train
+    from probprompt.api import compare, resume, train
     from probprompt.backbone import FrozenViT
     from probprompt.checkpoints import load_backbone
     from probprompt.config import RunConfig
@@ -34,6 +35,7 @@ __all__ = [
     "RunConfig",
     "UserError",
     "__version__",
+    "compare",
     "load_backbone",
     "load_model",
     "resume",

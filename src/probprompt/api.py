@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from probprompt import presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.report import write_report
+from probprompt.report.comparison import gather, write_comparison
 from probprompt.runs import execute
+from probprompt.runs.grid import Grid, GridSpec, GridWatcher, Outcome, parse_spec
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 
@@ -15,6 +18,7 @@ def train(
     benchmark: str | None = None,
     method: str | None = None,
     *,
+    preset: str | None = None,
     out: str | Path | None = None,
     seed: int | None = None,
     epochs: int | None = None,
@@ -26,8 +30,10 @@ def train(
 ) -> Run:
     """Learn a benchmark, or a folder of class folders, task by task, and write the run with its report.
 
-    ``epochs`` are those of a task; ``settings`` are any other fields of :class:`~probprompt.RunConfig` by their
-    unambiguous names (``samples=10, tasks=5``); ``config`` takes them nested, and what is named goes before it.
+    ``preset`` gives all settings at once (``published``, ``matched``, ``ridge``, ``flagship``), and everything else
+    named goes before it; ``epochs`` are those of a task; ``settings`` are any other fields of
+    :class:`~probprompt.RunConfig` by their unambiguous names (``samples=10, tasks=5``); ``config`` takes them nested,
+    and what is named goes before it.
     """
     named: dict[str, Any] = {}
     if benchmark is not None:
@@ -38,8 +44,17 @@ def train(
         named["seeds"] = dict.fromkeys(("order", "init", "data"), seed)
     if epochs is not None:
         named["training"] = {"epochs": epochs}
-    parsed = parse_config(apply_values(merge(config or {}, named), settings))
+    given = apply_values(merge(config or {}, named), settings)
+    if preset is not None:
+        given = with_preset(preset, given)
+    parsed = parse_config(given)
     return start(parsed, Path(out) if out else default_folder(parsed), device, watcher, track)
+
+
+def with_preset(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested settings over what a preset says for their method and benchmark."""
+    asked = parse_config(given)
+    return merge(merge(presets.settings(preset, asked.method.name, asked.data.benchmark), given), {"preset": preset})
 
 
 def start(
@@ -60,6 +75,20 @@ def resume(out: str | Path, device: str | None = None, watcher: Watcher | None =
     run = execute.resume(Path(out), device, watcher, track)
     write_report([run.folder], run.report)
     return run
+
+
+def compare(
+    spec: GridSpec | Mapping[str, Any],
+    out: str | Path,
+    device: str | None = None,
+    watcher: GridWatcher | None = None,
+) -> list[Outcome]:
+    """Run a grid of methods, benchmarks, seeds and settings, and write its tables; nothing finished is run again."""
+    grid = Grid(spec if isinstance(spec, GridSpec) else parse_spec(spec), Path(out))
+    outcomes = grid.run(start, resume, device, watcher)
+    if any(outcome.run for outcome in outcomes):
+        write_comparison(gather(grid, outcomes), grid.out)
+    return outcomes
 
 
 def default_folder(config: RunConfig) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt.errors import UserError
-from probprompt.prompts import Prefix, Prompts
+from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Prompts, Readout, Tokens
 
 SUPPORTED = (
     "supported are timm's plain VisionTransformer models with a class token, built from Block and Attention "
@@ -76,23 +76,46 @@ class FrozenViT(nn.Module):
         """Stay in evaluation mode: dropout or stochastic depth would make a frozen backbone random."""
         return super().train(False)
 
-    @torch.no_grad()
-    def query(self, images: Tensor) -> Tensor:
-        """Class token after the final norm, without prompts or gradient: (B, 3, H, W) -> (B, D), float32."""
-        return self.features(images)
+    def unfreeze(self, learning: bool = True) -> None:
+        """Let the weights learn, as full fine-tuning does; those that the pass never uses stay as they are."""
+        unused = {id(parameter) for parameter in self.model.head.parameters()}
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(learning and id(parameter) not in unused)
 
-    def features(self, images: Tensor, prompts: Prompts | None = None) -> Tensor:
-        """Class token after the final norm, with prompts injected: (B, 3, H, W) -> (B, D), float32."""
+    @torch.no_grad()
+    def query(self, images: Tensor, readout: Readout = "class") -> Tensor:
+        """What is read out without prompts or gradient: (B, 3, H, W) -> (B, D), float32."""
+        return self.features(images, readout=readout)
+
+    def features(self, images: Tensor, prompts: Prompts | None = None, readout: Readout = "class") -> Tensor:
+        """What is read out with prompts injected: (B, 3, H, W) -> (B, D), float32.
+
+        ``class`` is the class token after the final norm, ``class before norm`` what goes into that norm, and
+        ``tokens`` the mean of the injected tokens after it.
+        """
         prompts = prompts or {}
         _check_images(self.model, images)
         _check_prompts(self.model, prompts, batch=len(images))
         tokens = self._embed(images)  # (B, T, D)
+        own = tokens.shape[1]
         for index, block in enumerate(self.model.blocks):
-            # Only the class token is read out, so the last block needs the others as keys and values alone.
-            class_token_only = index == self.depth - 1
-            tokens = _run_block(block, tokens, prompts.get(index), class_token_only)  # (B, T or 1, D)
-        features: Tensor = self.model.norm(tokens)[:, 0]  # (B, D)
-        return features.float()
+            prompt = prompts.get(index)
+            if isinstance(prompt, Tokens):
+                tokens = self._join(tokens, prompt)  # (B, T + P, D)
+            # The last block needs the tokens that are not read out as keys and values alone.
+            read = _read_out(readout, own, tokens.shape[1]) if index == self.depth - 1 else slice(None)
+            tokens = _run_block(block, tokens, prompt, read)  # (B, T or fewer, D)
+        if readout != "class before norm":
+            tokens = self.model.norm(tokens)
+        return tokens.float().mean(dim=1)  # (B, D)
+
+    def _join(self, tokens: Tensor, prompt: Tokens) -> Tensor:
+        """Put tokens behind the sequence: their place in it means nothing to attention."""
+        added = prompt.tokens.to(tokens.dtype).expand(len(tokens), -1, -1)  # (B, P, D)
+        position = self.model.pos_embed
+        if prompt.positioned and position is not None and not self.model.no_embed_class:
+            added = added + position[:, :1]
+        return torch.cat([tokens, added], dim=1)  # (B, T + P, D)
 
     def fingerprint(self) -> str:
         """SHA-256 over all weights: the same before and after training, to the bit."""
@@ -179,29 +202,43 @@ def _check_prompts(model: Any, prompts: Prompts, batch: int) -> None:
     for index, prompt in prompts.items():
         if index not in range(len(model.blocks)):
             raise ValueError(f"no block {index!r} to prompt: the backbone has 0 to {len(model.blocks) - 1}")
-        if not isinstance(prompt, Prefix):
-            raise TypeError(f"block {index}: a prompt is a Prefix, got a {type(prompt).__name__}")
-        width = _attention_width(model.blocks[index].attn)
+        if not isinstance(prompt, Prefix | Tokens | ClassTokenShift):
+            raise TypeError(
+                f"block {index}: a prompt is a Prefix, Tokens or a ClassTokenShift, got a {type(prompt).__name__}"
+            )
+        what, width = "attention", _attention_width(model.blocks[index].attn)
+        if isinstance(prompt, Tokens):
+            what, width = "backbone", model.embed_dim
+        kind = type(prompt).__name__
         if prompt.width != width:
-            raise ValueError(f"block {index}: the prefix has width {prompt.width}, the attention {width}")
+            raise ValueError(f"block {index}: the {kind} has width {prompt.width}, the {what} {width}")
         if prompt.batch not in (None, batch):
-            raise ValueError(f"block {index}: the prefix is for {prompt.batch} images, the batch has {batch}")
+            raise ValueError(f"block {index}: the {kind} is for {prompt.batch} images, the batch has {batch}")
+
+
+def _read_out(readout: Readout, own: int, length: int) -> slice:
+    """Which tokens of the last block are read: the class token, first, or those that joined, last."""
+    if readout != "tokens":
+        return slice(0, 1)
+    if own == length:
+        raise ValueError("no tokens were injected that could be read out: only Tokens can be, or the class token")
+    return slice(own, length)
 
 
 def _attention_width(attention: Any) -> int:
     return int(attention.num_heads * attention.head_dim)
 
 
-def _run_block(block: Any, tokens: Tensor, prefix: Prefix | None, class_token_only: bool) -> Tensor:
-    """Run timm's Block with a prefix in its attention: (B, T, D), or (B, 1, D) for the class token alone."""
-    attended = _attend(block.attn, block.norm1(tokens), prefix, class_token_only)  # (B, T or 1, D)
-    residual = tokens[:, : attended.shape[1]] + block.drop_path1(block.ls1(attended))
+def _run_block(block: Any, tokens: Tensor, prompt: Prompt | None, read: slice) -> Tensor:
+    """Run timm's Block with a prompt in its attention, for the tokens that are read: (B, T or fewer, D)."""
+    attended = _attend(block.attn, block.norm1(tokens), prompt, read)  # (B, T or fewer, D)
+    residual = tokens[:, read] + block.drop_path1(block.ls1(attended))
     updated: Tensor = residual + block.drop_path2(block.ls2(block.mlp(block.norm2(residual))))
     return updated
 
 
-def _attend(attention: Any, tokens: Tensor, prefix: Prefix | None, class_token_only: bool) -> Tensor:
-    """Run timm's Attention with the prefix in front of its keys and values: (B, T or 1, D)."""
+def _attend(attention: Any, tokens: Tensor, prompt: Prompt | None, read: slice) -> Tensor:
+    """Run timm's Attention with a prefix before its keys and values, or the class token's shifted."""
 
     def split_heads(tokens: Tensor) -> Tensor:
         heads = tokens.reshape(*tokens.shape[:2], attention.num_heads, attention.head_dim)
@@ -211,27 +248,36 @@ def _attend(attention: Any, tokens: Tensor, prefix: Prefix | None, class_token_o
         prefix = split_heads(prefix.to(tokens.dtype).expand(len(tokens), -1, -1))  # (B, heads, P, head width)
         return torch.cat([prefix, tokens], dim=2)  # (B, heads, P + T, head width)
 
-    query, key, value = map(split_heads, _project(attention, tokens, class_token_only))
+    query, key, value = _project(attention, tokens, read)  # (B, T, W) each
+    if isinstance(prompt, ClassTokenShift):
+        key, value = _shift_class_token(key, prompt.key), _shift_class_token(value, prompt.value)
+    query, key, value = map(split_heads, (query, key, value))
     query, key = attention.q_norm(query), attention.k_norm(key)
-    if prefix is not None:
-        key, value = put_before(prefix.key, key), put_before(prefix.value, value)
+    if isinstance(prompt, Prefix):
+        key, value = put_before(prompt.key, key), put_before(prompt.value, value)
     mixed = functional.scaled_dot_product_attention(query, key, value, scale=attention.scale)
-    mixed = attention.norm(mixed.transpose(1, 2).flatten(2))  # (B, T or 1, W)
+    mixed = attention.norm(mixed.transpose(1, 2).flatten(2))  # (B, T or fewer, W)
     gate = getattr(attention, "gate", None)  # newer versions of timm only
     if gate is not None:
-        mixed = mixed * gate(tokens[:, : mixed.shape[1]]).sigmoid()
-    attended: Tensor = attention.proj_drop(attention.proj(mixed))  # (B, T or 1, D)
+        mixed = mixed * gate(tokens[:, read]).sigmoid()
+    attended: Tensor = attention.proj_drop(attention.proj(mixed))  # (B, T or fewer, D)
     return attended
 
 
-def _project(attention: Any, tokens: Tensor, class_token_only: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Project to queries, keys and values, each (B, T, W); with the class token alone, queries (B, 1, W)."""
-    if not class_token_only:
+def _shift_class_token(tokens: Tensor, shift: Tensor) -> Tensor:
+    """Add to the first token of each sequence (B, T, W)."""
+    first = tokens[:, :1] + shift.to(tokens.dtype).expand(len(tokens), -1)[:, None]  # (B, 1, W)
+    return torch.cat([first, tokens[:, 1:]], dim=1)
+
+
+def _project(attention: Any, tokens: Tensor, read: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Project to queries, keys and values, each (B, T, W); queries only of the tokens that are read."""
+    if read == slice(None):
         query, key, value = attention.qkv(tokens).chunk(3, dim=-1)
         return query, key, value
     weight, bias = attention.qkv.weight, attention.qkv.bias  # (3 W, D), (3 W): queries, keys, values
     width = _attention_width(attention)
-    query = functional.linear(tokens[:, :1], weight[:width], None if bias is None else bias[:width])
+    query = functional.linear(tokens[:, read], weight[:width], None if bias is None else bias[:width])
     both = functional.linear(tokens, weight[width:], None if bias is None else bias[width:])  # (B, T, 2 W)
     key, value = both.chunk(2, dim=-1)
     return query, key, value

@@ -8,8 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from probprompt import methods
+from probprompt.alignment import AlignmentConfig
 from probprompt.data import benchmarks
+from probprompt.data.colour import Augmentation
+from probprompt.data.views import Kernel
 from probprompt.errors import UserError, suggest
+from probprompt.heads import HeadConfig
 from probprompt.methods import MethodConfig
 
 
@@ -33,6 +37,8 @@ class DataConfig(_Settings):
     stored_side: int | Literal["full"] | None = None
     """Images are kept with the short side at most this long: 256/224 of the input by default."""
     skip_unreadable: bool = False
+    interpolation: Kernel = "bilinear"
+    """How evaluation views are resized; random crops always are bilinearly."""
 
 
 class BackboneConfig(_Settings):
@@ -43,8 +49,9 @@ class BackboneConfig(_Settings):
     weights: str | None = None
     """A local safetensors file for the architecture ``name``, or ``random``."""
     image_size: int | None = Field(None, ge=8)
-    normalisation: Literal["backbone", "unit"] = "backbone"
-    """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does."""
+    normalisation: Literal["backbone", "unit", "cifar100"] = "backbone"
+    """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does; ``cifar100``: by
+    the mean and spread of that set, as HiDe-Prompt does there."""
 
 
 class TrainingConfig(_Settings):
@@ -56,7 +63,8 @@ class TrainingConfig(_Settings):
     prompt_rate_factor: float = Field(5.0, gt=0, le=1e6)
     """The prompts learn at this multiple of the head's rate."""
     adapt_tasks: int | None = Field(None, ge=0)
-    """Prompts learn in the first so many tasks and are then fixed, so that features never drift; None: in all."""
+    """Prompts learn in the first so many tasks and are then fixed, so that features never drift. None: in all tasks
+    under a head that is trained, in the first under one in closed form, which needs features that stay."""
     final_rate: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "vq", "vq-epoch", "constant"] = "cosine"
@@ -67,24 +75,10 @@ class TrainingConfig(_Settings):
     """Share of the image's area that a random crop covers. Features that no training changes (no prompts, or prompts
     that are fixed) are computed once, from evaluation views: there crops and flips play no part."""
     flip: bool = True
-
-
-class AlignmentConfig(_Settings):
-    """How the head is refitted on Gaussian pseudo-features of all classes after each task."""
-
-    enabled: bool = True
-    epochs: int = Field(10, ge=1)
-    rate: float = Field(1e-5, gt=0, le=1e36)
-    final_rate: float = Field(1e-6, ge=0)
-    first_rate: float | None = Field(None, gt=0)
-    """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
-    weight_decay: float = Field(5e-4, ge=0)
-    batch_ratio: float = Field(4.0, gt=0)
-    """Size of a batch of pseudo-features, as a multiple of the training batch."""
-    variance_floor: float = Field(1e-4, gt=0)
-    augmented_statistics: bool = True
-    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views; those of
-    features that no training changes always come from evaluation views, in one pass."""
+    augmentation: Augmentation = "crop"
+    """``crop+colour`` is EvoPrompt's, ``autoaugment+crop`` APT's."""
+    clip: float | None = Field(None, gt=0)
+    """The largest norm of the gradient."""
 
 
 class SeedsConfig(_Settings):
@@ -105,11 +99,14 @@ def _read_method(value: Any) -> MethodConfig:
 class RunConfig(_Settings):
     """Everything that decides the outcome of a run."""
 
+    preset: str | None = None
+    """The preset that the settings started from: a label, nothing more."""
     data: DataConfig = DataConfig()
     backbone: BackboneConfig = BackboneConfig()
     method: Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_read_method)] = Field(
         default_factory=lambda: methods.parse_config("probprompt")
     )
+    head: HeadConfig = HeadConfig()
     training: TrainingConfig = TrainingConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     seeds: SeedsConfig = SeedsConfig()
@@ -182,7 +179,7 @@ def _merge_method(base: Any, over: Any) -> dict[str, Any]:
     second = {"name": over} if isinstance(over, str) else dict(over)
     if "name" in second and second["name"] != first.get("name", "probprompt"):
         return second
-    return {**first, **second}
+    return merge(first, second)
 
 
 def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -196,7 +193,7 @@ def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -
         key, equals, text = assignment.partition("=")
         if not equals:
             raise UserError(f"--set takes key=value, not {assignment!r}")
-        result = apply_values(result, {key.strip(): _parse_value(text.strip())})
+        result = apply_values(result, {key.strip(): parse_value(text.strip())})
     return result
 
 
@@ -238,7 +235,7 @@ def _nearest(key: str, known: list[str]) -> str:
     return hint
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Read a TOML value (number, true, list, quoted string); anything else is a string; ``none`` is no value."""
     if text.lower() == "none":
         return None

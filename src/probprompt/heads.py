@@ -1,39 +1,448 @@
-"""Heads: features to logits over the classes seen so far."""
+"""Heads: features to logits over the classes seen so far. Any head goes with any method.
+
+Trained heads learn by gradient together with the prompts. Closed-form heads add up sums over images, in float64, and
+are solved from them: after any sequence of tasks they equal the head of all those images at once, whatever the order,
+as long as the features of an image stay what they are. No image is kept.
+"""
 
 import math
-from typing import Self
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from probprompt import randomness
 
+Kind = Literal["linear", "normalised", "ridge", "lda", "nearest-mean"]
+STRENGTHS = tuple(10.0**power for power in range(-6, 10))
+"""What the strength of the ridge is chosen from."""
+CHUNK = 2**23  # numbers of an intermediate result in float64: 64 MB
 
-class LinearHead(nn.Module):
-    """A linear layer that grows by a row per class; a row's start depends on its seed and class alone."""
+
+class HeadConfig(BaseModel):
+    """Which head, and its settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind | None = None
+    """None: the one that the method prefers."""
+    projections: int = Field(2000, ge=0)
+    """Random ReLU projections under the ridge head; 0 takes the features as they are."""
+    ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """lambda of the ridge head; None chooses it on a fifth of the first task's images."""
+    shrinkage: float = Field(1e-3, gt=0, le=1)
+    """How far the covariance of the LDA head is drawn towards its mean diagonal."""
+
+
+class Head(nn.Module):
+    """Features (B, D) to logits (B, C), with room for more classes at any time."""
+
+    trained: ClassVar[bool]
+    """Whether it learns by gradient."""
+    learning_only: ClassVar[frozenset[str]] = frozenset()
+    """Saved tensors that prediction does not need."""
+
+    weight: Tensor
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()
+        self.width = width
         self.seed = seed
-        self.weight = nn.Parameter(torch.empty(0, width))  # (C, D)
-        self.bias = nn.Parameter(torch.empty(0))  # (C,)
+
+    @classmethod
+    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+        """Build the head, without any class yet, for features of this width."""
+        return cls(width, seed)
 
     def __len__(self) -> int:
-        return len(self.bias)
+        return len(self.weight)
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every saved tensor once there are so many classes."""
+        raise NotImplementedError
+
+    def grow(self, classes: int) -> Self:
+        """Make room for so many new classes."""
+        raise NotImplementedError
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Take over saved tensors, whatever their number of classes.
+
+        Those of ``learning_only`` may be missing: such a head predicts, but learns no more.
+        """
+        expected = self.shapes(len(tensors["weight"]) if "weight" in tensors else 0)
+        missing = set(expected) - set(tensors) - self.learning_only
+        unknown = set(tensors) - set(expected)
+        if missing or unknown:
+            raise ValueError(f"a {type(self).__name__} misses {sorted(missing)} and has no {sorted(unknown)}")
+        for name, value in tensors.items():
+            if tuple(value.shape) != expected[name]:
+                raise ValueError(f"{name} of a {type(self).__name__} is {expected[name]}, not {tuple(value.shape)}")
+        self._take({name: tensors.get(name) for name in expected})
+        return self
+
+    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
+        raise NotImplementedError
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        raise NotImplementedError
+
+
+class LinearHead(Head):
+    """A linear layer that grows by a row per class; a row's start depends on its seed and class alone.
+
+    >>> LinearHead(width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    trained = True
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__(width, seed)
+        self.replace(torch.empty(0, width), torch.empty(0))
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Weights (C, D) and biases (C,)."""
+        return {"weight": (classes, self.width), "bias": (classes,)}
 
     def grow(self, classes: int) -> Self:
         """Add rows for so many new classes, drawn as PyTorch's linear layer draws them."""
         seen, width = self.weight.shape
         bound = 1 / math.sqrt(width)
         rows = [randomness.uniform((width + 1,), self.seed, "head", seen + new) for new in range(classes)]
-        drawn = (bound * (2 * torch.stack(rows) - 1)).to(self.weight)  # (new, D + 1)
-        self.replace(torch.cat([self.weight.data, drawn[:, :-1]]), torch.cat([self.bias.data, drawn[:, -1]]))
+        if rows:
+            drawn = (bound * (2 * torch.stack(rows) - 1)).to(self.weight)  # (new, D + 1)
+            self.replace(torch.cat([self.weight.data, drawn[:, :-1]]), torch.cat([self.bias.data, drawn[:, -1]]))
         return self
 
     def replace(self, weight: Tensor, bias: Tensor) -> None:
         """Take over other rows, whatever their number."""
         self.weight, self.bias = nn.Parameter(weight.contiguous()), nn.Parameter(bias.contiguous())
 
+    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
+        weight, bias = tensors["weight"], tensors["bias"]
+        assert weight is not None and bias is not None
+        self.replace(weight.to(self.weight, copy=True), bias.to(self.bias, copy=True))
+
+    def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D) under other rows (C, D) and biases (C,) than its own."""
+        return nn.functional.linear(features, weight, bias)
+
     def forward(self, features: Tensor) -> Tensor:
         """Logits (B, C) of features (B, D)."""
-        return nn.functional.linear(features, self.weight, self.bias)
+        return self.logits(features, self.weight, self.bias)
+
+
+class NormalisedHead(LinearHead):
+    """Standardised features times rows of length 1, without biases (APT); a logit is at most sqrt(D).
+
+    >>> head = NormalisedHead(width=4, seed=0).grow(1)
+    >>> bool(torch.isclose(head(torch.ones(1, 4) + head.weight), head(1 + 5 * head.weight), rtol=1e-3))
+    True
+    """
+
+    def replace(self, weight: Tensor, bias: Tensor) -> None:
+        """Take over other rows, whatever their number; biases stay zero."""
+        super().replace(weight, torch.zeros_like(bias))
+        self.bias.requires_grad_(False)
+
+    def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D) under other rows (C, D) than its own; biases play no part."""
+        standard = nn.functional.layer_norm(features, (self.width,))  # (B, D)
+        return nn.functional.linear(standard, nn.functional.normalize(weight, dim=1))
+
+
+class ClosedFormHead(Head):
+    """A head solved from sums over images."""
+
+    trained = False
+
+    def __init__(self, width: int, seed: int, inner: int | None = None) -> None:
+        super().__init__(width, seed)
+        self.inner = inner or width  # L: the width of what is added up
+        for name, shape in self.shapes(0).items():
+            self.register_buffer(name, torch.zeros(shape, dtype=self._dtype(name)))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return torch.float64 if name in self.learning_only else torch.float32
+
+    def grow(self, classes: int) -> Self:
+        """Make room for so many new classes, without any image of them yet."""
+        self._check_complete()
+        for name, shape in self.shapes(len(self) + classes).items():
+            old = self.get_buffer(name)
+            if tuple(old.shape) != shape:
+                room = old.new_zeros(shape)
+                room[tuple(map(slice, old.shape))] = old
+                self.register_buffer(name, room)
+        return self
+
+    @torch.no_grad()
+    def learn(self, features: Tensor, labels: Tensor, classes: int, task_key: randomness.Key) -> None:
+        """Grow by so many classes and learn images: features (n, D), labels (n,) counting all classes seen.
+
+        With no new class, the images refine known ones. ``task_key`` keys what is drawn at random for this task.
+        """
+        self._check_complete()
+        if not bool(features.isfinite().all()):
+            raise ValueError("features are not all finite: sums over them would be lost for good")
+        found = labels.unique().tolist()
+        absent = sorted(set(range(len(self), len(self) + classes)) - set(found))
+        if absent or (found and not 0 <= found[0] <= found[-1] < len(self) + classes):
+            raise ValueError(
+                f"labels {found} do not fit {len(self)} known and {classes} new classes: without images {absent}"
+            )
+        self.grow(classes)
+        self._add(features, labels, task_key)
+        self._solve()
+
+    def _check_complete(self) -> None:
+        if any(self._buffers[name] is None for name in self.learning_only):
+            raise ValueError(f"this {type(self).__name__} was loaded without its sums: it predicts, but cannot learn")
+
+    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
+        device = self.weight.device
+        for name, value in tensors.items():  # what is None is neither held nor saved any more
+            self.register_buffer(name, None if value is None else value.to(device, self._dtype(name), copy=True))
+
+    def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
+        """Add the sums over these images."""
+        raise NotImplementedError
+
+    def _solve(self) -> None:
+        """Make from the sums what prediction needs."""
+        raise NotImplementedError
+
+    def _class_sums(self, values: Tensor, labels: Tensor) -> Tensor:
+        """Sums per class (C, L) of values (n, L); by a product, whose order of summation is fixed on every device."""
+        return nn.functional.one_hot(labels, len(self)).to(values).T @ values
+
+
+class RidgeHead(ClosedFormHead):
+    """Ridge regression of the one-hot classes on random ReLU projections of the features (RanPAC).
+
+    With h = ReLU(f W), G = sum h h^T and C = sum h onehot(y)^T, logits are h (G + lambda I)^-1 C. W is drawn from the
+    seed. Lambda is chosen once, from powers of ten, by the squared error on a fifth of the first task's images: the
+    largest within a standard error of the smallest error. (The smallest itself is a matter of chance where a small task
+    is fitted exactly by every small lambda; kept, such a lambda fails the tasks to come.) That needs two classes of two
+    images or more: until such a task comes, lambda is a tenth of the mean diagonal of G.
+
+    >>> head = RidgeHead(width=2, seed=0, projections=0, ridge=1.0)
+    >>> head.learn(torch.eye(2), torch.tensor([0, 1]), classes=2, task_key=0)
+    >>> head(torch.eye(2))
+    tensor([[0.5000, 0.0000],
+            [0.0000, 0.5000]])
+    """
+
+    learning_only = frozenset({"gram", "correlation", "strength"})
+    gram: Tensor
+    correlation: Tensor
+    strength: Tensor
+    projection: Tensor | None
+
+    def __init__(self, width: int, seed: int, projections: int = 2000, ridge: float | None = None) -> None:
+        super().__init__(width, seed, projections)
+        self.strength.fill_(math.nan if ridge is None else ridge)
+        projection = randomness.normal((width, projections), seed, "projection") if projections else None
+        # Drawn from the seed again when a model is loaded, so it need not be stored.
+        self.register_buffer("projection", projection, persistent=False)  # (D, L)
+
+    @classmethod
+    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+        """Build the head with the projections and the ridge that are set."""
+        return cls(width, seed, config.projections, config.ridge)
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, and lambda."""
+        inner = self.inner if classes else 0
+        rows = (classes, self.inner)
+        return {"weight": rows, "gram": (inner, inner), "correlation": rows, "strength": ()}
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        return nn.functional.linear(self._projected(features.to(self.weight)), self.weight)
+
+    def _projected(self, features: Tensor) -> Tensor:
+        if self.projection is None:
+            return features  # (B, D)
+        return (features @ self.projection.to(features)).relu()  # (B, L)
+
+    def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
+        if bool(self.strength.isnan()):
+            self._choose(features, labels, self._held_out(labels, task_key))
+        self._add_sums(self.gram, self.correlation, features, labels)
+
+    def _add_sums(self, gram: Tensor, correlation: Tensor, features: Tensor, labels: Tensor) -> None:
+        """Add G (L, L) and C^T (C, L) of these images."""
+        for some, of in _chunks(features, labels, self.inner):
+            projected = self._projected(some)  # (chunk, L)
+            gram += projected.T @ projected
+            correlation += self._class_sums(projected, of)
+
+    def _choose(self, features: Tensor, labels: Tensor, held_out: Tensor) -> None:
+        """Choose lambda, if images of two classes or more are held out (n,)."""
+        if len(labels[held_out].unique()) < 2:
+            return
+        gram, correlation = torch.zeros_like(self.gram), torch.zeros_like(self.correlation)
+        self._add_sums(gram, correlation, features[~held_out], labels[~held_out])
+        weights = [_solve(gram, strength, correlation.T) for strength in STRENGTHS]  # (L, C) each
+        images = _chunks(features[held_out], labels[held_out], self.inner)
+        errors = torch.cat([self._errors(some, of, weights) for some, of in images], dim=1)  # (strengths, held out)
+        self.strength.fill_(STRENGTHS[_largest_good(errors)])
+
+    def _errors(self, features: Tensor, labels: Tensor, weights: list[Tensor]) -> Tensor:
+        """Squared errors of several solutions: (solutions, B)."""
+        projected, wanted = self._projected(features), nn.functional.one_hot(labels, len(self))  # (B, L), (B, C)
+        return torch.stack([(projected @ weight - wanted).square().sum(dim=1) for weight in weights])
+
+    def _held_out(self, labels: Tensor, task_key: randomness.Key) -> Tensor:
+        """Draw a fifth of the images of each class, at least one of two: (n,) of booleans."""
+        held_out = torch.zeros_like(labels, dtype=torch.bool)
+        for label in labels.unique().tolist():
+            places = (labels == label).nonzero()[:, 0]  # (images of the class,)
+            count = max(round(len(places) / 5), int(len(places) > 1))
+            order = randomness.permutation(len(places), self.seed, "ridge", task_key, label)
+            held_out[places[order[:count].tolist()]] = True
+        return held_out
+
+    def _solve(self) -> None:
+        self.weight = self.solution().float()
+
+    def solution(self) -> Tensor:
+        """Solve for the weights (C, L) in float64, from the sums alone."""
+        strength = float(self.strength)
+        if math.isnan(strength):
+            strength = 0.1 * float(self.gram.diagonal().mean()) or 1.0
+        return _solve(self.gram, strength, self.correlation.T).T.contiguous()
+
+
+class LDAHead(ClosedFormHead):
+    """Linear discriminant analysis: a mean per class, one covariance S for all.
+
+    Logits are x S^-1 mu_c - 1/2 mu_c S^-1 mu_c. S is the covariance within classes, drawn towards its mean diagonal
+    (towards the identity where it is zero: one image per class).
+
+    >>> head = LDAHead(width=1, seed=0, shrinkage=1.0)
+    >>> head.learn(torch.tensor([[-2.0], [0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1, 1]), classes=2, task_key=0)
+    >>> head(torch.tensor([[1.0]]))
+    tensor([[-1.5000, -1.5000]])
+    """
+
+    learning_only = frozenset({"sums", "counts", "moment"})
+    sums: Tensor
+    counts: Tensor
+    moment: Tensor
+    bias: Tensor
+
+    def __init__(self, width: int, seed: int, shrinkage: float = 1e-3) -> None:
+        super().__init__(width, seed)
+        self.shrinkage = shrinkage
+
+    @classmethod
+    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+        """Build the head with the shrinkage that is set."""
+        return cls(width, seed, config.shrinkage)
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Weights and sums (C, D), biases and counts (C,), and the second moment (D, D)."""
+        rows, square = (classes, self.width), (self.width, self.width)
+        return {"weight": rows, "bias": (classes,), "sums": rows, "counts": (classes,), "moment": square}
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        return nn.functional.linear(features.to(self.weight), self.weight, self.bias)
+
+    def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
+        for some, of in _chunks(features, labels, self.width):
+            self.sums += self._class_sums(some, of)
+            self.moment += some.T @ some
+        self.counts += labels.bincount(minlength=len(self))
+
+    def _solve(self) -> None:
+        mean = self.sums / self.counts.clamp(min=1)[:, None]  # (C, D)
+        covariance = (self.moment - self.sums.T @ mean) / self.counts.sum()  # (D, D)
+        diagonal = float(covariance.diagonal().mean())
+        floor = self.shrinkage * diagonal if diagonal > 0 else 1.0
+        weight = _solve((1 - self.shrinkage) * covariance, floor, mean.T).T  # (C, D)
+        self.weight = weight.float().contiguous()
+        self.bias = (-(weight * mean).sum(dim=1) / 2).float()  # (C,)
+
+
+class NearestMeanHead(ClosedFormHead):
+    """The cosine between the feature and the mean of each class.
+
+    >>> head = NearestMeanHead(width=2, seed=0)
+    >>> head.learn(torch.tensor([[1.0, 1.0], [1.0, -1.0], [0.0, 3.0]]), torch.tensor([0, 0, 1]), 2, task_key=0)
+    >>> head(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.6000, 0.8000]])
+    """
+
+    learning_only = frozenset({"sums"})
+    sums: Tensor
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Weights and sums (C, D)."""
+        return {"weight": (classes, self.width), "sums": (classes, self.width)}
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        return nn.functional.linear(nn.functional.normalize(features.to(self.weight), dim=1), self.weight)
+
+    def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
+        for some, of in _chunks(features, labels, self.width):
+            self.sums += self._class_sums(some, of)
+
+    def _solve(self) -> None:
+        self.weight = nn.functional.normalize(self.sums, dim=1).float()  # the mean has the direction of the sum
+
+
+HEADS: dict[str, type[Head]] = {
+    "linear": LinearHead,
+    "normalised": NormalisedHead,
+    "ridge": RidgeHead,
+    "lda": LDAHead,
+    "nearest-mean": NearestMeanHead,
+}
+"""All heads by name."""
+
+
+def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head:
+    """Build the head that is set, or else the preferred one.
+
+    >>> make_head(HeadConfig(projections=5), "ridge", width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
+    torch.Size([2, 3])
+    """
+    return HEADS[config.kind or preferred].create(config, width, seed)
+
+
+def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images in float64, so few at a time that (images, width) stays small."""
+    size = max(1, CHUNK // width)
+    for some, of in zip(features.split(size), labels.split(size), strict=True):
+        yield some.double(), of
+
+
+def _solve(matrix: Tensor, shift: float, targets: Tensor) -> Tensor:
+    """Solve (matrix + shift I) X = targets in float64, for a matrix without negative eigenvalues."""
+    # A smaller shift than this would drown in the rounding of the largest eigenvalue.
+    least = len(matrix) * torch.finfo(matrix.dtype).eps * float(matrix.trace())
+    shifted = matrix.clone()
+    shifted.diagonal().add_(max(shift, least))
+    return torch.cholesky_solve(targets, torch.linalg.cholesky(shifted))
+
+
+def _largest_good(errors: Tensor) -> int:
+    """The last candidate whose mean error (candidates, n) is within a standard error of the smallest.
+
+    >>> _largest_good(torch.tensor([[1.0, 3.0], [0.5, 2.5], [1.0, 4.0], [9.0, 9.0]]))
+    2
+    """
+    mean = errors.mean(dim=1)  # (candidates,)
+    best = int(mean.argmin())
+    bar = mean[best] + errors[best].std() / math.sqrt(errors.shape[1])
+    return int((mean <= bar).nonzero().max())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -65,8 +65,74 @@ class Prefix:
         return cls(key=tokens[..., :half, :], value=tokens[..., half:, :])  # (B, M / 2, D) each
 
 
-Prompt: TypeAlias = Prefix
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Tokens that join the sequence at the input of a block and stay in it: (B, P, D), or (P, D) for the whole batch.
+
+    ``positioned`` adds the position embedding of the class token to them, as L2P does at the input.
+
+    >>> import torch
+    >>> Tokens(torch.zeros(2, 5, 48)).length
+    5
+    """
+
+    tokens: Tensor
+    positioned: bool = False
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tokens.shape)
+        if len(shape) not in (2, 3):
+            raise ValueError(f"tokens are (B, P, D), or (P, D) for the whole batch, got {shape}")
+
+    @property
+    def length(self) -> int:
+        """How many tokens join the sequence (P)."""
+        return self.tokens.shape[-2]
+
+    @property
+    def width(self) -> int:
+        """The backbone's width they are meant for (D)."""
+        return self.tokens.shape[-1]
+
+    @property
+    def batch(self) -> int | None:
+        """How many images they are meant for (B); None where they serve them all."""
+        return self.tokens.shape[0] if self.tokens.ndim == 3 else None
+
+
+@dataclass(frozen=True, eq=False)
+class ClassTokenShift:
+    """What is added to the class token's projected key and value: (B, W), or (W,) for the whole batch.
+
+    >>> import torch
+    >>> ClassTokenShift(torch.zeros(48), torch.zeros(48)).width
+    48
+    """
+
+    key: Tensor
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        key, value = tuple(self.key.shape), tuple(self.value.shape)
+        if key != value or len(key) not in (1, 2):
+            raise ValueError(f"a shift is (B, W) or (W,) for key and value alike, got {key} and {value}")
+
+    @property
+    def width(self) -> int:
+        """The attention width it is meant for (W)."""
+        return self.key.shape[-1]
+
+    @property
+    def batch(self) -> int | None:
+        """How many images it is meant for (B); None where one shift serves them all."""
+        return self.key.shape[0] if self.key.ndim == 2 else None
+
+
+Prompt: TypeAlias = Prefix | Tokens | ClassTokenShift
 """One thing to inject into one block."""
 
 Prompts: TypeAlias = Mapping[int, Prompt]
 """What to inject, by the index of the block, from 0."""
+
+Readout: TypeAlias = Literal["class", "class before norm", "tokens"]
+"""What is read out of a pass: the class token after the final norm or before it, or the mean of injected tokens."""

@@ -25,6 +25,13 @@ class Listed(StrEnum):
     backbones = "backbones"
 
 
+class Precision(StrEnum):
+    """What the backbone computes in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"probprompt {__version__}")
@@ -50,7 +57,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
     device: Device = None,
 ) -> None:
-    """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside the linear probe, on embedded data and weights."""
+    """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside controls without prompts, all embedded."""
     from probprompt.cli.commands import run_demo
 
     run_demo(out, seed, device)
@@ -62,6 +69,7 @@ def train(
         str | None, typer.Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
     ] = None,
     method: Annotated[str | None, typer.Option(help="See: probprompt list methods.")] = None,
+    preset: Annotated[str | None, typer.Option(help="published, matched, ridge or flagship.")] = None,
     tasks: Annotated[
         str | None, typer.Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")
     ] = None,
@@ -106,7 +114,66 @@ def train(
     for name, value in (("order", order_seed), ("init", init_seed), ("data", data_seed)):
         if value is not None:
             given["seeds"][name] = value
-    run_train(given, assignments or [], config, out, resume, device, track)
+    run_train(given, preset, assignments or [], config, out, resume, device, track)
+
+
+@app.command()
+def compare(
+    grid: Annotated[Path | None, typer.Argument(help="A grid in a TOML file (see examples/compare.toml).")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Methods, with commas between; all: every one.")] = None,
+    benchmarks: Annotated[list[str] | None, typer.Option(help="Benchmarks or folders, with commas between.")] = None,
+    seeds: Annotated[list[str] | None, typer.Option(help="0,1,2 or 0-4.", show_default="0,1,2")] = None,
+    presets: Annotated[
+        list[str] | None, typer.Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
+    ] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="Values of a setting to try; may be repeated.")
+    ] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Tabulate runs that are there, or a book of them."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
+    device: Device = None,
+    show_only: Annotated[bool, typer.Option("--no-run", help="Only tabulate what is finished.")] = False,
+    book: Annotated[Path | None, typer.Option(help="Write the records of all runs into one JSONL file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Put the tables into this page of Markdown.")] = None,
+) -> None:
+    """Run a grid of methods, benchmarks, seeds and settings, and set the results side by side."""
+    from probprompt.cli.compare import run_compare
+
+    given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
+    run_compare(grid, given, assignments or [], vary or [], runs or [], out, device, show_only, book, page)
+
+
+@app.command()
+def audit(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|MODEL|BENCHMARK]",
+            help="A run's or a model's folder; with --method or --all a benchmark.",
+            show_default="emoji-r",
+        ),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Train this method on a few images and audit it.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Train and audit every method.")] = False,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of that training.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Images for a saved model: a folder or a benchmark.")] = None,
+    images: Annotated[int | None, typer.Option(min=2, help="How many images: 64 for a model, 32 for a method.")] = None,
+    precision: Annotated[Precision, typer.Option(help="What the backbone computes in.")] = Precision.fp32,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the proof to a JSON file, too.")] = None,
+) -> None:
+    """Prove that predictions depend on their own image alone; a leak is told with exit code 1."""
+    from probprompt.cli.audit import run_audit
+
+    run_audit(target, method, every, assignments or [], data, images, precision.value, device, out)
 
 
 @app.command("list")

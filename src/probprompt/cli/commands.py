@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from probprompt import api, presets
+from probprompt import api, methods, presets
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
 from probprompt.config import apply_assignments, merge, parse_config, read_toml, with_absolute_paths
@@ -17,7 +17,7 @@ from probprompt.runs.record import Run
 
 
 def run_demo(out: Path | None, seed: int, device: str | None) -> None:
-    """ProbPrompt and the linear probe, one after the other, then a table and a report on both."""
+    """ProbPrompt and two controls without prompts, one after the other, then a table and a report on all."""
     screen = Screen()
     folder = out or api.free_folder(Path("runs"), "demo")
     if folder.exists():
@@ -25,12 +25,12 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     screen.say("20 classes of emoji arrive in 5 tasks; old images are never seen again.")
     screen.say("The test images are drawn in styles that training never shows.\n")
     runs = []
-    for method in ("probprompt", "linear-probe"):
-        screen.title(method)
-        config = merge(presets.DEMO, {"method": presets.DEMO_PROBPROMPT if method == "probprompt" else method})
+    for method, preset in presets.DEMO:
+        screen.title(f"{method}: {methods.find(method).summary}")
+        config = presets.settings(preset, method, "emoji-r")
         target = folder / method
         with _resumable(target):
-            run = api.train(method=method, out=target, seed=seed, config=config, device=device, watcher=screen)
+            run = api.train(out=target, seed=seed, config=config, device=device, watcher=screen)
         runs.append(run)
     folders = [run.folder for run in runs]
     picture = save_overview(folders, folder / "overview.png")
@@ -42,6 +42,7 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
 
 def run_train(
     given: dict[str, Any],
+    preset: str | None,
     assignments: list[str],
     config: Path | None,
     out: Path | None,
@@ -52,11 +53,16 @@ def run_train(
     """A new run, or the rest of one that was stopped."""
     screen = Screen()
     if resume:
+        if preset:
+            raise UserError("--resume goes on with the run's own settings: leave --preset away")
         _refuse_changes(resume, given, assignments, config, out)
         with _resumable(resume):
             run = api.resume(resume, device, screen, track)
     else:
-        run = _new_run(_gather({}, given, assignments, config), out, device, track, screen)
+        settings = _gather({}, given, assignments, config)
+        if preset:
+            settings = api.with_preset(preset, settings)
+        run = _new_run(settings, out, device, track, screen)
     screen.show(run)
 
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 
-_PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-_WIDE = 10_000  # columns: more than any table has
+PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+WIDE = 10_000  # columns: more than any table has
 
 
 class Screen(Watcher):
@@ -69,7 +69,7 @@ class Screen(Watcher):
 
     def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A plain table."""
-        table = Table(*header, **_PLAIN)
+        table = Table(*header, **PLAIN)
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
@@ -78,6 +78,8 @@ class Screen(Watcher):
         """The outcome of a run."""
         self._matrix(run)
         self._summary([run])
+        for mark in run.record.get("marks", []):
+            self.say(f"not to be compared: {mark}")
         for name in run.record["skipped"]:
             self.say(f"skipped, unreadable: {name}")
         self.say(f"report: {run.report}")
@@ -95,7 +97,7 @@ class Screen(Watcher):
         steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
         rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
         whole = _table(("", *steps), rows)
-        if Measurement.get(self.console, self.console.options.update(width=_WIDE), whole).maximum <= self.console.width:
+        if Measurement.get(self.console, self.console.options.update(width=WIDE), whole).maximum <= self.console.width:
             self.console.print(whole)
             return
         ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
@@ -118,7 +120,7 @@ def _cell(value: float) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Names on the left, numbers on the right."""
-    table = Table(header[0], **_PLAIN)
+    table = Table(header[0], **PLAIN)
     for name in header[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

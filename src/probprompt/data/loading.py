@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from probprompt.data.benchmarks import ImageSet
+from probprompt.data.colour import Augmentation, after_crop, before_crop
 from probprompt.data.images import Pixels, UnreadableImageError
-from probprompt.data.views import Boxes, centre_boxes, resample
+from probprompt.data.views import Boxes, Kernel, centre_boxes, resample
 from probprompt.errors import UserError
 
 Advance = Callable[[int], None]
@@ -49,6 +50,19 @@ class ImageStore:
 
 
 @dataclass(frozen=True)
+class RandomViews:
+    """How training looks at images: a box each, and what happens to their colours."""
+
+    boxes: Boxes
+    augmentation: Augmentation = "crop"
+    draws: Tensor | None = None  # (B, draws of the augmentation)
+
+    def __getitem__(self, rows: Tensor) -> "RandomViews":
+        """The views of some of the images."""
+        return RandomViews(self.boxes[rows], self.augmentation, None if self.draws is None else self.draws[rows])
+
+
+@dataclass(frozen=True)
 class Viewer:
     """Turns stored images into what the backbone is fed."""
 
@@ -56,14 +70,26 @@ class Viewer:
     resized: int
     mean: Tensor  # (3, 1, 1)
     std: Tensor  # (3, 1, 1)
+    kernel: Kernel = "bilinear"
+    """How evaluation views are resized."""
 
     def evaluation(self, store: ImageStore, indices: Tensor) -> Tensor:
         """The evaluation view of images (B, 3, size, size), normalised."""
-        return self.view(store, indices, centre_boxes(store.sizes[indices], self.resized, self.size))
+        boxes = centre_boxes(store.sizes[indices], self.resized, self.size)
+        return self._normalise(resample(store.canvas(indices), boxes, self.size, self.kernel))
 
-    def view(self, store: ImageStore, indices: Tensor, boxes: Boxes) -> Tensor:
-        """A given view of images (B, 3, size, size), normalised."""
-        return (resample(store.canvas(indices), boxes, self.size) - self.mean) / self.std
+    def random(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
+        """Given views of images (B, 3, size, size), normalised."""
+        canvas = store.canvas(indices)
+        if views.draws is not None:
+            canvas = before_crop(canvas, store.sizes[indices], views.draws, views.augmentation)
+        images = resample(canvas, views.boxes, self.size)
+        if views.draws is not None:
+            images = after_crop(images, views.draws, views.augmentation)
+        return self._normalise(images)
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        return (images - self.mean) / self.std
 
 
 @dataclass(frozen=True)

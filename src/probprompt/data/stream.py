@@ -39,6 +39,11 @@ class Task:
     classes: tuple[int, ...]
     first: int
 
+    @classmethod
+    def joined(cls, stream: Sequence["Task"]) -> "Task":
+        """All tasks of a stream as one."""
+        return cls(0, tuple(label for task in stream for label in task.classes), 0)
+
 
 def class_order(count: int, seed: int) -> tuple[int, ...]:
     """Order the classes: as the dataset does for seed 0, shuffled for any other.

@@ -1,14 +1,18 @@
 """Views of images: random-resized-crop and flip for training, resize and centre crop for evaluation.
 
-A view is a box per image and two small matrices that resample it (triangle filter with antialiasing, as
-torchvision's bilinear resize), so a whole batch of boxes of different sizes is two matrix products on any device.
+A view is a box per image and two small matrices that resample it (with antialiasing, as torchvision's bilinear and
+bicubic resize), so a whole batch of boxes of different sizes is two matrix products on any device.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Kernel = Literal["bilinear", "bicubic"]
+"""How pixels between pixels are found."""
 
 TRIES = 10  # torchvision's: boxes tried before the whole image is taken
 DRAWS = 2 * TRIES + 3  # uniform numbers per image: area and ratio of each try, position, flip
@@ -78,23 +82,37 @@ def centre_boxes(sizes: Tensor, resized: int, size: int) -> Boxes:
     return Boxes(top, left, size * rows / new_rows, size * columns / new_columns, (zero, rows, zero, columns))
 
 
-def resample(canvas: Tensor, boxes: Boxes, size: int) -> Tensor:
+def resample(canvas: Tensor, boxes: Boxes, size: int, kernel: Kernel = "bilinear") -> Tensor:
     """Cut the boxes out of a canvas (B, 3, H, W) of uint8 and resize them to (B, 3, size, size) in [0, 1]."""
     top, bottom, left, right = boxes.limits
-    down = _matrix(boxes.top, boxes.height, top, bottom, canvas.shape[2], size)  # (B, size, H)
-    across = _matrix(boxes.left, boxes.width, left, right, canvas.shape[3], size)  # (B, size, W)
+    down = _matrix(boxes.top, boxes.height, top, bottom, canvas.shape[2], size, kernel)  # (B, size, H)
+    across = _matrix(boxes.left, boxes.width, left, right, canvas.shape[3], size, kernel)  # (B, size, W)
     if boxes.flip is not None:
         across = torch.where(boxes.flip[:, None, None], across.flip(1), across)
     pixels = canvas.float() / 255  # (B, 3, H, W)
     return (down[:, None] @ (pixels @ across.mT[:, None])).clamp(0, 1)  # (B, 3, size, size)
 
 
-def _matrix(start: Tensor, length: Tensor, low: Tensor, high: Tensor, pixels: int, size: int) -> Tensor:
-    """Weights of the input pixels in each output pixel, (B, size, pixels): a triangle as wide as the reduction."""
+def _matrix(start: Tensor, length: Tensor, low: Tensor, high: Tensor, pixels: int, size: int, kernel: Kernel) -> Tensor:
+    """Weights of the input pixels in each output pixel, (B, size, pixels): a kernel as wide as the reduction."""
     scale = (length / size)[:, None]  # (B, 1)
     centre = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale  # (B, size)
     position = torch.arange(pixels, device=start.device) + 0.5  # (pixels,)
     distance = (position - centre[..., None]).abs() / scale[..., None].clamp(min=1)  # (B, size, pixels)
     inside = (position > low[:, None]) & (position < high[:, None])  # (B, pixels)
-    weights = (1 - distance).clamp(min=0) * inside[:, None]  # (B, size, pixels)
+    weights = _KERNELS[kernel](distance) * inside[:, None]  # (B, size, pixels)
     return (weights / weights.sum(dim=-1, keepdim=True)).float()
+
+
+def _triangle(distance: Tensor) -> Tensor:
+    return (1 - distance).clamp(min=0)
+
+
+def _cubic(distance: Tensor) -> Tensor:
+    """Keys' piecewise cubic with a = -1/2."""
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    return torch.where(distance < 1, near, torch.where(distance < 2, far, 0))
+
+
+_KERNELS = {"bilinear": _triangle, "bicubic": _cubic}

@@ -7,19 +7,31 @@ from torch import Tensor
 
 from probprompt.evaluation.embedding import pca, tsne
 from probprompt.methods import EVALUATION, Method
+from probprompt.prompts import ClassTokenShift, Prompt, Tokens
 
 QUERIES = 128  # looked at together: a query meets every component in float64
 POINTS = 400  # queries embedded at most: exact t-SNE grows with their square
 
 
 def injected_tokens(method: Method, queries: Tensor) -> dict[int, Tensor]:
-    """The prompt tokens that evaluation injects for these queries, per block: (slots, B, W)."""
-    prompts = method.prompts(queries, EVALUATION).prompts
+    """The prompt tokens that evaluation injects for these queries, per block: (slots, B, W).
+
+    The slots of a prefix are its keys, then its values; of a shift of the class token its key and its value.
+    """
+    prompts = method.prompts(queries if method.needs_query else None, EVALUATION).prompts
     tokens = {}
-    for block, prefix in prompts.items():
-        both = torch.cat([prefix.key, prefix.value], dim=-2)  # (B, slots, W), or (slots, W) when shared
+    for block, prompt in prompts.items():
+        both = _slots(prompt)  # (B, slots, W), or (slots, W) when shared
         tokens[block] = both.expand(len(queries), *both.shape[-2:]).transpose(0, 1)
     return tokens
+
+
+def _slots(prompt: Prompt) -> Tensor:
+    if isinstance(prompt, Tokens):
+        return prompt.tokens
+    if isinstance(prompt, ClassTokenShift):
+        return torch.stack([prompt.key, prompt.value], dim=-2)
+    return torch.cat([prompt.key, prompt.value], dim=-2)
 
 
 def similarity(tokens: dict[int, Tensor]) -> Tensor:

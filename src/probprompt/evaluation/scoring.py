@@ -1,5 +1,7 @@
 """Accuracy on every task seen so far, over all classes seen so far, without being told the task."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -8,11 +10,16 @@ from probprompt.training.model import PromptedModel
 
 
 class Scorer:
-    """Scores a model on the test images of tasks. The backbone is frozen, so each query is computed once."""
+    """Scores a model on the test images of tasks.
+
+    What never changes is computed once: the query of an image, since the backbone is frozen, and its features once
+    the prompts are fixed.
+    """
 
     def __init__(self, model: PromptedModel, images: Loaded, viewer: Viewer, batch: int) -> None:
         self.model, self.images, self.viewer, self.batch = model, images, viewer, batch
-        self._queries: dict[int, Tensor] = {}
+        self._queries = Cache(len(images.labels))
+        self._features = Cache(len(images.labels))
 
     def accuracy(self, rows: Tensor, labels: Tensor) -> float:
         """Accuracy in % on these images; labels in order of appearance."""
@@ -22,18 +29,54 @@ class Scorer:
         )
         return 100 * correct / len(rows)
 
+    @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
         """Logits (n, C) of these images."""
-        images = self.viewer.evaluation(self.images.store, rows)
-        query = self.queries(rows, images) if self.model.method.needs_query else None
-        return self.model.predict(images, query)
+        logits: Tensor = self.model.head(self.features(rows))
+        return logits
 
-    def queries(self, rows: Tensor, images: Tensor | None = None) -> Tensor:
+    @torch.no_grad()
+    def features(self, rows: Tensor) -> Tensor:
+        """Features (n, D) of these images, from the cache where nothing can have changed them."""
+
+        def compute(some: Tensor) -> Tensor:
+            images = self.viewer.evaluation(self.images.store, some)
+            query = None
+            if self.model.method.needs_query:
+                query = self._queries.get(some, lambda new: self._ask(new, images if len(new) == len(some) else None))
+            return self.model.features(images, query=query)[0]
+
+        return self._features.get(rows, compute) if self.model.static else compute(rows)
+
+    @torch.no_grad()
+    def queries(self, rows: Tensor) -> Tensor:
         """Queries (n, D) of these images, from the cache where they were needed before."""
-        wanted = rows.tolist()
-        missing = [place for place, row in enumerate(wanted) if row not in self._queries]
-        if missing:
-            new = rows[missing]
-            views = self.viewer.evaluation(self.images.store, new) if images is None else images[missing]
-            self._queries.update(zip(new.tolist(), self.model.backbone.query(views), strict=True))
-        return torch.stack([self._queries[row] for row in wanted])
+        if self.model.method.trains_backbone:  # then it does change
+            return self._ask(rows)
+        return self._queries.get(rows, self._ask)
+
+    def _ask(self, rows: Tensor, images: Tensor | None = None) -> Tensor:
+        if images is None:
+            images = self.viewer.evaluation(self.images.store, rows)
+        return self.model.backbone.query(images, self.model.method.query_readout)
+
+
+class Cache:
+    """Rows of one table that are computed once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._table: Tensor | None = None
+        self._known = torch.zeros(size, dtype=torch.bool)
+
+    def get(self, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """These rows (n, D); those not known yet are computed, together."""
+        places = rows.cpu()
+        missing = (~self._known[places]).nonzero().flatten()
+        if len(missing) or self._table is None:
+            new = compute(rows[missing.to(rows.device)])  # (m, D)
+            if self._table is None:
+                self._table = new.new_empty(self.size, new.shape[1])
+            self._table[rows[missing.to(rows.device)]] = new
+            self._known[places[missing]] = True
+        return self._table[rows]

@@ -1,6 +1,6 @@
 """What a continual-learning method must answer; everything else is the engine's, once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from probprompt.errors import UserError, suggest
-from probprompt.prompts import Prompts
+from probprompt.prompts import Prompts, Readout
 
 
 class MethodConfig(BaseModel):
@@ -18,6 +18,10 @@ class MethodConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+
+    def marks(self) -> tuple[str, ...]:
+        """What must be said beside every result: published behaviour that is wrong, and was asked for by an option."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -28,17 +32,20 @@ class Shape:
     depth: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
-    """What a method may know while it makes prompts: at evaluation neither a task nor a generator."""
+    """What a method may know while it makes prompts: at evaluation nothing at all."""
 
+    training: bool = False
+    """Whether the prompts are made for a training step."""
     task: int | None = None
+    """The task of the images, counted from 0: known of training images only."""
+    labels: Tensor | None = None
+    """Classes of the images (B,), numbered by their appearance in the stream: in a training step only."""
+    first: int = 0
+    """The number of the task's first class."""
     generator: torch.Generator | None = None
-
-    @property
-    def training(self) -> bool:
-        """Whether the prompts are made for a training step."""
-        return self.task is not None
+    """Source of noise in a training step."""
 
 
 EVALUATION = Context()
@@ -52,6 +59,19 @@ class Prompted:
     loss: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class TaskSummary:
+    """All training images of a task that was just trained, as the model sees them at evaluation."""
+
+    task: int
+    first: int
+    classes: int
+    labels: Tensor  # (n,), numbered by appearance in the stream
+    queries: Tensor | None  # (n, D); None where the method needs no query
+    features: Tensor  # (n, D), with the method's ``statistics_context``
+    logits: Tensor  # (n, classes): over the task's own classes
+
+
 class Method(nn.Module):
     """A continual-learning method: queries to prompts, with whatever it learns and remembers.
 
@@ -62,6 +82,26 @@ class Method(nn.Module):
     Config: ClassVar[type[MethodConfig]]
     summary: ClassVar[str]
     needs_query: ClassVar[bool] = True
+    """Whether prompts depend on the image, through the frozen backbone's answer without prompts."""
+    query_readout: ClassVar[Readout] = "class"
+    """What of the frozen pass is the query."""
+    readout: ClassVar[Readout] = "class"
+    """What of the prompted pass goes to the head."""
+    preferred_head: ClassVar[str] = "linear"
+    """The head where the user names none."""
+    aligned: ClassVar[bool] = True
+    """Whether a trained head is realigned after each task where the user does not say."""
+    masked: ClassVar[bool] = True
+    """Whether training compares the classes of the task alone (else all classes seen)."""
+    learns: ClassVar[bool] = True
+    """Whether anything but the head learns."""
+    trains_backbone: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
+    """Whether all tasks are learned at once: an upper bound, no continual learning."""
+    needs_summary: ClassVar[bool] = False
+    """Whether :meth:`end_task` is given the task's training images as the model sees them."""
+    needs_prototypes: ClassVar[bool] = False
+    """Whether :meth:`initial_rows` is asked."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
@@ -74,7 +114,11 @@ class Method(nn.Module):
         return cls(config, shape, seed)  # type: ignore[arg-type, call-arg]
 
     def begin_task(self, task: int, classes: int) -> None:
-        """Grow or re-initialise for task number ``task`` of so many new classes; must depend on nothing else."""
+        """Grow or re-initialise for task number ``task`` of so many new classes.
+
+        Names and shapes of what is there afterwards depend on the tasks so far and nothing else: a saved method is
+        rebuilt by the same calls and then given its tensors. Random numbers come from :mod:`probprompt.randomness`.
+        """
 
     def begin_epoch(self) -> None:
         """Take note that an epoch begins."""
@@ -82,13 +126,46 @@ class Method(nn.Module):
     def before_step(self) -> None:
         """Take note of the parameters just used, before the optimiser changes them."""
 
+    def end_task(self, summary: TaskSummary | None) -> None:
+        """Take note that the task is trained; the head is realigned afterwards."""
+
+    def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
+        """Trainable parameters with a factor on the prompts' learning rate."""
+        yield [parameter for parameter in self.parameters() if parameter.requires_grad], 1.0
+
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
         """Answer what to inject for these queries (B, D), and the method's own loss in training."""
         raise NotImplementedError
 
+    def feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
+        """A loss on the prompted features (B, D) of a training step, beside the cross-entropy."""
+        return None
+
+    def statistics_context(self, task: int) -> Context:
+        """How the training images of a task are seen when statistics of their features are taken."""
+        return EVALUATION
+
+    def initial_rows(self, prototypes: Tensor, known: Tensor, rows: Tensor) -> Tensor | None:
+        """Where the head's rows for new classes start: (new, D).
+
+        ``prototypes`` (new, D) and ``known`` (old, D) are mean queries of classes, ``rows`` (old, D) those of the
+        head. None leaves the head's own start.
+        """
+        return None
+
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Show, per block, how strongly each component is used for each query: (B, M, N). Empty without such."""
         return {}
+
+
+def check_blocks(blocks: Iterable[int], shape: Shape) -> None:
+    """Refuse blocks that the backbone does not have."""
+    outside = [block for block in blocks if not 0 <= block < shape.depth]
+    if outside:
+        raise UserError(
+            f"the backbone has blocks 0 to {shape.depth - 1}, but method.blocks names {outside}: "
+            f"set method.blocks within that range"
+        )
 
 
 _REGISTRY: dict[str, type[Method]] = {}

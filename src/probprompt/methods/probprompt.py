@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import equations, randomness
-from probprompt.errors import UserError
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
 from probprompt.prompts import Prefix
 
 Positive = Annotated[float, Field(gt=0)]
@@ -76,12 +75,7 @@ class ProbPrompt(Method):
 
     def __init__(self, config: ProbPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        outside = [block for block in config.blocks if not 0 <= block < shape.depth]
-        if outside:
-            raise UserError(
-                f"the backbone has blocks 0 to {shape.depth - 1}, but method.blocks names {outside}: "
-                f"set method.blocks within that range"
-            )
+        check_blocks(config.blocks, shape)
         self.config = config
         self.temperature = _temperature(config.relevance_temperature, shape.width)
         mean = torch.stack([_initial_mean(config, shape.width, seed, block) for block in config.blocks])

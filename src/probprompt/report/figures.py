@@ -422,6 +422,150 @@ def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], index: int, key: s
 
 
 @dataclass(frozen=True)
+class Bar:
+    """One bar: its value with a standard deviation, and where it started; an outlined one is out of the ranking."""
+
+    name: str
+    value: float
+    error: float | None = None
+    index: int = 0
+    start: float | None = None
+    outlined: bool = False
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """Move places apart, as little as possible (in squares), until neighbours keep a gap; the order stays.
+
+    >>> spread([1.0, 5.0, 5.0], 2.0)
+    [1.0, 4.0, 6.0]
+    """
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    blocks: list[tuple[float, int]] = []  # mean and number of what has been pushed together
+    for rank, index in enumerate(order):
+        mean, size = values[index] - gap * rank, 1
+        while blocks and blocks[-1][0] >= mean:
+            other, count = blocks.pop()
+            mean, size = (mean * size + other * count) / (size + count), size + count
+        blocks.append((mean, size))
+    means = [mean for mean, size in blocks for _ in range(size)]
+    places = [0.0] * len(values)
+    for rank, index in enumerate(order):
+        places[index] = means[rank] + gap * rank
+    return places
+
+
+@styled
+def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: str) -> str:
+    """Named bars with standard deviations, the value written beside each; a diamond marks where it started."""
+    figure = _figure(400, 40 + 18 * len(values))
+    axes = figure.add_subplot()
+    for place, bar in enumerate(values):
+        colour = PALETTE[bar.index % len(PALETTE)]
+        axes.barh(
+            place, bar.value, 0.62, color=PAGE if bar.outlined else colour, edgecolor=colour, linewidth=1.0, zorder=2
+        )
+        if bar.error and round(bar.error, digits):
+            around: dict[str, Any] = {"xerr": bar.error, "capsize": 2.5}
+            axes.errorbar(bar.value, place, ecolor=PAGE, elinewidth=3.0, capthick=3.0, zorder=3, **around)
+            axes.errorbar(bar.value, place, ecolor=INK, elinewidth=1.0, zorder=3.5, **around)
+        if bar.start is not None:
+            axes.plot(bar.start, place, "D", color=INK, markerfacecolor=PAGE, markersize=4.5, zorder=4)
+    ends = [max(0.0, bar.value + (bar.error or 0.0), bar.start or 0.0) for bar in values]
+    lowest = min(0.0, *(min(bar.value - (bar.error or 0.0), bar.start or 0.0) for bar in values))
+    span = max(*ends, 0.0) - lowest or 1.0
+    for place, (bar, end) in enumerate(zip(values, ends, strict=True)):
+        text = f"{bar.value:.{digits}f}" + ("" if bar.error is None else f" ± {bar.error:.{digits}f}")
+        axes.text(end + 0.03 * span, place, text.replace("-", "−"), va="center", color=INK, fontsize=9)
+    axes.set_yticks(range(len(values)), [label(bar.name, 30) for bar in values], color=INK, fontsize=9)
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set_xlim(lowest - (0.03 * span if lowest < 0 else 0.0), lowest + 1.3 * span)
+    ticks = MaxNLocator(5).tick_values(lowest, lowest + span)
+    axes.set_xticks([tick for tick in ticks if lowest <= tick <= lowest + span])
+    if lowest < 0:
+        axes.axvline(0.0, color=MUTED, linewidth=0.7)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(lowest >= 0)
+    axes.set_xlabel(axis)
+    return _svg(figure, key, description)
+
+
+def _name_ends(axes: Axes, ends: Sequence[tuple[str, int, tuple[float, float]]], height: float) -> None:
+    """Write the name of each line beside its end, so that no two overlap; the index is that of its look."""
+    low, high = axes.get_ylim()
+    places = spread([value for _, _, (_, value) in ends], (high - low) * 12.5 / height)
+    over = max(0.0, max(places) - high) - max(0.0, low - min(places))
+    for (name, index, end), place in zip(ends, places, strict=True):
+        colour = PALETTE[index % len(PALETTE)]
+        axes.annotate(
+            label(name, 26),
+            xy=end,
+            xytext=(1.05, place - over),
+            textcoords=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=9,
+            color=colour,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0.0, 0.5),
+            },
+            annotation_clip=False,
+        )
+
+
+@styled
+def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, key: str, description: str) -> str:
+    """Average accuracy over the tasks seen so far, after each step, one named line per method."""
+    inner = max(160.0, 13.0 * len(lines))
+    figure = _figure(440, inner + 50)
+    axes = figure.add_subplot()
+    for _, line in lines:
+        _draw(axes, line)
+    _accuracy_axis(axes, floor, 6)
+    _step_axis(axes, total, 20)
+    ends = [(name, line.index, (line.points[0][-1], line.points[1][-1])) for name, line in lines]
+    _name_ends(axes, ends, inner)
+    axes.set_xlabel("after learning task")
+    axes.set_ylabel("average accuracy, %")
+    return _svg(figure, key, description)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A line over the values of a setting: (setting, value, value at the start), None where there is no start."""
+
+    name: str
+    index: int
+    points: Sequence[tuple[float, float, float | None]]
+
+
+@styled
+def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, description: str) -> str:
+    """How a value changes with a setting, one line per method; thin and hollow: the value at the start."""
+    inner = max(160.0, 13.0 * len(lines))
+    figure = _figure(440, inner + 50)
+    axes = figure.add_subplot()
+    for line in lines:
+        colour, marker = PALETTE[line.index % len(PALETTE)], MARKERS[line.index % len(MARKERS)]
+        shown = [(place, value) for place, value, _ in line.points]
+        begun = [(place, start) for place, _, start in line.points if start is not None]
+        axes.plot(*zip(*shown, strict=True), color=colour, marker=marker, linewidth=1.6, markersize=5, clip_on=False)
+        if begun:
+            look: dict[str, Any] = {"linestyle": (0, (1.5, 1.5)), "markerfacecolor": PAGE, "markersize": 4.5}
+            axes.plot(*zip(*begun, strict=True), color=colour, marker=marker, linewidth=0.8, clip_on=False, **look)
+    places = sorted({place for line in lines for place, _, _ in line.points})
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.grid(False, axis="x")
+    _name_ends(axes, [(line.name, line.index, line.points[-1][:2]) for line in lines], inner)
+    axes.set_xlabel(setting)
+    axes.set_ylabel(axis)
+    return _svg(figure, key, description)
+
+
+@dataclass(frozen=True)
 class Overview:
     """What the overview shows: named lines, one run's accuracy matrix, a similarity where there is one."""
 

@@ -20,24 +20,27 @@ from probprompt.runs.files import write_bytes, write_error
 # Words
 
 
-def _number(value: float, digits: int = 1) -> str:
+def number(value: float, digits: int = 1) -> str:
+    """A number with so many decimals, a real minus and no negative zero."""
     text = f"{value:,.{digits}f}"
     return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
 
 
-def _percent(value: float, digits: int = 1) -> str:
-    return _number(value, digits) + "\u00a0%"  # a line must not end between the two
+def percent(value: float, digits: int = 1) -> str:
+    """A number with a percent sign."""
+    return number(value, digits) + "\u00a0%"  # a line must not end between the two
 
 
-def _count(number: int, thing: str) -> str:
+def count(number: int, thing: str) -> str:
+    """How many of a thing, with its plural."""
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{number:,} {thing if number == 1 else plural}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Say a time as people do.
 
-    >>> _duration(42.2), _duration(754), _duration(7260)
+    >>> duration(42.2), duration(754), duration(7260)
     ('42 s', '12 min 34 s', '2 h 1 min')
     """
     if seconds < 10:
@@ -88,8 +91,8 @@ def _headline(run: Run) -> str:
     end = " so far" if not run.finished else " at the end" if run.steps > 1 else ""
     tasks = f"in {run.steps} tasks, one after another," if run.steps > 1 else "in one task"
     text = (
-        f"{run.label} learned {_count(classes, 'class')} {tasks} and recognises "
-        f"{_percent(run.accuracy.final)} of the {run.record.evaluated_on} images{end}"
+        f"{run.label} learned {count(classes, 'class')} {tasks} and recognises "
+        f"{percent(run.accuracy.final)} of the {run.record.evaluated_on} images{end}"
     )
     if run.steps == 1:
         return text + "."
@@ -99,13 +102,17 @@ def _headline(run: Run) -> str:
         return text
     if forgetting < 0.05:
         return text + " On average, nothing of the earlier tasks was forgotten."
-    return text + f" On the earlier tasks it is {_number(forgetting)} points below its best."
+    return text + f" On the earlier tasks it is {number(forgetting)} points below its best."
 
 
 def _badges(run: Run) -> list[str]:
-    badges = [] if run.finished else [f"unfinished: {run.steps} of {_count(run.total, 'task')}"]
+    badges = [] if run.finished else [f"unfinished: {run.steps} of {count(run.total, 'task')}"]
     if run.record.evaluated_on != "test":
         badges.append(f"evaluated on {run.record.evaluated_on} images")
+    badges += run.record.marks
+    if run.record.audit:
+        leaks = ", ".join(map(str, run.record.audit.get("leaks", [])))
+        badges.append(f"audited: LEAKS ({leaks})" if leaks else "audited: predictions depend on their own image alone")
     return badges
 
 
@@ -148,16 +155,23 @@ def _caveats(runs: Sequence[Run]) -> list[str]:
         notes.append("The preprocessing of the images differs: see the provenance of each run.")
     if not all(run.finished for run in runs):
         notes.append("An unfinished run has had fewer tasks to forget: only finished runs are ranked.")
+    for run in runs:
+        notes += [f"{run.label} must not be ranked. {mark.capitalize()}." for mark in run.record.marks]
     notes.append("Each row is a single run: a difference of a few points may be chance.")
     return notes
 
 
 def _best(runs: Sequence[Run], value: Callable[[Run], float | None], sign: int) -> set[int]:
     """Find the runs that are best to the digits shown; none where all are level."""
-    values = {run.index: round(v, 2) * sign for run in runs if run.finished and (v := value(run)) is not None}
+    values = {run.index: round(v, 2) * sign for run in runs if _ranked(run) and (v := value(run)) is not None}
     if len(set(values.values())) < 2:
         return set()
     return {index for index, v in values.items() if v == max(values.values())}
+
+
+def _ranked(run: Run) -> bool:
+    """Whether it stands for a ranking: all tasks learned, and nothing published that is wrong was asked for."""
+    return run.finished and not run.record.marks
 
 
 def _table(runs: Sequence[Run], ranked: bool) -> list[dict[str, Any]]:
@@ -170,7 +184,7 @@ def _table(runs: Sequence[Run], ranked: bool) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         cells = [
-            {"text": "—" if (v := value(run)) is None else _number(v, 2), "best": run.index in marked}
+            {"text": "—" if (v := value(run)) is None else number(v, 2), "best": run.index in marked}
             for (value, _), marked in zip(measures, best, strict=True)
         ]
         seconds = _seconds(run)
@@ -178,7 +192,7 @@ def _table(runs: Sequence[Run], ranked: bool) -> list[dict[str, Any]]:
         rows.append(
             _identity(run)
             | {"cells": cells, "badges": _badges(run)}
-            | {"time": "—" if seconds is None else _duration(seconds)}
+            | {"time": "—" if seconds is None else duration(seconds)}
             | {"parameters": "—" if trainable is None else f"{trainable:,}"}
         )
     return rows
@@ -189,15 +203,15 @@ def _verdict(runs: Sequence[Run]) -> str:
     if len(ranked) < 2:
         return " ".join(_headline(run) for run in runs)
     first, second = ranked[0], ranked[1]
-    setting = f"After {_count(first.total, 'task')}, "
+    setting = f"After {count(first.total, 'task')}, "
     gap = round(first.accuracy.final, 2) - round(second.accuracy.final, 2)
     if gap < 0.005:
         both = f"{first.label} and {second.label} are level"
-        return f"{setting}{both} at {_percent(first.accuracy.final)} average accuracy."
-    points = _number(gap, 1 if gap >= 0.05 else 2)
+        return f"{setting}{both} at {percent(first.accuracy.final)} average accuracy."
+    points = number(gap, 1 if gap >= 0.05 else 2)
     rest = f"{points} points above {second.label}"
     rest += f", the next of {len(ranked)} runs" if len(ranked) > 2 else ""
-    share = f"{_percent(first.accuracy.final)} of the {first.record.evaluated_on} images"
+    share = f"{percent(first.accuracy.final)} of the {first.record.evaluated_on} images"
     return f"{setting}{first.label} recognises {share} on average, {rest}."
 
 
@@ -225,7 +239,7 @@ def _floor(runs: Sequence[Run]) -> float:
 def _curves(runs: Sequence[Run], key: str) -> dict[str, Any]:
     """Average accuracy after each step, and the accuracy on each task, of all given runs."""
     floor, total = _floor(runs), max(run.total for run in runs)
-    words = "; ".join(f"{run.label}: {', '.join(_number(v) for v in run.accuracy.averages)}" for run in runs)
+    words = "; ".join(f"{run.label}: {', '.join(number(v) for v in run.accuracy.averages)}" for run in runs)
     average = figures.average_curves(
         [Series(run.accuracy.averages, run.index) for run in runs],
         total,
@@ -236,7 +250,7 @@ def _curves(runs: Sequence[Run], key: str) -> dict[str, Any]:
     panels = [_panel(runs, task, floor, key) for task in range(max(run.steps for run in runs))]
     return {
         "average": Markup(average),
-        "legend": [_identity(run) | {"value": _number(run.accuracy.final)} for run in runs],
+        "legend": [_identity(run) | {"value": number(run.accuracy.final)} for run in runs],
         "panels": panels,
         "floor": f"{floor:.0f}",
     }
@@ -249,10 +263,10 @@ def _panel(runs: Sequence[Run], task: int, floor: float, key: str) -> dict[str, 
             continue
         line = Series(run.accuracy.matrix[task][: run.steps], run.index)
         values = line.points[1]
-        drop = _number(values[0] - values[-1])
+        drop = number(values[0] - values[-1])
         series.append(line)
         legend.append(_identity(run) | {"drop": drop})
-        words.append(f"{run.label} from {_number(values[0])} to {_number(values[-1])}, drop {drop}")
+        words.append(f"{run.label} from {number(values[0])} to {number(values[-1])}, drop {drop}")
     total = max(run.total for run in runs)
     description = f"Accuracy on task {task + 1} in percent: {'; '.join(words)}."
     svg = figures.task_panel(series, total, floor, f"{key}-task-{task + 1}", description)
@@ -264,17 +278,17 @@ def _matrix(run: Run, floor: float) -> dict[str, Any]:
         if value is None:
             return None
         background, ink = figures.shade(value, floor, 100.0)
-        return {"text": "100" if value >= 99.95 else _number(value), "background": background, "ink": ink}
+        return {"text": "100" if value >= 99.95 else number(value), "background": background, "ink": ink}
 
     rows = [[cell(value) for value in row[: run.steps]] for row in run.accuracy.matrix[: run.steps]]
     key = [figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)]
-    averages = [_number(value) for value in run.accuracy.averages]
+    averages = [number(value) for value in run.accuracy.averages]
     return {"rows": rows, "averages": averages, "floor": f"{floor:.0f}", "key": key, "dense": run.steps > 10}
 
 
 def _mean_similarity(part: Similarity) -> str:
-    mean = f"mean {_number(part.mean, 2)}"
-    return mean if part.initial_mean is None else f"{mean}, {_number(part.initial_mean, 2)} at initialisation"
+    mean = f"mean {number(part.mean, 2)}"
+    return mean if part.initial_mean is None else f"{mean}, {number(part.initial_mean, 2)} at initialisation"
 
 
 def _similarity(run: Run, low: float) -> dict[str, Any] | None:
@@ -293,7 +307,7 @@ def _similarity(run: Run, low: float) -> dict[str, Any] | None:
     blocks = list(part.per_block.items())
     bars = ""
     if len(blocks) > 1:
-        spoken = ", ".join(f"block {name}: {_number(value, 2)}" for name, value in blocks)
+        spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in blocks)
         bars = figures.block_bars(
             blocks, part.mean, f"{key}-blocks", f"Bar chart of the mean similarity by block. {spoken}."
         )
@@ -301,7 +315,7 @@ def _similarity(run: Run, low: float) -> dict[str, Any] | None:
     if part.effective_rank is not None:
         numbers.append(("Effective rank", part.effective_rank, part.initial_effective_rank, 1))
     shown = [
-        (name, _number(value, digits), None if start is None else _number(start, digits))
+        (name, number(value, digits), None if start is None else number(start, digits))
         for name, value, start, digits in numbers
     ]
     return {"svg": Markup(heat), "bars": Markup(bars), "numbers": shown, "classes": len(part.labels)}
@@ -312,7 +326,7 @@ def _relevance(run: Run) -> dict[str, Any] | None:
     if part is None:
         return None
     spoken = ", ".join(
-        f"block {block}: {_number(value, 2)}" for block, value in zip(part.blocks, part.entropy, strict=True)
+        f"block {block}: {number(value, 2)}" for block, value in zip(part.blocks, part.entropy, strict=True)
     )
     svg = figures.relevance_map(
         part.usage,
@@ -328,7 +342,7 @@ def _relevance(run: Run) -> dict[str, Any] | None:
         "svg": Markup(svg),
         "number": size,
         "even": f"{100 / size:.3g}",
-        "entropy": _number(mean, 2),
+        "entropy": number(mean, 2),
         "weight": bool(part.max_weight),
     }
 
@@ -342,7 +356,7 @@ def _queries(run: Run) -> dict[str, Any] | None:
         part.points,
         part.labels,
         f"run-{run.index + 1}-queries",
-        f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {_count(len(present), 'class')}.",
+        f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {count(len(present), 'class')}.",
     )
     legend = [(Markup(figures.swatch(index, line=False)), part.names[index]) for index in present]
     return {"svg": Markup(svg), "legend": legend, "embedding": part.embedding, "task": part.task}
@@ -359,15 +373,15 @@ def _loss(run: Run) -> Markup | None:
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     record, accuracy = run.record, run.accuracy
     tiles = [
-        ("Final average (FAA)", _percent(accuracy.final, 2), "mean over the tasks after the last step"),
+        ("Final average (FAA)", percent(accuracy.final, 2), "mean over the tasks after the last step"),
         (
             "Cumulative average (CAA)",
-            _percent(accuracy.cumulative, 2),
+            percent(accuracy.cumulative, 2),
             "mean of the averages after each step",
         ),
     ]
     if accuracy.forgetting is not None and run.steps > 1:
-        tiles.append(("Forgetting", _number(accuracy.forgetting, 2), "points below the best, on earlier tasks"))
+        tiles.append(("Forgetting", number(accuracy.forgetting, 2), "points below the best, on earlier tasks"))
     if record.trainable_parameters is not None:
         whole = run.backbone_size
         share = f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's" if whole else ""
@@ -375,13 +389,13 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     seconds = _seconds(run)
     if seconds is not None:
         memory = record.peak_memory_mb
-        tiles.append(("Time", _duration(seconds), "" if memory is None else f"{memory:,.0f} MB at most"))
+        tiles.append(("Time", duration(seconds), "" if memory is None else f"{memory:,.0f} MB at most"))
     return tiles
 
 
 def _provenance(run: Run) -> list[tuple[str, list[dict[str, str]]]]:
     record = run.record
-    seconds = {k.removesuffix("_s"): _duration(v) for k, v in record.time.items() if isinstance(v, int | float)}
+    seconds = {k.removesuffix("_s"): duration(v) for k, v in record.time.items() if isinstance(v, int | float)}
     memory = {} if record.peak_memory_mb is None else {"peak memory": f"{record.peak_memory_mb:,.0f} MB"}
     size = {} if run.backbone_size is None else {"parameters": f"{run.backbone_size:,}"}
     groups = {
@@ -444,7 +458,7 @@ def _similarity_floor(runs: Sequence[Run]) -> float:
 def _stream_words(run: Run) -> list[str]:
     """Say in a few words what was to be learned."""
     classes = len({name for task in run.record.stream.tasks for name in task})
-    words = [run.benchmark, _count(run.total, "task"), _count(classes, "class")]
+    words = [run.benchmark, count(run.total, "task"), count(classes, "class")]
     return [word for word in words if word]
 
 
@@ -491,7 +505,8 @@ def render(runs: Sequence[Run]) -> str:
 # Writing
 
 
-def _write(path: Path, content: bytes) -> Path:
+def write(path: Path, content: bytes) -> Path:
+    """Write a file, in a new folder if need be; what stands in the way is told in words."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -502,7 +517,7 @@ def _write(path: Path, content: bytes) -> Path:
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Write the page; see probprompt.report.write_report."""
-    return _write(Path(out), render(read_runs(runs)).encode("utf-8"))
+    return write(Path(out), render(read_runs(runs)).encode("utf-8"))
 
 
 def save_overview(runs: Sequence[Path], out: Path) -> Path:
@@ -515,7 +530,7 @@ def save_overview(runs: Sequence[Path], out: Path) -> Path:
     reasons = differences(read)
     if reasons:
         raise UserError("these runs cannot share one picture. " + " ".join(reasons))
-    return _write(out, figures.overview(_overview(read), kind))
+    return write(out, figures.overview(_overview(read), kind))
 
 
 def _overview(runs: Sequence[Run]) -> figures.Overview:

@@ -47,6 +47,8 @@ class RunRecord(Record):
     trainable_parameters: int | None = None
     evaluated_on: str = "test"
     skipped: list[Any] = []
+    marks: list[str] = []
+    audit: dict[str, Any] = {}
     time: dict[str, Any] = {}
     peak_memory_mb: float | None = None
 

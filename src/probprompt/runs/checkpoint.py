@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probprompt.alignment import ClassStatistics
 from probprompt.errors import UserError
 from probprompt.runs.tensors import read_tensors, write_tensors
-from probprompt.training.alignment import ClassStatistics
 from probprompt.training.learner import Learner, TaskImages
 
 
@@ -38,11 +38,18 @@ def save_checkpoint(
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """What a learner has learned: the method, the head, the statistics of classes."""
-    tensors = {f"method.{name}": value for name, value in learner.model.method.state_dict().items()}
-    tensors.update({f"head.{name}": value for name, value in learner.model.head.state_dict().items()})
+    """What a learner has learned: the method, the head, the statistics of classes, a backbone that learns."""
+    model = learner.model
+    tensors = {f"method.{name}": value for name, value in model.method.state_dict().items()}
+    tensors.update({f"head.{name}": value for name, value in model.head.state_dict().items()})
+    if learner.trained is not model.head:
+        tensors.update({f"trained.{name}": value for name, value in learner.trained.state_dict().items()})
+    if model.method.trains_backbone:
+        tensors.update({f"backbone.{name}": value for name, value in model.backbone.state_dict().items()})
     tensors["statistics.mean"] = learner.statistics.mean
     tensors["statistics.variance"] = learner.statistics.variance
+    if model.method.needs_prototypes:
+        tensors["statistics.prototypes"] = learner.prototypes
     return tensors
 
 
@@ -56,14 +63,14 @@ class Saved:
     def restore(self, learner: Learner, tasks: list[TaskImages]) -> None:
         """Put a new learner where the saved one was."""
         begun = self.position.task + (1 if self.position.epoch else 0)
-        for task in tasks[:begun]:  # a method grows by its tasks; what it draws then is keyed, so it can be repeated
-            learner.model.method.begin_task(task.index, task.classes)
+        for task in tasks[:begun]:  # a method grows by its tasks: its tensors then fit
+            learner.begin_method(task)
         restore_tensors(learner, self.tensors)
 
     def restore_optimiser(self, optimiser: torch.optim.Optimizer) -> None:
         """Give a new optimiser the saved one's moments."""
         state: dict[int, dict[str, Any]] = {}
-        for name, value in _group(self.tensors, "optimiser").items():
+        for name, value in group(self.tensors, "optimiser").items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = value.cpu() if key == "step" else value  # as AdamW keeps it
         optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
@@ -82,11 +89,18 @@ def load_checkpoint(path: Path, config_hash: str, device: torch.device) -> Saved
 
 def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
     """Load what :func:`learner_tensors` gave."""
-    learner.model.method.load_state_dict(_group(tensors, "method"))
-    learner.model.head.replace(tensors["head.weight"], tensors["head.bias"])
+    model = learner.model
+    model.method.load_state_dict(group(tensors, "method"))
+    model.head.restore(group(tensors, "head"))
+    if learner.trained is not model.head:
+        learner.trained.restore(group(tensors, "trained"))
+    if model.method.trains_backbone:
+        model.backbone.load_state_dict(group(tensors, "backbone"))
     learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
+    learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
 
 
-def _group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin so, without that beginning."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}

@@ -22,8 +22,8 @@ from probprompt.data.stream import Task, build_stream, order_hash
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
 from probprompt.evaluation.scoring import Scorer
-from probprompt.heads import LinearHead
-from probprompt.methods import Shape
+from probprompt.heads import make_head
+from probprompt.methods import Method, Shape
 from probprompt.runs.checkpoint import Position, Saved, load_checkpoint, save_checkpoint
 from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import save_model
@@ -34,6 +34,10 @@ from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
 
 _DECODERS = 8  # threads that decode images
+_NORMALISATIONS = {
+    "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+}
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -61,7 +65,9 @@ class Workshop:
     class_names: tuple[str, ...]
     stream: tuple[Task, ...]
     tasks: list[TaskImages]
+    """What is learned, one after the other."""
     test_tasks: list[TaskImages]
+    """What is evaluated: the same tasks, also where all are learned at once."""
     learner: Learner
     scorer: Scorer
     split_hash: str
@@ -130,7 +136,8 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
     viewer = _viewer(config, backbone, enlarged if source.enlarge else size, device)
     model = build_model(config, backbone).to(device)
     learner = Learner(model, train, viewer, config)
-    tasks = _task_images(stream, train)
+    joint = model.method.joint
+    tasks = _task_images((Task.joined(stream),) if joint else stream, train)
     for task in tasks:
         learner.check(task)
     return Workshop(
@@ -150,16 +157,21 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
 
 def build_model(config: RunConfig, backbone: LoadedBackbone) -> PromptedModel:
     """The model before it has learned anything."""
-    shape, seed = Shape(backbone.model.width, backbone.model.depth), config.seeds.init
-    method = methods.find(config.method.name).create(config.method, shape, seed)
-    return PromptedModel(backbone.model, method, LinearHead(shape.width, seed))
+    method = _build_method(config, backbone)
+    head = make_head(config.head, method.preferred_head, backbone.model.width, config.seeds.init)
+    return PromptedModel(backbone.model, method, head)
+
+
+def _build_method(config: RunConfig, backbone: LoadedBackbone) -> Method:
+    shape = Shape(backbone.model.width, backbone.model.depth)
+    return methods.find(config.method.name).create(config.method, shape, config.seeds.init)
 
 
 def _viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
     wanted = backbone.preprocessing
-    mean, std = (wanted.mean, wanted.std) if config.backbone.normalisation == "backbone" else ((0.0,) * 3, (1.0,) * 3)
-    columns = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
-    return Viewer(wanted.image_size, resized, *columns)
+    mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
+    centre, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
+    return Viewer(wanted.image_size, resized, centre, spread, config.data.interpolation)
 
 
 def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
@@ -176,7 +188,9 @@ def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
 
 
 def _names(workshop: Workshop) -> list[list[str]]:
-    return [[workshop.class_names[label] for label in task.classes] for task in workshop.stream]
+    """The classes of each task that is learned."""
+    order = [workshop.class_names[label] for task in workshop.stream for label in task.classes]
+    return [order[task.first : task.first + task.classes] for task in workshop.tasks]
 
 
 def describe(workshop: Workshop, name: str) -> dict[str, Any]:
@@ -184,7 +198,6 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
     config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
     names = _names(workshop)
     viewer = workshop.learner.viewer
-    prompts = sum(parameter.numel() for parameter in model.method.parameters() if parameter.requires_grad)
     return {
         "name": name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -211,11 +224,14 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "split_hash": workshop.split_hash,
             "train_images": [len(task) for task in workshop.tasks],
             "test_images": [len(task) for task in workshop.test_tasks],
+            "test_classes": [task.classes for task in workshop.test_tasks],
         },
         "versions": versions(),
         "hardware": hardware(workshop.device),
-        "trainable_parameters": prompts + len(workshop.class_names) * (backbone.model.width + 1),
         "evaluated_on": "validation" if config.data.validation else "test",
+        "head": config.head.kind or model.method.preferred_head,
+        "joint": model.method.joint,
+        "marks": list(config.method.marks()),
         "skipped": workshop.skipped,
     }
 
@@ -268,14 +284,13 @@ class Execution:
             status="finished",
             time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
             peak_memory_mb=_peak_memory(self.workshop.device),
+            trainable_parameters=self.workshop.learner.parameters(),
         )
 
     def _learn(self, task: TaskImages) -> None:
         learner, count = self.workshop.learner, len(self.workshop.tasks)
         if self.position.epoch == 0:
             learner.begin(task)
-        else:
-            learner.fix_prompts(task)
         optimiser = learner.optimiser()
         if self.position.epoch and self.saved:
             self.saved.restore_optimiser(optimiser)
@@ -305,14 +320,16 @@ class Execution:
         self._checkpoint(optimiser)
 
     def _score(self, step: int) -> list[float]:
-        seen = self.workshop.test_tasks[: step + 1]
-        return [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
+        joint = self.workshop.learner.model.method.joint
+        seen = self.workshop.test_tasks[: None if joint else step + 1]
+        scores = [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
+        self.run.log("task", task=step, accuracies=scores)
+        return [float(np.mean(scores))] if joint else scores  # learned at once, there is one number: the average
 
     def _close_task(self, task: TaskImages, scores: list[float]) -> None:
         for row, score in enumerate(scores):
             self.position.matrix[row][task.index] = score
         matrix = metrics.from_json(self.position.matrix)
-        self.run.log("task", task=task.index, accuracies=scores)
         if self.tracker:
             step = (task.index + 1) * self.workshop.config.training.epochs - 1
             self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
@@ -330,11 +347,14 @@ class Execution:
         config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
         return {
             "method": config.method.model_dump(mode="json"),
+            "marks": list(config.method.marks()),
+            "head": config.head.model_dump(mode="json"),
             "seed": config.seeds.init,
             "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record["backbone"]["sha256"]},
             "preprocessing": record["preprocessing"],
             "classes": [name for group in names[: task.index + 1] for name in group],
             "task_sizes": [len(group) for group in names[: task.index + 1]],
+            "adapted_tasks": sum(self.workshop.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
         }
 
     @contextmanager
@@ -354,17 +374,17 @@ def diagnose(workshop: Workshop) -> dict[str, Any]:
     def queries_of(task: TaskImages) -> Tensor:  # in the batches of the scoring: the same after a resume
         return torch.cat([scorer.queries(rows) for rows in task.rows.split(workshop.config.evaluation_batch)])
 
-    if model.method.needs_query:
+    if model.method.needs_query:  # first, so that none is asked for in other batches
         every = torch.cat([queries_of(task) for task in workshop.test_tasks])  # (n, D)
-        one_each = torch.cat(
-            [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
-        )
-        queries = scorer.queries(one_each)  # (C, D)
-        fresh = build_model(workshop.config, workshop.backbone).method.to(workshop.device)
-        for task in workshop.tasks:
-            fresh.begin_task(task.index, task.classes)
-        found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, queries, names)
         found["relevance"] = diagnostics.component_usage(model.method, every)
+    one_each = torch.cat(
+        [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
+    )
+    fresh = _build_method(workshop.config, workshop.backbone).to(workshop.device)
+    for task in workshop.tasks:
+        if workshop.learner.adapts(task):
+            fresh.begin_task(task.index, task.classes)
+    found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, scorer.queries(one_each), names)
     found["queries"] = diagnostics.query_map(queries_of(first), first.labels, names[: first.classes], 1)
     return {name: part for name, part in found.items() if part is not None}
 

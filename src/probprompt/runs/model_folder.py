@@ -13,15 +13,15 @@ import torch
 from probprompt import methods
 from probprompt.checkpoints import load_backbone
 from probprompt.errors import UserError
-from probprompt.heads import LinearHead
+from probprompt.heads import HeadConfig, make_head
 from probprompt.methods import Shape
-from probprompt.runs.checkpoint import learner_tensors
+from probprompt.runs.checkpoint import group, learner_tensors
 from probprompt.runs.files import read_json, write_error, write_json
 from probprompt.runs.tensors import read_tensors, write_named_by_contents
 from probprompt.training.learner import Learner
 from probprompt.training.model import PromptedModel
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,12 @@ class LoadedModel:
 def save_model(folder: Path, learner: Learner, note: dict[str, Any]) -> None:
     """Write prompts and head, and beside them what only further learning needs."""
     tensors = learner_tensors(learner)
-    needed = {name: value for name, value in tensors.items() if not name.startswith("statistics.")}
+    later = {f"head.{name}" for name in learner.model.head.learning_only}
+    needed = {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith(("statistics.", "trained.")) and name not in later
+    }
     rest = {name: value for name, value in tensors.items() if name not in needed}
     files = {
         "tensors": write_named_by_contents(folder, "model", needed),
@@ -73,13 +78,16 @@ def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedMod
     backbone = load_backbone(asked["name"], asked["weights"], asked["image_size"], asked["sha256"]).model.to(where)
     config = methods.parse_config(note["method"])
     method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
-    for task, classes in enumerate(note["task_sizes"]):
+    for task, classes in enumerate(note["task_sizes"][: note["adapted_tasks"]]):
         method.begin_task(task, classes)
-    learned = {name.removeprefix("method."): value for name, value in tensors.items() if name.startswith("method.")}
+    head = make_head(HeadConfig(**note["head"]), method.preferred_head, backbone.width, note["seed"]).to(where)
+    model = PromptedModel(backbone, method, head)
     try:
-        method.load_state_dict(learned)
+        method.load_state_dict(group(tensors, "method"))
+        if method.trains_backbone:
+            backbone.load_state_dict(group(tensors, "backbone"))
     except RuntimeError as problem:
         raise ValueError(problem) from problem
-    head = LinearHead(backbone.width, note["seed"]).to(where)
-    head.replace(tensors["head.weight"], tensors["head.bias"])
-    return LoadedModel(PromptedModel(backbone, method, head), tuple(note["classes"]), note)
+    head.restore(group(tensors, "head"))
+    model.fix()
+    return LoadedModel(model, tuple(note["classes"]), note)

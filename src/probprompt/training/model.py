@@ -1,35 +1,54 @@
 """The whole model: image to query, query to prompts, image and prompts to features, features to logits."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from probprompt.backbone import FrozenViT
-from probprompt.heads import LinearHead
+from probprompt.heads import Head
 from probprompt.methods import EVALUATION, Context, Method
 
 
 class PromptedModel(nn.Module):
-    """A frozen backbone, a method that prompts it, and a head."""
+    """A backbone, a method that prompts it (or trains it), and a head."""
 
-    def __init__(self, backbone: FrozenViT, method: Method, head: LinearHead) -> None:
+    def __init__(self, backbone: FrozenViT, method: Method, head: Head) -> None:
         super().__init__()
         self.backbone, self.method, self.head = backbone, method, head
+        if method.trains_backbone:
+            backbone.unfreeze()
+
+    def adaptable(self) -> Iterator[nn.Parameter]:
+        """What decides the features of an image and may learn: never the backbone, but in full fine-tuning."""
+        yield from self.method.parameters()
+        if self.method.trains_backbone:
+            yield from self.backbone.parameters()
+
+    def fix(self) -> None:
+        """Leave the features of every image as they are from now on: only the head learns."""
+        self.method.requires_grad_(False)
+        self.backbone.unfreeze(False)
 
     @property
     def static(self) -> bool:
         """Whether the features of an image never change, so that only the head learns."""
-        return not any(parameter.requires_grad for parameter in self.method.parameters())
+        return not any(parameter.requires_grad for parameter in self.adaptable())
+
+    def query(self, images: Tensor) -> Tensor | None:
+        """What the method asks the backbone about images, without prompts: (B, D), or nothing."""
+        return self.backbone.query(images, self.method.query_readout) if self.method.needs_query else None
 
     def features(
         self, images: Tensor, context: Context = EVALUATION, query: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Features (B, D) of images, and the method's own loss; a query computed before may be given."""
-        if query is None and self.method.needs_query:
-            query = self.backbone.query(images)  # (B, D)
+        if query is None:
+            query = self.query(images)  # (B, D)
         prompted = self.method.prompts(query, context)
-        if not prompted.prompts:
+        if not prompted.prompts and not self.method.trains_backbone:
             return self.backbone.query(images), prompted.loss
-        return self.backbone.features(images, prompted.prompts), prompted.loss
+        return self.backbone.features(images, prompted.prompts, self.method.readout), prompted.loss
 
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:

@@ -1,0 +1,226 @@
+"""Refitting the head on pseudo-features of every class, drawn from stored Gaussians.
+
+Training a task moves only the rows of its own classes, so the rows of different tasks are never weighed against
+each other. After each task the head is trained on features drawn from the stored mean and variance of every class
+seen (VQ-Prompt's classifier bias mitigation, after HiDe-Prompt and SLCA). No image is kept. HiDe-Prompt splits every
+class by k-means and stores a mean and a variance for each of its clusters.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from probprompt import randomness
+from probprompt.heads import LinearHead
+
+MOMENTUM = 0.9
+LLOYD_STEPS = 300  # at most: k-means has long come to rest by then
+
+Key = tuple[randomness.Key, ...]
+
+
+class AlignmentConfig(BaseModel):
+    """How the head is refitted on Gaussian pseudo-features of all classes after each task."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool | None = None
+    """None: where the method takes part, which all do but fine-tuning."""
+    epochs: int = Field(10, ge=1)
+    rate: float = Field(1e-5, gt=0, le=1e36)
+    final_rate: float = Field(1e-6, ge=0)
+    first_rate: float | None = Field(None, gt=0)
+    """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
+    optimiser: Literal["adamw", "sgd"] = "adamw"
+    """``sgd`` has a momentum of 0.9."""
+    schedule: Literal["step", "epoch"] = "step"
+    """How often the rate moves on along its cosine."""
+    weight_decay: float = Field(5e-4, ge=0)
+    batch_ratio: float = Field(4.0, gt=0)
+    """Size of a batch of pseudo-features, as a multiple of the training batch."""
+    centroids: int = Field(1, ge=1)
+    """Gaussians per class, one for each cluster of a k-means; a small class repeats its clusters."""
+    variance_floor: float = Field(1e-4, gt=0)
+    augmented_statistics: bool = True
+    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views; those of
+    features that no training changes always come from evaluation views, in one pass."""
+
+
+@dataclass(frozen=True)
+class ClassStatistics:
+    """Mean and variance of the features of each class seen so far, for each of its K clusters: (C, K, D) each."""
+
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def empty(cls, width: int, device: torch.device, centroids: int = 1) -> Self:
+        """No class yet."""
+        shape = (0, centroids, width)
+        return cls(torch.empty(shape, device=device), torch.empty(shape, device=device))
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    @property
+    def centroids(self) -> int:
+        """How many clusters stand for a class (K)."""
+        return self.mean.shape[1]
+
+    @property
+    def centre(self) -> Tensor:
+        """The mean of what is drawn for each class (C, D): that of its features where K is 1."""
+        return self.mean.mean(dim=1)
+
+    def extended(self, features: Tensor, labels: Tensor, classes: int, key: Key = (0,)) -> "ClassStatistics":
+        """Add the next ``classes`` classes from their features (n, D); labels count all classes seen.
+
+        ``key`` decides where k-means starts.
+        """
+        first = len(self)
+        groups = [features[labels == first + new].double() for new in range(classes)]
+        parts = [self._clusters(group, (*key, "k-means", first + new)) for new, group in enumerate(groups)]
+        mean = torch.stack([torch.stack([cluster.mean(dim=0) for cluster in part]) for part in parts])  # (new, K, D)
+        variance = torch.stack(
+            [torch.stack([cluster.var(dim=0, correction=0) for cluster in part]) for part in parts]
+        )  # (new, K, D)
+        return ClassStatistics(
+            torch.cat([self.mean, mean.to(self.mean)]), torch.cat([self.variance, variance.to(self.variance)])
+        )
+
+    def _clusters(self, group: Tensor, key: Key) -> list[Tensor]:
+        """Split the features of a class (n, D) into K clusters.
+
+        There are no more different ones than half its images, and an image that stands alone is left out unless all
+        do: it has no variance. Where that makes less than K, clusters are repeated, so that all classes are drawn
+        equally often.
+        """
+        count = max(1, min(self.centroids, len(group) // 2))
+        if count == 1:
+            return [group] * self.centroids
+        cluster = k_means(group, count, *key)  # (n,)
+        found = [group[cluster == index] for index in range(count)]
+        found = [part for part in found if len(part) > 1] or [part for part in found if len(part)]
+        return [found[index % len(found)] for index in range(self.centroids)]
+
+    def draw(self, labels: Tensor, floor: float, generator: torch.Generator) -> Tensor:
+        """Pseudo-features (n, D) of these classes, any cluster alike; ``floor`` is added to the variance."""
+        count, device = self.centroids, self.mean.device
+        cluster = torch.zeros_like(labels)  # (n,)
+        if count > 1:
+            cluster = torch.randint(count, labels.shape, device=device, generator=generator)
+        noise = torch.randn(len(labels), self.mean.shape[2], device=device, generator=generator)
+        return self.mean[labels, cluster] + (self.variance[labels, cluster] + floor).sqrt() * noise
+
+
+def k_means(points: Tensor, count: int, *key: randomness.Key) -> Tensor:
+    """Assign each of the points (n, D) to one of ``count`` clusters, (n,), by Lloyd's algorithm in float64.
+
+    It starts from the points that k-means++ chooses by the key. A cluster may end up empty where points coincide.
+
+    >>> k_means(torch.tensor([[0.0], [9.0], [1.0], [8.0]]), 2, 0).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
+    True
+    """
+    wide = points.double().cpu()  # on one kind of device, so that rounding cannot decide between machines
+    centres = _spread_points(wide, count, key)  # (K, D)
+    cluster = torch.cdist(wide, centres).argmin(dim=1)  # (n,)
+    for _ in range(LLOYD_STEPS):
+        members = nn.functional.one_hot(cluster, count).double()  # (n, K)
+        size = members.sum(dim=0)[:, None]  # (K, 1)
+        centres = torch.where(size > 0, members.T @ wide / size.clamp(min=1), centres)
+        before, cluster = cluster, torch.cdist(wide, centres).argmin(dim=1)
+        if torch.equal(before, cluster):
+            break
+    return cluster.to(points.device)
+
+
+def _spread_points(points: Tensor, count: int, key: Key) -> Tensor:
+    """k-means++: each next centre is a point drawn by its squared distance to the nearest centre so far."""
+    draws = randomness.uniform((count,), *key).double()
+    chosen = [int(draws[0] * len(points))]
+    distance = torch.full((len(points),), math.inf, dtype=torch.float64)
+    for draw in draws[1:]:
+        distance = torch.minimum(distance, (points - points[chosen[-1]]).square().sum(dim=1))  # (n,)
+        total = distance.cumsum(dim=0)
+        chosen.append(min(int(torch.searchsorted(total, draw * total[-1], right=True)), len(points) - 1))
+    return points[chosen]
+
+
+def align(
+    head: LinearHead,
+    statistics: ClassStatistics,
+    new_classes: int,
+    settings: AlignmentConfig,
+    batch: int,
+    new_row_rate: float,
+    key: Key,
+) -> None:
+    """Refit the head on all classes seen, with whatever else it trains beside its rows.
+
+    A single new class was never trained: its row is fitted first, with AdamW at ``new_row_rate``, the rest fixed.
+    """
+    old_classes = len(statistics) - new_classes
+    if not old_classes:
+        return
+    size = max(1, round(batch * settings.batch_ratio))
+    if new_classes == 1:
+        alone = settings.model_copy(
+            update={"rate": new_row_rate, "first_rate": None, "optimiser": "adamw", "schedule": "step"}
+        )
+        _refit(head, old_classes, old_classes, statistics, alone, size, (*key, "new row"))
+    _refit(head, 0, old_classes, statistics, settings, size, key)
+
+
+def _refit(
+    head: LinearHead,
+    first_row: int,
+    steps: int,
+    statistics: ClassStatistics,
+    settings: AlignmentConfig,
+    size: int,
+    key: Key,
+) -> None:
+    """Train the rows from ``first_row`` on, so many steps an epoch; the rows before it stay as they are."""
+    weight, bias = (nn.Parameter(rows[first_row:].detach(), rows.requires_grad) for rows in (head.weight, head.bias))
+    beside = [] if first_row else [part for name, part in head.named_parameters() if name not in ("weight", "bias")]
+    learning = [part for part in (weight, bias, *beside) if part.requires_grad]
+    if not learning:
+        return
+    optimiser = _optimiser(learning, settings)
+    seen, rates = len(statistics), _rates(settings, steps)
+    for epoch in range(settings.epochs):
+        generator = randomness.generator(head.weight.device, *key, epoch)
+        mixed = torch.randperm(seen * size, device=head.weight.device, generator=generator)[: steps * size]
+        for labels in (mixed % seen).split(size):
+            features = statistics.draw(labels, settings.variance_floor, generator)  # (b, D)
+            fixed = head.logits(features, head.weight[:first_row], head.bias[:first_row]).detach()
+            logits = torch.cat([fixed, head.logits(features, weight, bias)], dim=1)  # (b, C)
+            for group in optimiser.param_groups:
+                group["lr"] = next(rates)
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(logits, labels).backward()
+            optimiser.step()
+    optimiser.zero_grad()
+    with torch.no_grad():
+        head.weight[first_row:] = weight
+        head.bias[first_row:] = bias
+
+
+def _optimiser(parameters: list[nn.Parameter], settings: AlignmentConfig) -> torch.optim.Optimizer:
+    if settings.optimiser == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.rate, momentum=MOMENTUM, weight_decay=settings.weight_decay)
+    return torch.optim.AdamW(parameters, weight_decay=settings.weight_decay)
+
+
+def _rates(settings: AlignmentConfig, steps: int) -> Iterator[float]:
+    """The rate of every step, so many an epoch: half a cosine down, but for the very first one."""
+    base, final, total = settings.rate, settings.final_rate, steps * settings.epochs
+    for done in range(total):
+        along = done - done % steps if settings.schedule == "epoch" else done
+        rate = final + (base - final) * (1 + math.cos(math.pi * along / total)) / 2
+        yield settings.first_rate if settings.first_rate is not None and done == 0 else rate

@@ -1,0 +1,88 @@
+"""APT, additive prompt tuning: one learned shift of the class token's key and value per block (Chen et al., 2025).
+
+Nothing is prepended and nothing is chosen: every image meets the same shifts, so there is no query and no second pass.
+One running set of shifts P is trained on through all tasks. Evaluation uses merged shifts G, a moving average over the
+tasks: G_1 = P_1 and G_t = ema G_(t-1) + (1 - ema) P_t. The head standardises the feature and the length of its rows.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from probprompt import randomness
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.prompts import ClassTokenShift
+
+BOUND = 2.0  # of the start's truncated normal, in absolute terms as in the authors' code: a hundred standard deviations
+
+
+class APTConfig(MethodConfig):
+    """The settings of APT."""
+
+    name: Literal["apt"] = "apt"
+    blocks: tuple[int, ...] | None = None
+    """Blocks whose class token is shifted, counted from 0; None: all."""
+    ema: float = Field(0.7, ge=0, le=1)
+    """How much of the merged shifts stays when a task is merged: 0.8 for ImageNet-R, 0.7 elsewhere."""
+    initial_std: float = Field(0.02, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "APTConfig":
+        if self.blocks is not None and (len(set(self.blocks)) != len(self.blocks) or not self.blocks):
+            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
+        return self
+
+
+@register
+class APT(Method):
+    """Additive prompts."""
+
+    Config = APTConfig
+    summary = "one learned shift of the class token's key and value per block"
+    needs_query = False
+    preferred_head = "normalised"
+
+    merged: Tensor
+    has_merged: Tensor
+
+    def __init__(self, config: APTConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        self.config = config
+        self.blocks = tuple(range(shape.depth)) if config.blocks is None else config.blocks
+        check_blocks(self.blocks, shape)
+        drawn = [_truncated_normal((2, shape.width), config.initial_std, seed, block) for block in self.blocks]
+        self.running = nn.Parameter(torch.stack(drawn))  # (blocks, 2, D): keys, values
+        self.register_buffer("merged", torch.zeros_like(self.running.data))  # (blocks, 2, D)
+        self.register_buffer("has_merged", torch.tensor(False))
+
+    @torch.no_grad()
+    def end_task(self, summary: TaskSummary | None) -> None:
+        """Merge what the task made of the running shifts."""
+        if not self.running.requires_grad:  # shifts that are fixed merge no more: features must not drift
+            return
+        ema = self.config.ema
+        average = ema * self.merged + (1 - ema) * self.running  # (blocks, 2, D)
+        self.merged.copy_(torch.where(self.has_merged, average, self.running))
+        self.has_merged.fill_(True)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Shift the class token of every image alike: by the running shifts in training, else by the merged ones."""
+        # While a task is trained, evaluation sees the merge of the tasks before it: the task itself joins at its end.
+        merged = torch.where(self.has_merged, self.merged, self.running)
+        shifts = self.running if context.training else merged  # (blocks, 2, D)
+        return Prompted(
+            {
+                block: ClassTokenShift(key=key, value=value)
+                for block, (key, value) in zip(self.blocks, shifts, strict=True)
+            }
+        )
+
+
+def _truncated_normal(shape: tuple[int, ...], std: float, seed: int, block: int) -> Tensor:
+    """N(0, std^2) within the bound, by the inverse of its distribution function."""
+    limits = torch.special.ndtr(torch.tensor([-BOUND / std, BOUND / std], dtype=torch.float64))  # (2,)
+    level = torch.lerp(limits[0], limits[1], randomness.uniform(shape, seed, "initial shift", block).double())
+    drawn: Tensor = std * torch.special.ndtri(level)
+    return drawn.clamp(-BOUND, BOUND).float()

@@ -1,0 +1,185 @@
+"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task (Wang et al., ECCV 2022).
+
+The first blocks have a general prefix; later ones have one expert prefix per task, each with a key. A task trains the
+general prefixes and its own experts, and pulls its own keys towards its queries; what earlier tasks learned of experts
+and keys stays. At evaluation an image takes the expert whose key points most the way of its query.
+
+The defaults are those of CODA-Prompt's comparison: lengths count key and value tokens together, every block has its
+own keys, prompts begin in U[0, 1). The original counts key tokens and value tokens each (its lengths 5 and 20 are 10
+and 40 here), and has ``shared_keys=True, copy_previous=True, initial="symmetric"`` (its PyTorch port) or
+``initial_scale=0.01`` (JAX). All published code makes the keys of all tasks at the start, so that an image may be given
+the untrained expert of a task to come; here experts come with their tasks, and their number is never declared.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from probprompt import randomness
+from probprompt.errors import UserError
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.prompts import Prefix, Prompt
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class DualPromptConfig(MethodConfig):
+    """The settings of DualPrompt."""
+
+    name: Literal["dual-prompt"] = "dual-prompt"
+    general_blocks: tuple[int, ...] = (0, 1)
+    """Blocks with a general prompt, counted from 0."""
+    general_tokens: int = Field(6, ge=2, multiple_of=2)
+    """Tokens of a general prompt, half for the keys and half for the values."""
+    expert_blocks: tuple[int, ...] = (2, 3, 4)
+    """Blocks with an expert prompt per task, counted from 0."""
+    expert_tokens: int = Field(20, ge=2, multiple_of=2)
+    """Tokens of an expert prompt, half for the keys and half for the values."""
+    pull: float = Field(1.0, ge=0)
+    """Weight of the loss that pulls a task's keys towards its queries."""
+    initial: Literal["uniform", "symmetric"] = "uniform"
+    """U[0, 1) or U(-1, 1), times ``initial_scale``, for prompts and keys alike."""
+    initial_scale: Positive = 1.0
+    shared_keys: bool = False
+    """One key per task, and so one choice of expert, for all blocks."""
+    copy_previous: bool = False
+    """A new task's expert begins where the one before it ended, its key does not."""
+    batchwise: bool = False
+    """The published vote: at evaluation a minibatch shares the expert that most of its images match."""
+    legacy_reshape: bool = False
+    """The published mix-up of the axes for keys, values and images, in training and at evaluation."""
+
+    @model_validator(mode="after")
+    def _different_blocks(self) -> "DualPromptConfig":
+        both = (*self.general_blocks, *self.expert_blocks)
+        if len(set(both)) != len(both) or not self.expert_blocks:
+            raise ValueError(
+                "general_blocks and expert_blocks must all be different, with at least one expert block, "
+                f"not {self.general_blocks} and {self.expert_blocks}"
+            )
+        return self
+
+    def marks(self) -> tuple[str, ...]:
+        """Say which published mistakes were asked for."""
+        vote = "batchwise: the images of a minibatch vote on their expert, so predictions depend on batch mates"
+        mixed = "legacy_reshape: images get experts of their batch mates, so predictions depend on batch mates"
+        return (vote,) * self.batchwise + (mixed,) * self.legacy_reshape
+
+
+@register
+class DualPrompt(Method):
+    """General prompts for all tasks, and an expert per task."""
+
+    Config = DualPromptConfig
+    summary = "a general prefix for all tasks and an expert prefix per task, found by its key"
+
+    anchor: Tensor
+
+    def __init__(self, config: DualPromptConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        _check_blocks("general_blocks", config.general_blocks, shape)
+        _check_blocks("expert_blocks", config.expert_blocks, shape)
+        self.config = config
+        self.register_buffer("anchor", torch.empty(0), persistent=False)  # tells where new experts belong
+        general = [
+            self._draw((config.general_tokens, shape.width), "general", block) for block in config.general_blocks
+        ]
+        self.general = nn.ParameterList(map(nn.Parameter, general))  # per block (M, D)
+        self.experts = nn.ParameterList()  # per task (blocks, M, D)
+        self.keys = nn.ParameterList()  # per task (blocks, D), or (1, D) where blocks share them
+
+    def begin_task(self, task: int, classes: int) -> None:
+        """Add the task's experts and keys, and freeze the earlier ones."""
+        config, blocks, width = self.config, self.config.expert_blocks, self.shape.width
+        self.experts.requires_grad_(False)
+        self.keys.requires_grad_(False)
+        shape = (config.expert_tokens, width)
+        expert = torch.stack([self._draw(shape, "expert", block, task) for block in blocks])  # (blocks, M, D)
+        if config.copy_previous and len(self.experts):
+            expert = self.experts[-1].detach().clone()
+        owners = blocks[:1] if config.shared_keys else blocks
+        key = torch.stack([self._draw((width,), "key", block, task) for block in owners])  # (blocks or 1, D)
+        self.experts.append(nn.Parameter(expert))
+        self.keys.append(nn.Parameter(key))
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """In training inject the task's own experts and pull its keys; else the best match of each query (B, D)."""
+        assert query is not None
+        general = zip(self.config.general_blocks, self.general, strict=True)
+        injected: dict[int, Prompt] = {block: Prefix.split(tokens) for block, tokens in general}
+        if not len(self.experts):
+            return Prompted(injected)
+        task = self._own_task(context)
+        for slot, block in enumerate(self.config.expert_blocks):
+            injected[block] = self._prefix(self._tokens(query, slot, task))
+        if task is None or not self.config.pull:
+            return Prompted(injected)
+        distance = 1 - _cosine(query, self.keys[task])  # (B, blocks or 1)
+        # Summed over images and keys, as published.
+        return Prompted(injected, self.config.pull * distance.sum().to(self.anchor.dtype))
+
+    def relevance(self, query: Tensor) -> dict[int, Tensor]:
+        """Show which task's expert each query is given, per expert block: one-hot, (B, 1, tasks)."""
+        if not len(self.experts):
+            return {}
+        tasks = torch.arange(len(self.experts), device=query.device)
+        matched = [self._match(query, slot)[:, None, None] == tasks for slot in range(len(self.config.expert_blocks))]
+        return {block: hot.to(query.dtype) for block, hot in zip(self.config.expert_blocks, matched, strict=True)}
+
+    def _own_task(self, context: Context) -> int | None:
+        """The task whose expert is known; None at evaluation, and for a task that came after prompts were fixed."""
+        task = context.task if context.training else None
+        return task if task is not None and task < len(self.experts) else None
+
+    def _tokens(self, query: Tensor, slot: int, task: int | None) -> Tensor:
+        """Expert tokens for each query: (B, M, D)."""
+        if task is not None:
+            own: Tensor = self.experts[task]  # (blocks, M, D)
+            return own[slot].expand(len(query), -1, -1)
+        experts = torch.stack([expert[slot] for expert in self.experts])  # (tasks, M, D)
+        return experts[self._match(query, slot)]
+
+    def _match(self, query: Tensor, slot: int) -> Tensor:
+        """The task whose key is nearest to each query: (B,); among equals the earlier one."""
+        keys = torch.stack([key[0 if self.config.shared_keys else slot] for key in self.keys])  # (tasks, D)
+        cosine = _cosine(query, keys)  # (B, tasks)
+        matched = cosine.argsort(dim=1, descending=True, stable=True)[:, :1]  # (B, 1)
+        if self.config.batchwise:
+            votes = torch.zeros_like(cosine).scatter(1, matched, 1).sum(dim=0)  # (tasks,)
+            matched = votes.argsort(descending=True, stable=True)[:1].expand(len(query), 1)  # (B, 1)
+        return matched[:, 0]
+
+    def _prefix(self, tokens: Tensor) -> Prefix:
+        """Keys and values of expert tokens (B, M, D)."""
+        prefix = Prefix.split(tokens)
+        if not self.config.legacy_reshape:
+            return prefix
+        both = torch.stack([prefix.key, prefix.value])  # (2, B, M / 2, D)
+        # The published mistake: the axes are renamed where they should change places.
+        mixed = both.reshape(len(tokens), 2, *both.shape[2:])  # (B, 2, M / 2, D)
+        return Prefix(mixed[:, 0], mixed[:, 1])
+
+    def _draw(self, shape: tuple[int, ...], *what: int | str) -> Tensor:
+        drawn = randomness.uniform(shape, self.seed, *what).to(self.anchor)
+        return self.config.initial_scale * (2 * drawn - 1 if self.config.initial == "symmetric" else drawn)
+
+
+def _check_blocks(setting: str, blocks: tuple[int, ...], shape: Shape) -> None:
+    outside = [block for block in blocks if not 0 <= block < shape.depth]
+    if outside:
+        raise UserError(
+            f"the backbone has blocks 0 to {shape.depth - 1}, but method.{setting} names {outside}: "
+            f"set method.{setting} within that range"
+        )
+
+
+def _cosine(query: Tensor, keys: Tensor) -> Tensor:
+    """Cosines of queries (B, D) with keys (N, D): (B, N), float64.
+
+    In float64 and row by row, so that no rounding which depends on the batch can change what an image matches.
+    """
+    direction = functional.normalize(query.double(), dim=-1)[:, None]  # (B, 1, D)
+    return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)

@@ -1,0 +1,187 @@
+"""EvoPrompt: a small network per block writes the prompts, and grows wiser by fusion (Kurniawan et al., AAAI 2024).
+
+In every block a bottleneck turns the query into tokens that join the sequence: W' ReLU(W q), without biases. These
+networks are the memory. After each task but the first, what was trained (the working memory) is fused into what was
+there before (the reference):
+
+1. Hidden neurons are matched by optimal transport: between neurons weighed by the L1 norm of their incoming weights,
+   at the squared distance of these weights' directions. With the plan's columns brought to a sum of 1, neuron j of the
+   aligned memory is the mean of the working ones that were carried to neuron j of the reference.
+2. theta = reference + w (aligned - reference), with a w for each neuron: w = fusion + fusion (new - past). ``new`` is
+   the neuron's mean ReLU activation on the task's training images that are classified correctly, ``past`` the largest
+   of the earlier tasks, both scaled to [0, 1] within the layer.
+
+New rows of the head start as mixtures of the old ones: the feature is cut into sub-heads, and in each an old class
+counts by how much its mean query points the way of the new class's.
+
+The published code also transports the output neurons. They are coordinates of the backbone's tokens, which no
+exchange leaves the same, so here they stay; and it mixes rows by queries after the final norm, where here all queries
+are taken before it.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from probprompt import randomness
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.prompts import Tokens
+from probprompt.transport import optimal_transport
+
+CHUNK = 256  # queries whose tokens are held at once when activations are averaged
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class EvoPromptConfig(MethodConfig):
+    """The settings of EvoPrompt."""
+
+    name: Literal["evo-prompt"] = "evo-prompt"
+    blocks: tuple[int, ...] | None = None
+    """Blocks that receive prompts, counted from 0; all by default."""
+    tokens: int = Field(5, ge=1)
+    """Tokens that join the sequence at each block and stay."""
+    hidden: int = Field(16, ge=1)
+    """Neurons in the bottleneck."""
+    fusion: float = Field(0.5, ge=0, le=1)
+    """How far the reference moves towards what was learned, and how much the attributions add to that."""
+    transport: bool = True
+    """Whether hidden neurons are matched before they are fused."""
+    attribution: bool = True
+    """Whether neurons that a task uses move further; else all move by ``fusion``."""
+    compositional: bool = True
+    """Whether new rows of the head start from the old ones."""
+    sub_heads: int = Field(192, ge=1)
+    """Into how many parts a feature is cut for that; the largest divisor of its width that is not above this."""
+    temperature: Positive = 0.05
+
+    @model_validator(mode="after")
+    def _different_blocks(self) -> "EvoPromptConfig":
+        if self.blocks is not None and (len(set(self.blocks)) != len(self.blocks) or not self.blocks):
+            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
+        return self
+
+
+@register
+class EvoPrompt(Method):
+    """Prompts written by a bottleneck per block, fused from task to task."""
+
+    Config = EvoPromptConfig
+    summary = "tokens from a small network per block, fused with its past after each task"
+    query_readout = "class before norm"
+    needs_summary = True
+    needs_prototypes = True
+
+    reference_inner: Tensor
+    reference_outer: Tensor
+    hidden_attribution: Tensor
+    token_attribution: Tensor
+
+    def __init__(self, config: EvoPromptConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        self.config = config
+        self.blocks = tuple(range(shape.depth)) if config.blocks is None else config.blocks
+        check_blocks(self.blocks, shape)
+        width, written = shape.width, config.tokens * shape.width
+        self.inner = nn.Parameter(self._initial("inner", config.hidden, width))  # (blocks, H, D)
+        self.outer = nn.Parameter(self._initial("outer", written, config.hidden))  # (blocks, M D, H)
+        self.register_buffer("reference_inner", self.inner.detach().clone())
+        self.register_buffer("reference_outer", self.outer.detach().clone())
+        self.register_buffer("hidden_attribution", torch.zeros(len(self.blocks), config.hidden))  # (blocks, H)
+        self.register_buffer("token_attribution", torch.zeros(len(self.blocks), written))  # (blocks, M D)
+
+    def _initial(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """Weights as PyTorch's linear layer draws them."""
+        shape = (outputs, inputs)
+        drawn = [randomness.uniform(shape, self.seed, "evo-prompt", name, block) for block in self.blocks]
+        return (2 * torch.stack(drawn) - 1) / math.sqrt(inputs)  # (blocks, outputs, inputs)
+
+    @torch.no_grad()
+    def begin_task(self, task: int, classes: int) -> None:
+        """What is there now becomes the reference."""
+        self.reference_inner.copy_(self.inner)
+        self.reference_outer.copy_(self.outer)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Write the tokens of every block from the queries (B, D)."""
+        assert query is not None
+        written = self._activations(query)[1].unflatten(2, (self.config.tokens, -1))  # (B, blocks, M, D)
+        return Prompted({block: Tokens(written[:, slot]) for slot, block in enumerate(self.blocks)})
+
+    def _activations(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden neurons (B, blocks, H) and what they write (B, blocks, M D)."""
+        hidden = torch.einsum("bd,khd->bkh", query, self.inner).relu()
+        return hidden, torch.einsum("bkh,koh->bko", hidden, self.outer)
+
+    @torch.no_grad()
+    def end_task(self, summary: TaskSummary | None) -> None:
+        """Fuse what was learned into the reference, and note which neurons the task used."""
+        assert summary is not None and summary.queries is not None
+        right = summary.logits.argmax(dim=1) == summary.labels - summary.first  # (n,)
+        hidden, written = self._attributions(summary.queries[right])  # (blocks, H), (blocks, M D)
+        if summary.task:
+            inner, outer, hidden = self._aligned(hidden) if self.config.transport else (self.inner, self.outer, hidden)
+            weight = self._weights(hidden, self.hidden_attribution)  # (blocks, H, 1)
+            self.inner.copy_(torch.lerp(self.reference_inner, inner, weight))
+            weight = self._weights(written, self.token_attribution)  # (blocks, M D, 1)
+            self.outer.copy_(torch.lerp(self.reference_outer, outer, weight))
+        self.hidden_attribution.copy_(torch.maximum(self.hidden_attribution, hidden))
+        self.token_attribution.copy_(torch.maximum(self.token_attribution, written))
+
+    def _attributions(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean ReLU activations of hidden (blocks, H) and output (blocks, M D) neurons; zero without queries."""
+        hidden = torch.zeros_like(self.hidden_attribution, dtype=torch.float64)
+        written = torch.zeros_like(self.token_attribution, dtype=torch.float64)
+        for some in queries.split(CHUNK):
+            active, tokens = self._activations(some)
+            hidden += active.double().sum(dim=0)
+            written += tokens.relu().double().sum(dim=0)
+        count = max(1, len(queries))
+        return (hidden / count).float(), (written / count).float()
+
+    def _aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights and attributions (blocks, H), with hidden neurons matched to the reference's."""
+        pairs = zip(self.inner, self.reference_inner, strict=True)
+        plan = torch.stack([match_neurons(new, old) for new, old in pairs]).to(hidden)  # (blocks, H, H)
+        inner = plan.mT @ self.inner  # (blocks, H, D)
+        return inner, self.outer @ plan, (plan.mT @ hidden[..., None])[..., 0]
+
+    def _weights(self, new: Tensor, past: Tensor) -> Tensor:
+        """How far each neuron moves from the reference: (blocks, neurons, 1)."""
+        more = _scaled(new) - _scaled(past) if self.config.attribution else torch.zeros_like(new)
+        return (self.config.fusion * (1 + more))[..., None]
+
+    def initial_rows(self, prototypes: Tensor, known: Tensor, rows: Tensor) -> Tensor | None:
+        """Mix old rows (old, D) by the likeness of new prototypes (new, D) to known ones (old, D), per sub-head."""
+        if not self.config.compositional or not len(known):
+            return None
+        width = self.shape.width
+        count = next(size for size in range(min(self.config.sub_heads, width), 0, -1) if width % size == 0)
+        new, old, values = (_cut(part, count) for part in (prototypes, known, rows))  # (sub-heads, classes, part)
+        cosine = functional.normalize(new, dim=2) @ functional.normalize(old, dim=2).mT  # (sub-heads, new, old)
+        mixed = (cosine / self.config.temperature).softmax(dim=2) @ values  # (sub-heads, new, part)
+        return mixed.transpose(0, 1).flatten(1)  # (new, D)
+
+
+def match_neurons(new: Tensor, old: Tensor) -> Tensor:
+    """How the neurons of one layer (H, D) make up those of another (H, D): (H, H), columns with a sum of 1."""
+    start, end = (functional.normalize(weights.double(), dim=1) for weights in (new, old))  # (H, D) each
+    cost = 2 - 2 * start @ end.T  # (H, H), squared distances of directions
+    share, wanted = (weights.double().abs().sum(dim=1) + 1e-9 for weights in (new, old))  # (H,) each
+    plan = optimal_transport(cost, share, wanted)
+    return plan / plan.sum(dim=0).clamp(min=1e-12)
+
+
+def _cut(features: Tensor, count: int) -> Tensor:
+    """Cut features (classes, D) into so many parts: (count, classes, D / count)."""
+    return features.reshape(len(features), count, -1).transpose(0, 1)
+
+
+def _scaled(attribution: Tensor) -> Tensor:
+    """Attributions (blocks, neurons) between 0 and 1 within each block; 0 where all are alike."""
+    low, high = attribution.aminmax(dim=1, keepdim=True)
+    return (attribution - low) / (high - low).clamp(min=1e-9)

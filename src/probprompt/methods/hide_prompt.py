@@ -1,0 +1,240 @@
+"""HiDe-Prompt: a prompt per task, and a head on the query that tells which (Wang et al., NeurIPS 2023).
+
+Three parts. *Task identity*: a residual perceptron and a linear head over all classes seen, on the query alone; at
+evaluation its best class names the task whose prompt the image gets. *Within a task*: a prefix per task and block,
+with a little of the mean of the earlier tasks' mixed in, and a contrast that keeps features apart from each other and
+from the past classes. *Across tasks*: both heads are refitted on Gaussians of all classes, the one of this file here,
+that of the prompted features by the engine.
+
+The published code trains the task identity in a run of its own, before. Here its loss is added to that of the prompts:
+the two share no parameter and Adam treats each parameter by itself, so either learns as it would alone (at the same
+augmentation and epochs, and as long as gradients are not clipped by their common norm). Its refit trains perceptron
+and head; that of the engine, the head.
+
+The contrast is ``weight * mean_i -log softmax_j(M_i . M_j / temperature)[i]`` with M = [k-means centroids of the past
+classes' features; features of the batch], nothing normalised: every row should resemble itself more than any other.
+
+The published code reshapes prompts so that keys and values go to other images of the batch: what it reports depends on
+the test batches. Here every image gets its own; ``legacy_reshape`` asks for theirs.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from probprompt import randomness
+from probprompt.alignment import AlignmentConfig, ClassStatistics, align
+from probprompt.heads import LinearHead
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.prompts import Prefix
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class IdentityAlignmentConfig(AlignmentConfig):
+    """How the task identity is refitted; its statistics always come from evaluation views."""
+
+    epochs: int = Field(30, ge=1)
+    rate: float = Field(0.005 * 24 / 256, gt=0, le=1e36)
+    final_rate: float = Field(0.0, ge=0)
+    optimiser: Literal["adamw", "sgd"] = "sgd"
+    schedule: Literal["step", "epoch"] = "epoch"
+    weight_decay: float = Field(0.0, ge=0)
+    batch_ratio: float = Field(1.0, gt=0)
+    """Size of a batch of pseudo-queries, as a multiple of ``identity_batch``."""
+    centroids: int = Field(10, ge=1)
+
+
+class HiDePromptConfig(MethodConfig):
+    """The settings of HiDe-Prompt."""
+
+    name: Literal["hide-prompt"] = "hide-prompt"
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Blocks that receive prompts, counted from 0."""
+    tokens: int = Field(40, ge=2, multiple_of=2)
+    """Prompt tokens per block and task, half for the keys and half for the values (CIFAR-100: 10)."""
+    momentum: float = Field(0.01, ge=0, lt=1)
+    """Share of the mean of earlier tasks' prompts in a task's prompt."""
+    copy_previous: bool = True
+    """Whether a task's prompt starts as that of the task before; else it is drawn anew."""
+    contrast: float = Field(0.5, ge=0)
+    """Weight of the contrastive loss (CIFAR-100: 0.1, CUB: 0.01)."""
+    contrast_temperature: Positive = 0.8
+    contrast_centroids: int = Field(10, ge=1)
+    """How many centroids of its features stand for a past class in the contrast."""
+    identity_rate_factor: Positive = 1 / 60
+    """Learning rate of the task identity, as a multiple of the prompts' (CUB: 1/3)."""
+    identity_alignment: IdentityAlignmentConfig = IdentityAlignmentConfig()
+    identity_batch: int = Field(24, ge=1)
+    identity_row_rate: Positive = 0.0025
+    """Rate at which the refit learns the row of a task's only class, which no training could."""
+    legacy_reshape: bool = False
+    """The published mix-up of the axes for keys, values and images, in training and at evaluation."""
+
+    @model_validator(mode="after")
+    def _different_blocks(self) -> "HiDePromptConfig":
+        if len(set(self.blocks)) != len(self.blocks) or not self.blocks:
+            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
+        return self
+
+    def marks(self) -> tuple[str, ...]:
+        """Say that predictions depend on batch mates where they do."""
+        mixed = "legacy_reshape: images get keys and values of their batch mates, so predictions depend on them"
+        return (mixed,) if self.legacy_reshape else ()
+
+
+class IdentityHead(LinearHead):
+    """Rows over LayerNorm(q + W' GELU(W q)), the perceptron twice as wide as the query inside."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__(width, seed)
+        self.inner = _layer(width, 2 * width, seed, "identity", 0)
+        self.outer = _layer(2 * width, width, seed, "identity", 1)
+        self.norm = nn.LayerNorm(width)
+
+    def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits (B, C) of queries (B, D) under other rows (C, D) and biases (C,) than its own."""
+        change = self.outer(functional.gelu(self.inner(features)))  # (B, D)
+        return functional.linear(self.norm(features + change), weight, bias)
+
+
+@register
+class HiDePrompt(Method):
+    """A prompt per task, chosen by a head on the query."""
+
+    Config = HiDePromptConfig
+    summary = "a prefix per task, chosen by a refitted head on the query"
+    needs_summary = True
+
+    contrasts: Tensor
+    query_mean: Tensor
+    query_variance: Tensor
+    task_of_class: Tensor
+
+    def __init__(self, config: HiDePromptConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        check_blocks(config.blocks, shape)
+        self.config = config
+        self.pool = nn.ParameterList()  # per task (blocks, M, D)
+        self.identity = IdentityHead(shape.width, seed)
+        clusters = config.identity_alignment.centroids
+        self.register_buffer("contrasts", torch.empty(0, config.contrast_centroids, shape.width))  # (C, K, D)
+        self.register_buffer("query_mean", torch.empty(0, clusters, shape.width))  # (C, K, D)
+        self.register_buffer("query_variance", torch.empty(0, clusters, shape.width))  # (C, K, D)
+        self.register_buffer("task_of_class", torch.empty(0, dtype=torch.long), persistent=False)  # (C,)
+
+    def begin_task(self, task: int, classes: int) -> None:
+        """Add the task's prompt and freeze the earlier ones; make room for its classes."""
+        shape = (self.config.tokens, self.shape.width)
+        drawn = [randomness.uniform(shape, self.seed, "task prompt", block, task) for block in self.config.blocks]
+        prompt = (2 * torch.stack(drawn) - 1).to(self.contrasts)  # (blocks, M, D)
+        if self.config.copy_previous and len(self.pool):
+            prompt = self.mixed()[-1].detach().clone()
+        self.pool.requires_grad_(False)
+        self.pool.append(nn.Parameter(prompt))
+        self.identity.grow(classes)
+        for name in ("contrasts", "query_mean", "query_variance"):
+            held = self.get_buffer(name)
+            self.register_buffer(name, torch.cat([held, held.new_zeros(classes, *held.shape[1:])]))
+        belongs = self.task_of_class.new_full((classes,), task)
+        self.register_buffer("task_of_class", torch.cat([self.task_of_class, belongs]), persistent=False)
+
+    def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
+        """The prompts, and the task identity at a rate of its own."""
+        yield [prompt for prompt in self.pool if prompt.requires_grad], 1.0
+        yield [part for part in self.identity.parameters() if part.requires_grad], self.config.identity_rate_factor
+
+    def mixed(self) -> Tensor:
+        """Prompts of all tasks with their share of the earlier ones: (tasks, blocks, M, D).
+
+        To mix always is to mix in training and once more for good when the task ends.
+        """
+        found: list[Tensor] = []
+        total = torch.zeros_like(self.pool[0])  # (blocks, M, D)
+        for task, prompt in enumerate(self.pool):
+            mixed = torch.lerp(prompt, total / task, self.config.momentum) if task else prompt
+            total = total + mixed.detach()
+            found.append(mixed)
+        return torch.stack(found)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Inject the prompt of the images' task: as known in training, else as told from each query (B, D)."""
+        assert query is not None
+        if not len(self.pool):
+            return Prompted()
+        task = self.tell_task(query) if context.task is None else context.task  # (B,) or one for all
+        prompt = self.mixed()[task]  # (B, blocks, M, D) or (blocks, M, D)
+        parts = zip(self.config.blocks, prompt.unbind(dim=-3), strict=True)
+        injected = {block: self._prefix(tokens, len(query)) for block, tokens in parts}
+        return Prompted(injected, self._identity_loss(query, context))
+
+    def tell_task(self, query: Tensor) -> Tensor:
+        """The task of the most likely class, for each query: (B,)."""
+        return self.task_of_class[self.identity(query).argmax(dim=1)]
+
+    def _identity_loss(self, query: Tensor, context: Context) -> Tensor | None:
+        """Cross-entropy of the task's own classes on the queries."""
+        if not context.training or context.labels is None:
+            return None
+        head, first = self.identity, context.first
+        logits = head.logits(query, head.weight[first:], head.bias[first:])  # (B, new)
+        return functional.cross_entropy(logits, context.labels - first)
+
+    def _prefix(self, tokens: Tensor, batch: int) -> Prefix:
+        prefix = Prefix.split(tokens)
+        if not self.config.legacy_reshape:
+            return prefix
+        # What is listed as (keys, values) by image is read as (image) by (key, value).
+        both = [part.expand(batch, -1, -1) for part in (prefix.key, prefix.value)]  # (B, M / 2, D) each
+        pairs = torch.cat(both).unflatten(0, (batch, 2))  # (B, 2, M / 2, D)
+        return Prefix(pairs[:, 0], pairs[:, 1])
+
+    def feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
+        """The contrast of features (B, D) with each other and with the past classes."""
+        if not self.config.contrast:
+            return None
+        past = self.contrasts[: context.first].flatten(0, 1)  # (C K, D)
+        every = torch.cat([past, features]).double()  # (C K + B, D); products of long features lose too much in TF32
+        similarity = every @ every.T / self.config.contrast_temperature
+        itself = torch.arange(len(every), device=every.device)
+        return self.config.contrast * functional.cross_entropy(similarity, itself).to(features.dtype)
+
+    def statistics_context(self, task: int) -> Context:
+        """Features of training images are those with their own task's prompt."""
+        return Context(task=task)
+
+    def end_task(self, summary: TaskSummary | None) -> None:
+        """Remember the classes of the task and refit the task identity to all classes."""
+        assert summary is not None and summary.queries is not None
+        config, first, labels, new = self.config, summary.first, summary.labels, summary.classes
+        key = (self.seed, "hide-prompt", summary.task)
+        empty = ClassStatistics.empty(self.shape.width, self.contrasts.device, config.contrast_centroids)
+        self.contrasts[first:] = empty.extended(summary.features, labels - first, new, (*key, "features")).mean
+        past = ClassStatistics(self.query_mean[:first], self.query_variance[:first])
+        seen = past.extended(summary.queries, labels, new, (*key, "queries"))
+        self.query_mean.copy_(seen.mean)
+        self.query_variance.copy_(seen.variance)
+        settings = config.identity_alignment
+        if settings.enabled is not False:
+            align(self.identity, seen, new, settings, config.identity_batch, config.identity_row_rate, key)
+
+    def relevance(self, query: Tensor) -> dict[int, Tensor]:
+        """Which task's prompt each query is given: one-hot, (B, 1, tasks)."""
+        if not len(self.pool):
+            return {}
+        chosen = functional.one_hot(self.tell_task(query), len(self.pool)).to(query.dtype)[:, None]  # (B, 1, tasks)
+        return dict.fromkeys(self.config.blocks, chosen)
+
+
+def _layer(inputs: int, outputs: int, *key: randomness.Key) -> nn.Linear:
+    """A linear layer that starts from N(0, 0.02^2), without biases."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    assert isinstance(layer, nn.Linear)
+    with torch.no_grad():
+        layer.weight.copy_(0.02 * randomness.normal((outputs, inputs), *key))
+        layer.bias.zero_()
+    return layer

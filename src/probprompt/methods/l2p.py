@@ -1,0 +1,219 @@
+"""L2P: a pool of prompts, each with a key; an image takes the entries whose keys point most the way of its query.
+
+Three methods share the pool. ``l2p`` is Learning to Prompt (Wang et al., CVPR 2022): the chosen entries are tokens at
+the input of the transformer, and the mean of what becomes of them is the feature. ``l2p++`` and ``deep-l2p++`` are
+the baselines of CODA-Prompt (Smith et al., CVPR 2023): the chosen entries are prefixes, half keys and half values, in
+the first block or in the first five; each block has its own pool. A loss pulls the chosen keys towards the query.
+
+The defaults of ``l2p`` are those of its PyTorch port. The JAX original has ``tokens=10, top_k=4, pull=1.0,
+initial="uniform", initial_scale=0.01``. Both publish their results with ``batchwise=True``.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from probprompt import randomness
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.prompts import Prefix, Prompt, Tokens
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class PoolConfig(MethodConfig):
+    """The settings that the three methods share."""
+
+    components: int = Field(10, ge=1)
+    """N: entries of a pool, each with a key of its own."""
+    tokens: int = Field(5, ge=1)
+    """M: tokens of an entry."""
+    top_k: int = Field(5, ge=1)
+    """k: entries chosen for an image."""
+    pull: float = Field(0.1, ge=0)
+    """Weight of the loss that pulls the chosen keys towards the query."""
+    initial: Literal["uniform", "symmetric"] = "symmetric"
+    """U[0, 1) or U(-1, 1), times ``initial_scale``, for entries and keys alike."""
+    initial_scale: Positive = 1.0
+    batchwise: bool = False
+    """The published vote: a minibatch shares the entries that most of its images chose, at evaluation too."""
+
+    @model_validator(mode="after")
+    def _enough_entries(self) -> "PoolConfig":
+        if self.top_k > self.components:
+            raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components")
+        return self
+
+    def marks(self) -> tuple[str, ...]:
+        """Say that predictions depend on batch mates where they do."""
+        vote = "batchwise: the images of a minibatch vote on their prompts, so predictions depend on batch mates"
+        return (vote,) if self.batchwise else ()
+
+
+class L2PConfig(PoolConfig):
+    """The settings of L2P."""
+
+    name: Literal["l2p"] = "l2p"
+
+
+class PrefixPoolConfig(PoolConfig):
+    """The settings that L2P++ and Deep L2P++ share."""
+
+    blocks: tuple[int, ...] = (0,)
+    """Blocks that receive prefixes, counted from 0; each has its own pool."""
+    components: int = Field(30, ge=1)
+    tokens: int = Field(20, ge=2, multiple_of=2)
+    """M: tokens of an entry, half for the keys and half for the values."""
+    pull: float = Field(1.0, ge=0)
+    initial: Literal["uniform", "symmetric"] = "uniform"
+    legacy_key_loss: bool = False
+    """The published loss: each query also pulls the keys that its batch mates chose."""
+
+    @model_validator(mode="after")
+    def _different_blocks(self) -> "PrefixPoolConfig":
+        if len(set(self.blocks)) != len(self.blocks) or not self.blocks:
+            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
+        return self
+
+    def marks(self) -> tuple[str, ...]:
+        """Say which published mistakes were asked for."""
+        mistake = "legacy_key_loss: in training each query also pulls the keys that its batch mates chose"
+        return super().marks() + ((mistake,) if self.legacy_key_loss else ())
+
+
+class L2PPlusConfig(PrefixPoolConfig):
+    """The settings of L2P++."""
+
+    name: Literal["l2p++"] = "l2p++"
+
+
+class DeepL2PPlusConfig(PrefixPoolConfig):
+    """The settings of Deep L2P++."""
+
+    name: Literal["deep-l2p++"] = "deep-l2p++"
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+
+
+class PooledPrompts(Method):
+    """Pools of prompts, one per prompted block, chosen from by cosine between query and keys."""
+
+    def __init__(self, config: PoolConfig, blocks: Sequence[int], shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        check_blocks(blocks, shape)
+        self.config, self.blocks = config, tuple(blocks)
+        self.pool = self._draw("pool", (config.components, config.tokens, shape.width))  # (blocks, N, M, D)
+        self.keys = self._draw("keys", (config.components, shape.width))  # (blocks, N, D)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Inject the chosen entries for each query (B, D); in training also pull their keys towards it."""
+        assert query is not None
+        pull = self.config.pull if context.training else 0.0
+        injected: dict[int, Prompt] = {}
+        losses = []
+        for slot, block in enumerate(self.blocks):
+            cosine = _cosine(query, self.keys[slot])  # (B, N)
+            chosen = self._choose(cosine)  # (B, k)
+            injected[block] = self._prompt(self.pool[slot][chosen])  # of (B, k, M, D)
+            if pull:
+                losses.append(pull * self._key_loss(cosine, chosen))
+        return Prompted(injected, torch.stack(losses).sum().to(self.keys.dtype) if losses else None)
+
+    def relevance(self, query: Tensor) -> dict[int, Tensor]:
+        """Show the share 1/k of each chosen entry per prompted block: (B, 1, N)."""
+        shown = {}
+        for slot, block in enumerate(self.blocks):
+            cosine = _cosine(query, self.keys[slot])  # (B, N)
+            chosen = self._choose(cosine)  # (B, k)
+            share = torch.zeros_like(cosine, dtype=query.dtype).scatter(1, chosen, 1 / self.config.top_k)  # (B, N)
+            shown[block] = share[:, None]
+        return shown
+
+    def _choose(self, cosine: Tensor) -> Tensor:
+        """The k nearest entries of each image, nearest first: (B, N) -> (B, k); among equals the earlier one."""
+        top_k = self.config.top_k
+        chosen = cosine.argsort(dim=1, descending=True, stable=True)[:, :top_k]  # (B, k)
+        if not self.config.batchwise:
+            return chosen
+        votes = torch.zeros_like(cosine).scatter(1, chosen, 1).sum(dim=0)  # (N,)
+        return votes.argsort(descending=True, stable=True)[:top_k].expand(len(cosine), -1)  # (B, k)
+
+    def _prompt(self, entries: Tensor) -> Prompt:
+        """What the chosen entries (B, k, M, D) inject into a block."""
+        raise NotImplementedError
+
+    def _key_loss(self, cosine: Tensor, chosen: Tensor) -> Tensor:
+        """How far the chosen keys (B, k) of a block are from the queries, by their cosines (B, N)."""
+        raise NotImplementedError
+
+    def _draw(self, what: str, shape: tuple[int, ...]) -> nn.Parameter:
+        """New numbers for every prompted block: (blocks, *shape)."""
+        drawn = torch.stack([randomness.uniform(shape, self.seed, what, block) for block in self.blocks])
+        return nn.Parameter(
+            self.config.initial_scale * (2 * drawn - 1 if self.config.initial == "symmetric" else drawn)
+        )
+
+
+@register
+class L2P(PooledPrompts):
+    """Learning to Prompt: chosen entries are input tokens, and their outputs are read out."""
+
+    Config = L2PConfig
+    summary = "input tokens chosen from a pool by their keys (Learning to Prompt)"
+    readout = "tokens"
+
+    def __init__(self, config: L2PConfig, shape: Shape, seed: int) -> None:
+        super().__init__(config, (0,), shape, seed)
+
+    def _prompt(self, entries: Tensor) -> Prompt:
+        return Tokens(entries.flatten(1, 2), positioned=True)  # (B, k M, D)
+
+    def _key_loss(self, cosine: Tensor, chosen: Tensor) -> Tensor:
+        """Minus the cosines, summed over the chosen keys and averaged over the batch, as published."""
+        return -cosine.gather(1, chosen).sum(dim=1).mean()
+
+
+class PrefixPools(PooledPrompts):
+    """Chosen entries are prefixes of a block's attention."""
+
+    config: PrefixPoolConfig
+
+    def __init__(self, config: PrefixPoolConfig, shape: Shape, seed: int) -> None:
+        super().__init__(config, config.blocks, shape, seed)
+
+    def _prompt(self, entries: Tensor) -> Prompt:
+        key, value = entries.chunk(2, dim=2)  # (B, k, M / 2, D) each: every entry brings keys and values
+        return Prefix(key.flatten(1, 2), value.flatten(1, 2))  # (B, k M / 2, D) each
+
+    def _key_loss(self, cosine: Tensor, chosen: Tensor) -> Tensor:
+        """1 - cosine, summed over the chosen keys and over the batch, as published."""
+        if self.config.legacy_key_loss:
+            return (1 - cosine[:, chosen]).sum()  # (B, B, k): every query with the choice of every image
+        return (1 - cosine.gather(1, chosen)).sum()  # (B, k)
+
+
+@register
+class L2PPlus(PrefixPools):
+    """L2P++: the pool's entries are prefixes of the first block."""
+
+    Config = L2PPlusConfig
+    summary = "prefixes of the first block chosen from a pool by their keys (L2P++)"
+
+
+@register
+class DeepL2PPlus(PrefixPools):
+    """Deep L2P++: the first five blocks have a pool of prefixes each."""
+
+    Config = DeepL2PPlusConfig
+    summary = "prefixes of the first five blocks, each chosen from a pool of its own (Deep L2P++)"
+
+
+def _cosine(query: Tensor, keys: Tensor) -> Tensor:
+    """Cosines of queries (B, D) with keys (N, D): (B, N), float64.
+
+    In float64 and row by row, so that no rounding which depends on the batch can change what an image chooses.
+    """
+    direction = functional.normalize(query.double(), dim=-1)[:, None]  # (B, 1, D)
+    return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)

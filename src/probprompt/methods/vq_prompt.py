@@ -1,0 +1,126 @@
+"""VQ-Prompt: each image gets one prompt out of a small pool, learned through a soft mixture (NeurIPS 2024).
+
+Every prompted block holds a pool of N prompts of L tokens each, and a key for each prompt. A query weighs the prompts
+by its inner product with their normalised keys; the weighted sum is the soft prompt. What is injected is the prompt of
+the pool that lies nearest to it, all L tokens together; the gradient goes straight through to the soft prompt. Two
+losses draw the soft prompt and the chosen one together. The first half of the tokens extends the block's attention
+keys, the second half its values.
+
+The paper and its code differ in which loss weighs more. The defaults are the code's: 0.4 moves the soft prompt, 0.1
+the chosen one. The paper's text is the two values swapped.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, normalize
+
+from probprompt import randomness
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.prompts import Prefix
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class VQPromptConfig(MethodConfig):
+    """The settings of VQ-Prompt."""
+
+    name: Literal["vq-prompt"] = "vq-prompt"
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Blocks that receive prompts, counted from 0; each has a pool and keys of its own."""
+    tokens: int = Field(8, ge=2, multiple_of=2)
+    """L: tokens per prompt, half for the keys and half for the values."""
+    components: int = Field(10, ge=1)
+    """N: prompts per pool."""
+    temperature: Positive = 1.0
+    """What the scores are divided by before the softmax: 1, and 5 on CUB."""
+    commitment_weight: float = Field(0.4, ge=0)
+    """The weight of the loss that moves the soft prompt, through keys and pool, to the chosen prompt."""
+    pool_weight: float = Field(0.1, ge=0)
+    """The weight of the loss that moves the chosen prompt to the soft prompt."""
+    quantise: bool = True
+    """Whether a prompt of the pool is chosen; if not, the soft prompt is injected and there are no losses."""
+    initial: Literal["uniform", "symmetric", "normal"] = "uniform"
+    """How pool and keys are drawn: U[0, 1), U(-1, 1) or N(0, 1)."""
+    initial_scale: Positive = 1.0
+    """What the pool's draw is multiplied by; the length of a key has no effect."""
+
+    @field_validator("blocks")
+    @classmethod
+    def _different(cls, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(blocks)) != len(blocks) or not blocks:
+            raise ValueError(f"blocks must be different and at least one, not {blocks}")
+        return blocks
+
+
+@register
+class VQPrompt(Method):
+    """Vector-quantised prompts."""
+
+    Config = VQPromptConfig
+    summary = "the nearest prompt of a learned pool, chosen through a soft mixture (VQ-Prompt)"
+
+    def __init__(self, config: VQPromptConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+        check_blocks(config.blocks, shape)
+        self.config = config
+        prompts, directions = (config.components, config.tokens, shape.width), (config.components, shape.width)
+        pool = [_initial(config, prompts, seed, "pool", block) for block in config.blocks]
+        keys = [_initial(config, directions, seed, "keys", block) for block in config.blocks]
+        self.pool = nn.Parameter(config.initial_scale * torch.stack(pool))  # (blocks, N, L, D)
+        self.keys = nn.Parameter(torch.stack(keys))  # (blocks, N, D)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Choose a prompt for each query (B, D); in training also measure how far it is from the soft one."""
+        assert query is not None
+        injected: dict[int, Prefix] = {}
+        losses: list[Tensor] = []
+        for slot, block in enumerate(self.config.blocks):
+            pool = self.pool[slot].double()  # (N, L, D)
+            soft = prompt = torch.einsum("bn,nld->bld", self._weights(slot, query), pool)  # (B, L, D)
+            if self.config.quantise:
+                chosen = pool[nearest(soft, pool)]  # (B, L, D)
+                prompt = soft + (chosen - soft).detach()  # the value of the chosen, the gradient of the soft one
+                losses += [self._distance(soft, chosen)] if context.training else []
+            injected[block] = Prefix.split(prompt.to(self.pool.dtype))
+        loss = torch.stack(losses).sum().to(self.pool.dtype) if losses else None
+        return Prompted(injected, loss)
+
+    def relevance(self, query: Tensor) -> dict[int, Tensor]:
+        """Weights of the soft mixture per prompted block: (B, 1, N), since all tokens share them."""
+        return {
+            block: self._weights(slot, query)[:, None].to(self.keys.dtype)
+            for slot, block in enumerate(self.config.blocks)
+        }
+
+    def _weights(self, slot: int, query: Tensor) -> Tensor:
+        """Compare the query, as long as it is, with the directions of the keys: (B, N)."""
+        # In float64, as all that leads to the choice: neither autocast, TF32 nor the batch's size then decides it.
+        scores = query.double() @ normalize(self.keys[slot].double(), dim=-1).mT  # (B, N)
+        return torch.softmax(scores / self.config.temperature, dim=-1)  # (B, N)
+
+    def _distance(self, soft: Tensor, chosen: Tensor) -> Tensor:
+        commitment = self.config.commitment_weight * mse_loss(soft, chosen.detach())
+        return commitment + self.config.pool_weight * mse_loss(chosen, soft.detach())
+
+
+@torch.no_grad()
+def nearest(soft: Tensor, pool: Tensor) -> Tensor:
+    """Find the prompt of the pool (N, L, D) with the smallest squared distance to each soft prompt (B, L, D): (B,).
+
+    >>> pool = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]])
+    >>> nearest(torch.tensor([[[0.9, 0.3]], [[0.9, 0.0]]]), pool)
+    tensor([1, 0])
+    """
+    distance = (soft[:, None] - pool).square().sum(dim=(-2, -1))  # (B, N)
+    return distance.argmin(dim=-1)  # (B,)
+
+
+def _initial(config: VQPromptConfig, shape: tuple[int, ...], seed: int, what: str, block: int) -> Tensor:
+    key = (seed, "vq-prompt", what, block)
+    if config.initial == "normal":
+        return randomness.normal(shape, *key)
+    drawn = randomness.uniform(shape, *key)
+    return 2 * drawn - 1 if config.initial == "symmetric" else drawn

@@ -1,0 +1,504 @@
+"""A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probprompt import methods, presets
+from probprompt.errors import UserError, shorten
+from probprompt.evaluation import metrics
+from probprompt.report import page
+from probprompt.runs.book import Recorded, read_book
+from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, describe, flatten
+from probprompt.runs.record import Run
+
+duration, number = page.duration, page.number
+FILES = ("table.md", "table.tex", "table.csv", "comparison.html")
+NOTHING = "—"
+MARKED, HELD_OUT = "†", "‡"
+
+
+# What is compared
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method, with what is varied of its settings."""
+
+    label: str
+    method: str
+    name: str = ""
+    """The method, as it is shown."""
+    varied: Varied = field(default=(), compare=False)
+
+    @property
+    def bound(self) -> bool:
+        """Whether it learns all tasks at once: an upper bound, not a rival."""
+        found = methods.registered().get(self.method)
+        return bool(found and found.joint)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A group of columns: a benchmark under a preset."""
+
+    benchmark: str
+    preset: str
+
+    @property
+    def label(self) -> str:
+        """Both, in words."""
+        return f"{self.benchmark}, {self.preset}"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run: more is better (1), less is (-1), or neither (0)."""
+
+    key: str
+    name: str
+    digits: int = 2
+    better: int = 0
+    start: str = ""
+    """The key of the same number before training."""
+
+    @property
+    def heading(self) -> str:
+        """Its name, with an arrow that says which way is better."""
+        return self.name + {1: " ↑", -1: " ↓", 0: ""}[self.better] + (" (at start)" if self.start else "")
+
+
+FAA, CAA = Measure("FAA", "FAA", better=1), Measure("CAA", "CAA", better=1)
+FORGETTING = Measure("forgetting", "Forgetting", better=-1)
+SEEDS = Measure("seeds", "Seeds")
+SIMILARITY = Measure("similarity", "Similarity", 3, start="initial_similarity")
+RANK = Measure("effective_rank", "Eff. rank", 1, start="initial_effective_rank")
+PARAMETERS, TIME = Measure("trainable_parameters", "Parameters", 0), Measure("seconds", "Time", 0)
+ACCURACY = (FAA, CAA, FORGETTING)
+INSIDE = (SIMILARITY, RANK, PARAMETERS, TIME)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One finished run, as the tables need it."""
+
+    row: Row
+    place: Place
+    seed: int
+    run: Recorded
+    values: Mapping[str, float]
+    """Its numbers by the keys of the measures; what it does not have is absent."""
+
+    @property
+    def folder(self) -> str:
+        """Where the run is."""
+        return self.run.where
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """What the run says about itself."""
+        return self.run.record
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """Accuracy in % on task i (row) after step j (column)."""
+        return self.run.matrix
+
+    @property
+    def averages(self) -> list[float]:
+        """Average accuracy over the tasks seen, after each step."""
+        return [float(self.matrix[: step + 1, step].mean()) for step in range(len(self.matrix))]
+
+
+def read_result(run: Recorded, row: Row, place: Place, seed: int) -> Result:
+    """What the tables need of a finished run."""
+    record, matrix, similarity = run.record, run.matrix, run.similarity
+    values = metrics.summarize(matrix)
+    if len(matrix) == 1:  # one step has no course and nothing to forget
+        values = {FAA.key: values[FAA.key]}
+    names = {SIMILARITY.key: "mean", SIMILARITY.start: "initial_mean", RANK.key: RANK.key, RANK.start: RANK.start}
+    found = {key: similarity.get(name) for key, name in names.items()} | {
+        PARAMETERS.key: record.get("trainable_parameters"),
+        TIME.key: (record.get("time") or {}).get("total_s"),
+        "peak_memory_mb": record.get("peak_memory_mb"),
+    }
+    values |= {key: float(value) for key, value in found.items() if value is not None}
+    return Result(row, place, seed, run, values)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """The runs of a row in a place, one per seed."""
+
+    results: Sequence[Result]
+
+    def value(self, measure: Measure) -> tuple[float, float] | None:
+        """Mean and standard deviation over the seeds; None where no run has this number."""
+        found = self._all(measure.key)
+        return metrics.mean_and_std(found) if found else None
+
+    def start(self, measure: Measure) -> float | None:
+        """The mean of the same number before training."""
+        found = self._all(measure.start)
+        return metrics.mean_and_std(found)[0] if found else None
+
+    def _all(self, key: str) -> list[float]:
+        return [result.values[key] for result in self.results if key in result.values]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Published behaviour that is wrong, was asked for, and must be said."""
+        return tuple(dict.fromkeys(str(mark) for result in self.results for mark in result.record.get("marks") or ()))
+
+    @property
+    def held_out(self) -> bool:
+        """Whether these numbers are on held-out training images."""
+        return any(result.record.get("evaluated_on", "test") != "test" for result in self.results)
+
+    @property
+    def protocol(self) -> tuple[object, ...]:
+        """What must be the same for numbers to be ranked: images, tasks."""
+        splits = sorted({str(result.record.get("stream", {}).get("split_hash")) for result in self.results})
+        return self.held_out, max(len(result.matrix) for result in self.results), *splits
+
+    @property
+    def backbone(self) -> str:
+        """The name of what learned."""
+        return " and ".join(sorted({str((r.record.get("backbone") or {}).get("name")) for r in self.results}))
+
+    @property
+    def curve(self) -> list[float]:
+        """Average accuracy after each step, in the mean over the seeds."""
+        return [float(value) for value in np.mean([result.averages for result in self._alike], axis=0)]
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """The accuracy matrix, in the mean over the seeds."""
+        mean: NDArray[np.float64] = np.mean([result.matrix for result in self._alike], axis=0)
+        return mean
+
+    @property
+    def _alike(self) -> list[Result]:
+        """Those with as many tasks as the first: the others cannot be averaged with it."""
+        return [result for result in self.results if len(result.matrix) == len(self.results[0].matrix)]
+
+
+def ranks(values: Mapping[Row, float]) -> dict[Row, int]:
+    """The rows that are best (1) and second (2); rows that are level share a rank, and none has one if all are.
+
+    >>> a, b, c = (Row(name, name) for name in "abc")
+    >>> {row.label: rank for row, rank in ranks({a: 70.0, b: 71.5, c: 71.5}).items()}
+    {'a': 2, 'b': 1, 'c': 1}
+    """
+    levels = sorted(set(values.values()), reverse=True)
+    if len(levels) < 2:
+        return {}
+    return {row: 1 + levels.index(value) for row, value in values.items() if value in levels[:2]}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A number as it is shown: mean, standard deviation over several seeds, value at the start, rank, a reference."""
+
+    mean: str
+    std: str = ""
+    start: str = ""
+    rank: int = 0
+    sign: str = ""
+
+    @property
+    def text(self) -> str:
+        """The number alone."""
+        spread = f" ± {self.std}" if self.std else ""
+        return f"{self.mean}{spread}{f' ({self.start})' if self.start else ''}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table before it is set in any language."""
+
+    caption: str
+    columns: Sequence[tuple[Place, Measure]]
+    rows: Sequence[tuple[Row, Sequence[Shown]]]
+    notes: Sequence[str] = ()
+    """What its reader must know."""
+
+    @property
+    def places(self) -> list[tuple[Place, int]]:
+        """Groups of columns, with their widths."""
+        found = [place for place, _ in self.columns]
+        return [(place, found.count(place)) for place in dict.fromkeys(found)]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs in rows (methods) and groups of columns (benchmarks under presets)."""
+
+    rows: Sequence[Row]
+    places: Sequence[Place]
+    results: Sequence[Result]
+    failed: Sequence[str] = ()
+    missing: Sequence[str] = ()
+
+    @property
+    def recorded(self) -> list[Recorded]:
+        """All runs, as a book takes them."""
+        return [result.run for result in self.results]
+
+    @cached_property
+    def entries(self) -> dict[tuple[Row, Place], Entry]:
+        """What there is of each row in each place."""
+        found: dict[tuple[Row, Place], list[Result]] = {}
+        for result in self.results:
+            found.setdefault((result.row, result.place), []).append(result)
+        return {key: Entry(sorted(runs, key=lambda result: result.seed)) for key, runs in found.items()}
+
+    def rivals(self, place: Place) -> dict[Row, Entry]:
+        """Rows that are ranked: no upper bounds, nothing that carries a mark."""
+        here = {row: self.entries[row, place] for row in self.rows if (row, place) in self.entries}
+        return {row: entry for row, entry in here.items() if not row.bound and not entry.marks}
+
+    def comparable(self, place: Place) -> bool:
+        """Whether all rivals met the same tasks and images."""
+        return len({entry.protocol for entry in self.rivals(place).values()}) <= 1
+
+    def ranks(self, place: Place, measure: Measure) -> dict[Row, int]:
+        """Best and second of a column, by the digits that are shown."""
+        if not measure.better or not self.comparable(place):
+            return {}
+        found = {row: entry.value(measure) for row, entry in self.rivals(place).items()}
+        return ranks({row: measure.better * round(v[0], measure.digits) for row, v in found.items() if v})
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds that any row has."""
+        return sorted({result.seed for result in self.results})
+
+    @property
+    def uneven(self) -> bool:
+        """Whether rows differ in the number of their runs."""
+        return len({len(entry.results) for entry in self.entries.values()}) > 1
+
+    def tables(self) -> list[Table]:
+        """Accuracy; prompts and cost."""
+        accuracy = (*ACCURACY, SEEDS) if self.uneven else ACCURACY
+        return [
+            self._table("Accuracy in %", accuracy, self._accuracy_notes()),
+            self._table("Prompts and cost", INSIDE, self._inside_notes()),
+        ]
+
+    def _table(self, caption: str, measures: Sequence[Measure], notes: Sequence[str]) -> Table:
+        columns = [(place, measure) for place in self.places for measure in measures if self._filled(place, measure)]
+        found = [self._column(place, measure) for place, measure in columns]
+        if len(self.places) == 1:
+            caption = f"{caption}: {self.places[0].label}"
+        return Table(caption, columns, [(row, [column[row] for column in found]) for row in self.rows], notes)
+
+    def _filled(self, place: Place, measure: Measure) -> bool:
+        entries = [entry for (_, where), entry in self.entries.items() if where == place]
+        return measure in (FAA, SEEDS) or any(entry.value(measure) for entry in entries)
+
+    def _column(self, place: Place, measure: Measure) -> dict[Row, Shown]:
+        ranked = self.ranks(place, measure)
+        return {row: self._shown(self.entries.get((row, place)), measure, ranked.get(row, 0)) for row in self.rows}
+
+    def _shown(self, entry: Entry | None, measure: Measure, rank: int) -> Shown:
+        if measure is SEEDS:
+            return Shown(str(len(entry.results)) if entry else "0")
+        found = entry.value(measure) if entry else None
+        if not entry or not found:
+            return Shown(NOTHING)
+        if measure is TIME:
+            return Shown(duration(found[0]))
+        mean, std = (number(value, measure.digits) for value in found)
+        begun = entry.start(measure)
+        return Shown(
+            mean,
+            "" if measure is PARAMETERS or len(entry.results) == 1 else std,
+            "" if begun is None else number(begun, measure.digits),
+            rank,
+            self._signs(entry) if measure is FAA else "",
+        )
+
+    def _signs(self, entry: Entry) -> str:
+        mixed = len({other.held_out for other in self.entries.values()}) > 1
+        return (MARKED if entry.marks else "") + (HELD_OUT if mixed and entry.held_out else "")
+
+    # What must be said
+
+    def _inside_notes(self) -> list[str]:
+        similar = any(entry.value(SIMILARITY) for entry in self.entries.values())
+        return [self._seeds_note(), *([_SIMILARITY] if similar else [])]
+
+    def _accuracy_notes(self) -> list[str]:
+        found = [self._seeds_note(), _MEANING]
+        if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
+            found.append("Bold: the best of a column; underlined: the second.")
+        bounds = [row.label for row in self.rows if row.bound]
+        if bounds:
+            found.append(f"Upper bound, learned all at once, not ranked: {', '.join(bounds)}.")
+        return found + self._caveats()
+
+    def _seeds_note(self) -> str:
+        seeds = ", ".join(map(str, self.seeds))
+        if all(len(entry.results) == 1 for entry in self.entries.values()):
+            return f"One run each (seed {seeds}): a difference of a few points may be chance."
+        less = "; where runs are missing, the column Seeds says how many there are" if self.uneven else ""
+        return f"Mean ± standard deviation (population) over the seeds {seeds}{less}."
+
+    def _caveats(self) -> list[str]:
+        """Why some numbers must not be set against others."""
+        found = []
+        marks: dict[str, list[str]] = {}
+        for (row, place), entry in self.entries.items():
+            for mark in entry.marks:
+                marks.setdefault(mark, []).append(f"{row.label} ({place.label})")
+        found += [f"{MARKED} {mark}; not ranked: {', '.join(where)}." for mark, where in marks.items()]
+        held = [entry.held_out for entry in self.entries.values()]
+        if any(held):
+            sign = "" if all(held) else f"{HELD_OUT} "
+            found.append(f"{sign}Evaluated on held-out training images (validation), not on the test set.")
+        for place in self.places:
+            found += self._place_caveats(place)
+        if self.failed:
+            found.append(f"Failed and not in the table: {', '.join(self.failed)}; failed.json there says why.")
+        if self.missing:
+            found.append(f"Not run yet: {shorten(self.missing)}.")
+        return found
+
+    def _place_caveats(self, place: Place) -> list[str]:
+        found = []
+        if not self.comparable(place):
+            found.append(f"{place.label}: not ranked, for the rows did not meet the same tasks and images.")
+        backbones: dict[str, list[str]] = {}
+        seeds: dict[str, list[str]] = {}
+        for row, entry in self.rivals(place).items():
+            backbones.setdefault(entry.backbone, []).append(row.label)
+            seeds.setdefault(", ".join(str(result.seed) for result in entry.results), []).append(row.label)
+        if len(seeds) > 1:
+            words = "; ".join(f"{numbers} ({shorten(rows)})" for numbers, rows in seeds.items())
+            found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {words}.")
+        if len(backbones) > 1:
+            words = "; ".join(f"{name} ({shorten(rows)})" for name, rows in backbones.items())
+            found.append(f"{place.label}: the backbones differ, a cause of differences too: {words}.")
+        return found
+
+
+_MEANING = (
+    "FAA: average accuracy over all tasks in the end. CAA: its mean over all steps. "
+    "Forgetting: how far earlier tasks ended below their best."
+)
+_SIMILARITY = (
+    "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
+    "these span. In parentheses the mean before training: a low similarity says something only beside it."
+)
+
+
+# Gathering
+
+
+def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
+    """The finished cells of a grid; rows in the order of its methods."""
+    labels, results = grid.spec.labels, list[Result]()
+    rows, places = dict[Row, None](), dict[Place, None]()
+    for outcome in outcomes:
+        cell = outcome.cell
+        row = _row(cell.method, cell.varied, labels)
+        benchmark = labels.get(cell.benchmark, cell.benchmark)
+        place = Place(benchmark, cell.preset)
+        rows[row] = places[place] = None
+        if outcome.run:
+            results.append(read_result(Recorded.of(outcome.run, cell.name), row, place, cell.seed))
+    return Comparison(
+        sorted(rows, key=lambda row: grid.spec.methods.index(row.method)),
+        list(places),
+        results,
+        [outcome.cell.name for outcome in outcomes if outcome.problem],
+        [outcome.cell.name for outcome in outcomes if not outcome.run and not outcome.problem],
+    )
+
+
+def _row(method: str, varied: Varied, labels: Mapping[str, str]) -> Row:
+    name = labels.get(method, method)
+    return Row(", ".join((name, *describe(varied))), method, name, varied)
+
+
+def gather_runs(paths: Sequence[Path]) -> Comparison:
+    """Finished runs in folders or books: rows of a method are kept apart by the settings in which they differ."""
+    runs = [run for path in paths for run in _read(path)]
+    if not runs:
+        raise UserError("there is no run to compare")
+    results: list[Result] = []
+    configs = [run.record["config"] for run in runs]
+    for run, config, varied in zip(runs, configs, _apart(configs), strict=True):
+        row = _row(config["method"]["name"], varied, {})
+        place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
+        result = read_result(run, row, place, config["seeds"]["order"])
+        for other in results:
+            if (other.row, other.place, other.seed) == (row, place, result.seed):
+                raise UserError(f"{other.folder} and {run.where} are one and the same run, settings and seed: name one")
+        results.append(result)
+    return Comparison(
+        list(dict.fromkeys(result.row for result in results)),
+        sorted({result.place for result in results}, key=lambda place: (place.benchmark, _order(place.preset))),
+        results,
+    )
+
+
+def _read(path: Path) -> list[Recorded]:
+    """A run's folder, or a book of them."""
+    if path.is_file():
+        return read_book(path)
+    run = Run.open(path)
+    if not run.finished:
+        raise UserError(f"only finished runs can be compared, not {path}")
+    return [Recorded.of(run, str(path))]
+
+
+def _order(preset: str) -> tuple[int, str]:
+    """Presets as they are listed, others after them."""
+    return presets.NAMES.index(preset) if preset in presets.NAMES else len(presets.NAMES), preset
+
+
+def _preset(record: Mapping[str, Any]) -> str:
+    return str(record.get("preset") or record["config"].get("preset") or CUSTOM)
+
+
+def _apart(configs: Sequence[Mapping[str, Any]]) -> list[Varied]:
+    """For each run, the settings in which runs of its method, preset and benchmark differ, other than by seed."""
+    flat = [flatten(config) for config in configs]
+    groups = [tuple(str(own.get(key)) for key in ("method.name", "preset", "data.benchmark")) for own in flat]
+    found = []
+    for own, group in zip(flat, groups, strict=True):
+        peers = [other for other, where in zip(flat, groups, strict=True) if where == group]
+        names = [name for name in own if not name.startswith("seeds.")]
+        differ = [name for name in names if any(peer.get(name) != own[name] for peer in peers)]
+        found.append(tuple((name, own[name]) for name in differ))
+    return found
+
+
+# Writing
+
+
+def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
+    """Write the tables and the page into a folder."""
+    from probprompt.report.comparison_page import render
+    from probprompt.report.tables import csv_table, latex, markdown
+
+    if not comparison.results:
+        raise UserError("no run is finished: there is nothing to compare")
+    makers: dict[str, Callable[[Comparison], str]] = dict(zip(FILES, (markdown, latex, csv_table, render), strict=True))
+    return [page.write(out / name, make(comparison).encode("utf-8", "replace")) for name, make in makers.items()]
+
+
+def write_page(comparison: Comparison, path: Path) -> Path:
+    """Put the tables into a page of Markdown; what else stands in it stays."""
+    from probprompt.report.tables import fill_page
+
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    return page.write(path, fill_page(before, comparison).encode())

@@ -1,0 +1,170 @@
+"""The tables of a comparison, set in Markdown, LaTeX and CSV."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from probprompt.evaluation import metrics
+from probprompt.report.comparison import (
+    ACCURACY,
+    HELD_OUT,
+    INSIDE,
+    MARKED,
+    NOTHING,
+    Comparison,
+    Result,
+    Row,
+    Shown,
+    Table,
+)
+from probprompt.runs.grid import describe, flatten
+
+
+def markdown(comparison: Comparison) -> str:
+    """The tables in Markdown, with what must be said about them."""
+    parts = ["# Comparison"]
+    for table in comparison.tables():
+        single = len(table.places) == 1
+        header = ["Method", *(m.heading if single else f"{p.label}: {m.heading}" for p, m in table.columns)]
+        body = [[_markdown_label(row), *map(_markdown_cell, cells)] for row, cells in table.rows]
+        lines = [[_markdown(text) for text in header], *body]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+        parts += [f"## {_markdown(table.caption)}"]
+        parts += ["\n".join(_markdown_line(line, widths) for line in (lines[0], rule, *lines[1:]))]
+        parts += ["\n".join(f"- {_markdown(note)}" for note in table.notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def fill_page(page: str, comparison: Comparison) -> str:
+    """Put the tables into a page of Markdown between two marks, over those that stood there before.
+
+    A page without the marks gets them at its end.
+    """
+    begin, end = "<!-- comparison: made by probprompt compare -->", "<!-- end of comparison -->"
+    before, found, rest = page.partition(begin)
+    after = rest.partition(end)[2] if found else "\n"
+    tables = markdown(comparison).partition("\n")[2].strip()
+    return f"{before.rstrip() or '# Results'}\n\n{begin}\n\n{tables}\n\n{end}{after}"
+
+
+def _markdown(text: str) -> str:
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join(f"\\{letter}" if letter in r"\`*_[]|~" else letter for letter in " ".join(escaped.split()))
+
+
+def _markdown_label(row: Row) -> str:
+    return _markdown(row.label) + (" (upper bound)" if row.bound else "")
+
+
+def _markdown_cell(shown: Shown) -> str:
+    before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[shown.rank]  # u is not allowed everywhere
+    return f"{before}{shown.text}{after}{shown.sign}"
+
+
+def _markdown_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
+    return f"| {' | '.join(padded)} |"
+
+
+def latex(comparison: Comparison) -> str:
+    """The tables in LaTeX, to be used with booktabs."""
+    head = "% needs \\usepackage{booktabs}\n"
+    return head + "\n".join(_latex_table(table) for table in comparison.tables())
+
+
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
+_LATEX |= {"±": r"$\pm$", "−": "$-$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", NOTHING: "---"}
+_LATEX |= {MARKED: r"$^{\dagger}$", HELD_OUT: r"$^{\ddagger}$", "<": r"\textless{}", ">": r"\textgreater{}"}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
+
+
+def _latex_table(table: Table) -> str:
+    places, rules, first = [], [], 2
+    for place, width in table.places:
+        places.append(f"\\multicolumn{{{width}}}{{c}}{{{_latex(place.label)}}}")
+        rules.append(f"\\cmidrule(lr){{{first}-{first + width - 1}}}")
+        first += width
+    several = [f" & {' & '.join(places)} \\\\", " ".join(rules)] if len(places) > 1 else []
+    headings = " & ".join(["Method", *(_latex(measure.heading) for _, measure in table.columns)])
+    lines = [
+        r"\begin{table}",
+        r"\centering\small",
+        f"\\caption{{{_latex(table.caption)}}}",
+        f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
+        r"\toprule",
+        *several,
+        f"{headings} \\\\",
+        r"\midrule",
+        *(f"{_latex_label(row)} & {' & '.join(map(_latex_cell, cells))} \\\\" for row, cells in table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        f"\n\\footnotesize {' '.join(_latex(note) for note in table.notes)}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_label(row: Row) -> str:
+    return _latex(row.label) + (r" \emph{(upper bound)}" if row.bound else "")
+
+
+def _latex_cell(shown: Shown) -> str:
+    text = _latex(shown.text)
+    command = {1: r"\textbf{%s}", 2: r"\underline{%s}", 0: "%s"}[shown.rank]
+    return command % text + _latex(shown.sign)
+
+
+def csv_table(comparison: Comparison) -> str:
+    """One line per run with all its numbers and settings."""
+    lines = [_csv_line(result) for result in comparison.results]
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return stream.getvalue()
+
+
+def _csv_line(result: Result) -> dict[str, Any]:
+    record, row = result.record, result.row
+    stream, backbone = record.get("stream") or {}, record.get("backbone") or {}
+    measures = (*ACCURACY, *INSIDE)
+    line: dict[str, Any] = {
+        "method": row.method,
+        "varied": " ".join(describe(row.varied)),
+        "preset": result.place.preset,
+        "benchmark": result.place.benchmark,
+        "seed": result.seed,
+        **{key: result.values.get(key) for measure in measures for key in (measure.key, measure.start) if key},
+        "peak_memory_mb": result.values.get("peak_memory_mb"),
+        "upper_bound": row.bound,
+        "marks": "; ".join(map(str, record.get("marks") or ())),
+        "evaluated_on": record.get("evaluated_on"),
+        "tasks": len(result.matrix),
+        "matrix": json.dumps(metrics.to_json(result.matrix)),
+        "backbone": backbone.get("name"),
+        "backbone_sha256": backbone.get("sha256"),
+        "order_hash": stream.get("order_hash"),
+        "split_hash": stream.get("split_hash"),
+        "config_hash": record.get("config_hash"),
+        "created": record.get("created"),
+        **{key: (record.get("hardware") or {}).get(key) for key in ("device", "gpu")},
+        **{f"{key}_version": (record.get("versions") or {}).get(key) for key in ("probprompt", "torch", "timm")},
+        "folder": result.folder,
+    }
+    settings = flatten(record.get("config") or {})
+    return line | {name: _portable(value) for name, value in settings.items() if name not in line}
+
+
+def _portable(value: Any) -> Any:
+    """A setting's value; of a path on this machine, the last part."""
+    if isinstance(value, str) and PurePath(value).is_absolute():
+        return PurePath(value).name
+    return value if isinstance(value, str | int | float | None) else json.dumps(value)

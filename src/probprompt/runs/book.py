@@ -1,0 +1,63 @@
+"""A book of results: what each finished run proves, a line per run, small enough to be committed and read."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probprompt.errors import UserError
+from probprompt.evaluation import metrics
+from probprompt.runs.files import read_json, write_bytes
+from probprompt.runs.record import Run
+
+FORMAT = 1
+_INSIDE = ("mean", "initial_mean", "effective_rank", "initial_effective_rank")
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A finished run: settings, weights, split, versions and hardware, accuracy, likeness of its prompts."""
+
+    where: str
+    record: Mapping[str, Any]
+    matrix: NDArray[np.float64]
+    similarity: Mapping[str, float]
+
+    @classmethod
+    def of(cls, run: Run, where: str) -> "Recorded":
+        """Read a run's folder."""
+        inside = run.folder / "diagnostics.json"
+        found = read_json(inside).get("similarity", {}) if inside.exists() else {}
+        return cls(where, run.record, run.matrix, {name: found[name] for name in _INSIDE if name in found})
+
+    def line(self) -> str:
+        """As a line of a book."""
+        entry = {"where": self.where, "matrix": metrics.to_json(self.matrix), "similarity": dict(self.similarity)}
+        return json.dumps({"book": FORMAT, **entry, "run": self.record}, allow_nan=False)
+
+
+def write_book(path: Path, runs: Iterable[Recorded]) -> Path:
+    """Write a book."""
+    write_bytes(path, "".join(run.line() + "\n" for run in runs).encode())
+    return path
+
+
+def read_book(path: Path) -> list[Recorded]:
+    """Read a book."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [_parse(json.loads(line)) for line in lines]
+    except OSError as problem:
+        raise UserError(f"the book {path} cannot be read: {problem.strerror}") from None
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as problem:
+        raise UserError(f"{path} is not a book of results, or it is damaged: {problem}") from None
+
+
+def _parse(entry: Mapping[str, Any]) -> Recorded:
+    if entry["book"] != FORMAT:
+        raise ValueError(f"it has format {entry['book']!r}, this version reads {FORMAT}")
+    return Recorded(entry["where"], entry["run"], metrics.from_json(entry["matrix"]), entry["similarity"])

@@ -1,0 +1,491 @@
+"""A grid of runs: benchmarks x presets x methods x settings x seeds, every cell a recorded run in its own folder."""
+
+import hashlib
+import json
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Protocol, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from probprompt import methods, presets
+from probprompt.config import RunConfig, merge, parse_config, with_absolute_paths
+from probprompt.data import benchmarks
+from probprompt.errors import UserError, shorten, suggest
+from probprompt.runs.execute import pick_device
+from probprompt.runs.files import read_json, write_error, write_json
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run, config_hash
+
+CUSTOM = "custom"
+"""No preset: the defaults of all settings, with those of the grid laid over them."""
+FAILED = "failed.json"
+_NAME = 60  # characters that a value may take in the name of a folder
+_OWN = {"data.benchmark": "benchmarks", "method.name": "methods", "preset": "presets"} | dict.fromkeys(
+    ("seeds.order", "seeds.init", "seeds.data"), "seeds"
+)  # settings that the grid itself gives
+
+Varied = tuple[tuple[str, Any], ...]  # settings by their dotted names
+Result = TypeVar("Result")
+
+
+# What is asked for
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names.
+
+    >>> flatten({"training": {"epochs": 3}, "evaluation_batch": 8})
+    {'training.epochs': 3, 'evaluation_batch': 8}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted settings, nested again.
+
+    >>> nest({"training.epochs": 3, "training.batch": 8})
+    {'training': {'epochs': 3, 'batch': 8}}
+    """
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, last = name.split(".")
+        inner = nested
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return nested
+
+
+def _listed(value: Any) -> Any:
+    """A single value as a list of one; what is named twice, once."""
+    values = [value] if isinstance(value, str | int) else value
+    return list(dict.fromkeys(values)) if isinstance(values, list | tuple) else values
+
+
+def _all_methods(value: Any) -> Any:
+    return list(methods.registered()) if value == ["all"] else value
+
+
+def _flat(value: Any) -> Any:
+    return flatten(value) if isinstance(value, Mapping) else value
+
+
+Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), BeforeValidator(_listed)]
+
+
+class GridSpec(BaseModel):
+    """What a comparison is asked to run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    methods: Annotated[Names, BeforeValidator(_all_methods), BeforeValidator(_listed)]
+    """Names of methods, in the order of the table's rows; ``all`` stands for every one."""
+    benchmarks: Names
+    """Names of benchmarks, or paths of folders of class folders."""
+    seeds: Seeds = (0, 1, 2)
+    """Each sets all three: order of classes, initial parameters, batches."""
+    presets: Names = ("matched",)
+    """Settings that belong together; ``custom`` stands for none."""
+    settings: dict[str, Any] = {}
+    """Laid over those of the preset; one of a method goes to those methods that have it."""
+    vary: Annotated[dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]], BeforeValidator(_flat)] = {}
+    """Values to try, by setting; all are combined. One of a method varies those methods that have it."""
+    labels: dict[str, str] = {}
+    """How methods and benchmarks are called in tables, where not by their names."""
+
+
+def parse_spec(given: Mapping[str, Any]) -> GridSpec:
+    """Check what a grid is asked for."""
+    try:
+        return GridSpec.model_validate(given)
+    except ValidationError as problem:
+        first = {error["loc"][0]: _explain(error) for error in reversed(problem.errors())}
+        raise UserError("\n".join(reversed(first.values()))) from None
+
+
+def _explain(error: Any) -> str:
+    where = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"a grid has no entry {where!r}: {suggest(where, GridSpec.model_fields)}"
+    if error["type"] in ("missing", "too_short"):
+        return f"the grid names no {where}: give at least one"
+    return f"{'.'.join(map(str, error['loc']))}: {error['msg']}, not {error['input']!r}"
+
+
+def _resolve(key: str, own: Iterable[str], every: Iterable[str]) -> str:
+    """A setting's dotted name, from itself or its last part: one of the grid's methods, or of any other."""
+    known = list(dict.fromkeys((*own, *every)))
+    found = [name for name in own if key in (name, name.rpartition(".")[2])]
+    found = found or [name for name in known if key in (name, name.rpartition(".")[2])]
+    if len(found) > 1 and key not in found:
+        raise UserError(f"{key!r} could be {' or '.join(found)}: write it out")
+    if not found:
+        raise UserError(f"no setting is called {key!r}: {suggest(key, known)}")
+    name = key if key in found else found[0]
+    if name in _OWN:
+        raise UserError(f"{name} is no setting of a grid: name them in its {_OWN[name]}")
+    return name
+
+
+def _fields(method: str) -> list[str]:
+    """All settings that a run with this method has."""
+    return list(flatten(parse_config({"method": {"name": method}}).model_dump()))
+
+
+# Cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid: what it is, and where it is kept."""
+
+    method: str
+    varied: Varied
+    preset: str
+    benchmark: str
+    seed: int
+    config: RunConfig
+    folder: Path
+    name: str
+    """The folder's path within the grid."""
+
+    @property
+    def run(self) -> Run | None:
+        """The run, where it was begun."""
+        return Run.open(self.folder) if (self.folder / "run.json").exists() else None
+
+    @property
+    def outcome(self) -> "Outcome":
+        """How things stand."""
+        run = self.run
+        if run and run.finished:
+            return Outcome(self, run)
+        failure = self.folder / FAILED
+        return Outcome(self, problem=read_json(failure) if failure.exists() else None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A cell with its finished run, or with what it failed of, or with neither."""
+
+    cell: Cell
+    run: Run | None = None
+    problem: Mapping[str, str] | None = None
+
+    @property
+    def reason(self) -> str:
+        """What a failed cell failed of, in one line."""
+        told = self.problem or {}
+        kind = "" if told.get("type") == "UserError" else f"{told.get('type')}: "
+        return " ".join(f"{kind}{told.get('message')}".split()).removesuffix(":")
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the finished run took."""
+        found = (self.run.record.get("time") or {}).get("total_s") if self.run else None
+        return None if found is None else float(found)
+
+
+def brief(value: Any) -> str:
+    """A setting's value in as few characters as tell it.
+
+    >>> brief((0, 1)), brief(True), brief("dim"), brief(0.5), brief(None)
+    ('[0,1]', 'true', 'dim', '0.5', 'none')
+    """
+    if value is None:
+        return "none"
+    return (
+        value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
+    )
+
+
+def describe(varied: Varied) -> list[str]:
+    """Varied settings as ``key=value``; a key is its last part where no other ends in it.
+
+    >>> describe((("method.components", 5), ("training.epochs", 2)))
+    ['components=5', 'epochs=2']
+    """
+    last = [key.rpartition(".")[2] for key, _ in varied]
+    return [
+        f"{short if last.count(short) == 1 else key}={brief(value)}"
+        for (key, value), short in zip(varied, last, strict=True)
+    ]
+
+
+def _folder_name(text: str) -> str:
+    """A name that any file system takes; where that changes it, a few digits keep it apart from others."""
+    plain = re.sub(r"[^\w.,=+\[\]-]", "-", text)[:_NAME]
+    return plain if plain == text else f"{plain}~{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+# Progress
+
+
+class GridWatcher(Watcher):
+    """Is told of a grid's cells as well; this one keeps quiet."""
+
+    @contextmanager
+    def grid(self, total: int, finished: int) -> Iterator[None]:
+        """Begin with a grid of so many cells, some of them finished before."""
+        yield
+
+    def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
+        """A cell begins; it and those after it may take so many seconds, as far as is known."""
+
+    def end(self, outcome: Outcome, rest: float | None) -> None:
+        """A cell has ended, well or not; those after it may take so many seconds."""
+
+
+class Pace:
+    """How long cells take, from those that are finished."""
+
+    def __init__(self, outcomes: Iterable[Outcome] = ()) -> None:
+        self._known: dict[tuple[object, ...], list[float]] = {}
+        for outcome in outcomes:
+            self.learn(outcome)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take note of a cell that has ended."""
+        if outcome.seconds is not None:
+            for key in self._keys(outcome.cell):
+                self._known.setdefault(key, []).append(outcome.seconds)
+
+    def expect(self, cells: Iterable[Cell]) -> float | None:
+        """Seconds that these cells may take: each as the cells most like it did; None before any is known."""
+        if not self._known:
+            return None
+        nearest = (next(key for key in self._keys(cell) if key in self._known) for cell in cells)
+        return sum(fmean(self._known[key]) for key in nearest)
+
+    @staticmethod
+    def _keys(cell: Cell) -> tuple[tuple[object, ...], ...]:
+        """What a cell shares with others, from nearly all to nothing."""
+        row = (cell.method, *describe(cell.varied))
+        return (cell.benchmark, cell.preset, row), (cell.benchmark, cell.method), (cell.method,), ()
+
+
+class Start(Protocol):
+    """Carries out a new run."""
+
+    def __call__(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None, /) -> Run:
+        """Give back the finished run."""
+
+
+class Resume(Protocol):
+    """Goes on with a run."""
+
+    def __call__(self, out: Path, device: str | None, watcher: Watcher | None, /) -> Run:
+        """Give back the finished run."""
+
+
+# The grid
+
+
+class Grid:
+    """All cells of a comparison: which are finished, which failed, which are still to be run."""
+
+    def __init__(self, spec: GridSpec, out: Path) -> None:
+        self.spec, self.out = spec, out
+        self._not_offered: dict[tuple[str, str], dict[str, str]] = {}
+        _check_names(spec)
+        self._fields = {method: _fields(method) for method in methods.registered()}
+        self._settings, self._vary = (self._resolved(part) for part in (flatten(spec.settings), spec.vary))
+        self.cells = self._expand()
+        """Every one with checked settings, all those of the first seed first: a whole table comes early."""
+        self._refuse_clashes()
+        self._refuse_other_settings()
+
+    @property
+    def left_out(self) -> str:
+        """Combinations that a preset does not offer, in words."""
+        parts = [
+            f"{preset} on {benchmark} for {shorten(reasons)} ({next(iter(reasons.values()))})"
+            for (preset, benchmark), reasons in self._not_offered.items()
+        ]
+        return "; ".join(parts)
+
+    def outcomes(self) -> list[Outcome]:
+        """How things stand, cell by cell."""
+        return [cell.outcome for cell in self.cells]
+
+    def run(self, start: Start, resume: Resume, device: str | None, watcher: GridWatcher | None) -> list[Outcome]:
+        """Run what is not finished; a cell that fails is recorded and does not stop the rest."""
+        watch = watcher or GridWatcher()
+        pick_device(device)
+        before = self.outcomes()
+        waiting = [outcome.cell for outcome in before if not outcome.run]
+        pace = Pace(before)
+        with watch.grid(len(before), len(before) - len(waiting)):
+            for number, cell in enumerate(waiting, start=1):
+                watch.begin(cell, pace.expect([cell]), pace.expect(waiting[number:]))
+                outcome = _carry_out(cell, start, resume, device, watch)
+                pace.learn(outcome)
+                watch.end(outcome, pace.expect(waiting[number:]))
+        return self.outcomes()
+
+    def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings by their dotted names; all that are unknown are refused at once."""
+        own, every = (
+            list(dict.fromkeys(name for method in some for name in self._fields[method]))
+            for some in (self.spec.methods, self._fields)
+        )
+        with _Mistakes() as mistakes:
+            return {name: value for key, value in settings.items() for name in mistakes.of(_resolve, key, own, every)}
+
+    def _expand(self) -> list[Cell]:
+        groups = list(product(self.spec.benchmarks, self.spec.presets, self.spec.methods))
+        bases = {group: base for group in groups if (base := self._base(*group)) is not None}
+        if not bases:
+            raise UserError(f"the grid has no cell: {self.left_out}")
+        with _Mistakes() as mistakes:
+            return [
+                cell
+                for seed, (group, base) in product(self.spec.seeds, bases.items())
+                for varied in self._variations(group[2])
+                for cell in mistakes.of(self._cell, group, base, varied, seed)
+            ]
+
+    def _own(self, settings: Mapping[str, Any], method: str) -> dict[str, Any]:
+        """Those settings that a run with this method has."""
+        return {name: value for name, value in settings.items() if name in self._fields[method]}
+
+    def _base(self, benchmark: str, preset: str, method: str) -> dict[str, Any] | None:
+        """A cell's settings before they are varied; None for what the preset does not offer."""
+        base: dict[str, Any] = {"data": {"benchmark": benchmark}, "method": {"name": method}}
+        if preset != CUSTOM:
+            try:
+                base = presets.settings(preset, method, benchmark)
+            except UserError as problem:
+                left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
+                left_out[method] = str(problem)
+                return None
+        return merge(base, nest(self._own(self._settings, method)))
+
+    def _variations(self, method: str) -> Iterator[Varied]:
+        """All combinations of the values that are varied for this method: one and empty where none is."""
+        own = self._own(self._vary, method)
+        return (tuple(zip(own, chosen, strict=True)) for chosen in product(*own.values()))
+
+    def _cell(self, group: tuple[str, str, str], base: dict[str, Any], varied: Varied, seed: int) -> Cell:
+        benchmark, preset, method = group
+        label = benchmark_label(benchmark)
+        row = f"{label}/{preset}/{','.join((method, *map(_folder_name, describe(varied))))}"
+        seeds = dict.fromkeys(("order", "init", "data"), seed)
+        try:
+            config = with_absolute_paths(parse_config(merge(merge(base, nest(dict(varied))), {"seeds": seeds})))
+        except UserError as problem:
+            raise UserError(f"{row}: {problem}") from None
+        name = f"{row}/seed-{seed}"
+        return Cell(method, varied, preset, label, seed, config, self.out / name, name)
+
+    def _refuse_clashes(self) -> None:
+        """Refuse two cells in one folder: benchmarks of one name, or a value that is named twice."""
+        seen: dict[str, Cell] = {}
+        for cell in self.cells:
+            other = seen.setdefault(cell.name, cell)
+            if other is not cell:
+                paths = sorted({cell.config.data.benchmark, other.config.data.benchmark})
+                reason = f"{' and '.join(paths)} have one name, rename one" if len(paths) > 1 else "name a value once"
+                raise UserError(f"two cells of the grid would lie in {cell.name}: {reason}")
+
+    def _refuse_other_settings(self) -> None:
+        """Refuse folders that hold a run with settings that this grid does not give it."""
+        found = []
+        for cell in self.cells:
+            run = cell.run
+            if run and config_hash(run.config) != config_hash(cell.config):
+                found.append(f"{cell.folder} ({shorten(_differences(run.config, cell.config))})")
+        if found:
+            raise UserError(
+                f"{len(found)} cell(s) of the grid hold a run with other settings: {'; '.join(found[:3])}"
+                f"{' and more' if len(found) > 3 else ''}. Choose another folder with --out, or remove these runs"
+            )
+
+
+def benchmark_label(name: str) -> str:
+    """A benchmark's name; of a folder, the last part of its path."""
+    return name if name in benchmarks.registered() else Path(name).expanduser().resolve().name
+
+
+def _check_preset(name: str) -> None:
+    known = (*presets.NAMES, CUSTOM)
+    if name not in known:
+        raise UserError(f"no preset is called {name!r}: {suggest(name, known)}")
+
+
+def _check_names(spec: GridSpec) -> None:
+    """Refuse unknown methods, presets and benchmarks, all at once."""
+    test = flatten(spec.settings).get("data.test")
+    with _Mistakes() as mistakes:
+        for method in spec.methods:
+            mistakes.of(methods.find, method)
+        for preset in spec.presets:
+            mistakes.of(_check_preset, preset)
+        for benchmark in spec.benchmarks:
+            mistakes.of(benchmarks.find, benchmark, test)
+
+
+class _Mistakes:
+    """Gathers a user's mistakes, so that all are told at once."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._told and kind is None:
+            raise UserError("\n".join(dict.fromkeys(self._told)))
+
+    def of(self, check: Callable[..., Result], *arguments: Any) -> list[Result]:
+        """What a check gives back, or nothing where it finds a mistake."""
+        try:
+            return [check(*arguments)]
+        except UserError as problem:
+            self._told.append(str(problem))
+            return []
+
+
+def _differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
+    before, after = (flatten(config.model_dump(mode="json")) for config in (recorded, wanted))
+    names = dict.fromkeys((*before, *after))
+    told = {name: [brief(side[name]) if name in side else "absent" for side in (before, after)] for name in names}
+    return [f"{name} is {there}, wanted {here}" for name, (there, here) in told.items() if there != here]
+
+
+def _carry_out(cell: Cell, start: Start, resume: Resume, device: str | None, watch: GridWatcher) -> Outcome:
+    try:
+        (cell.folder / FAILED).unlink(missing_ok=True)  # a new run wants an empty folder
+        begun = cell.run is not None
+        resume(cell.folder, device, watch) if begun else start(cell.config, cell.folder, device, watch)
+    except Exception as problem:  # noqa: BLE001 (whatever happens to one cell, the others go on)
+        return Outcome(cell, problem=_record_failure(cell.folder, problem))
+    return cell.outcome
+
+
+def _record_failure(folder: Path, problem: Exception) -> dict[str, str]:
+    told = {
+        "type": type(problem).__name__,
+        "message": str(problem),
+        "traceback": "".join(traceback.format_exception(problem)),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as trouble:
+        raise write_error(folder, trouble) from trouble
+    write_json(folder / FAILED, told)
+    return told

@@ -1,0 +1,432 @@
+"""A grid of runs: what it holds, what it refuses, and that nothing finished is run twice."""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from probprompt import api, presets
+from probprompt.cli import Interrupted
+from probprompt.cli.compare import GridScreen, read_spec, run_compare
+from probprompt.config import RunConfig, merge, parse_config, with_absolute_paths
+from probprompt.errors import UserError
+from probprompt.runs import grid as grids
+from probprompt.runs.grid import Grid, GridWatcher, Outcome, Pace, parse_spec
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run, config_hash
+
+ROOT = Path(__file__).parent.parent
+TINY: dict[str, Any] = {
+    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+    "data": {"tasks": 2},
+    "training": {"epochs": 1, "batch": 16},
+    "alignment": {"epochs": 1},
+    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
+}
+
+
+@pytest.fixture
+def spec(pictures: Path) -> Callable[..., grids.GridSpec]:
+    """A small grid; entries given by name go over it."""
+
+    def build(**entries: Any) -> grids.GridSpec:
+        base = {"methods": ["probprompt", "linear-probe"], "benchmarks": [str(pictures)], "seeds": [0, 1]}
+        return parse_spec({**base, "presets": ["custom"], "settings": TINY, **entries})
+
+    return build
+
+
+Spec = Callable[..., grids.GridSpec]
+
+
+class Worker:
+    """Carries out runs by writing what they would leave, and remembers which; some fail, some are interrupted."""
+
+    def __init__(self, fail: str = "", interrupt: str = "", seconds: float = 2.0) -> None:
+        self.started: list[str] = []
+        self.resumed: list[str] = []
+        self.fail, self.interrupt, self.seconds = fail, interrupt, seconds
+
+    def start(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None) -> Run:
+        self.started.append(_name(out))
+        if self.fail and self.fail in str(out):
+            raise RuntimeError(f"no luck with {config.method.name}")
+        record = {"config": config.model_dump(mode="json"), "status": "running"}
+        run = Run.create(out, record)
+        if self.interrupt and self.interrupt in str(out):
+            raise KeyboardInterrupt
+        return self._finish(run)
+
+    def resume(self, out: Path, device: str | None, watcher: Watcher | None) -> Run:
+        self.resumed.append(_name(out))
+        return self._finish(Run.open(out))
+
+    def _finish(self, run: Run) -> Run:
+        (run.folder / "accuracy.json").write_text(json.dumps({"matrix": [[80.0, 60.0], [None, 70.0]]}))
+        run.update(status="finished", time={"total_s": self.seconds})
+        return run
+
+    def run(self, grid: Grid, watcher: GridWatcher | None = None) -> list[Outcome]:
+        return grid.run(self.start, self.resume, "cpu", watcher)
+
+
+def _name(folder: Path) -> str:
+    return "/".join(folder.parts[-2:])
+
+
+def names(grid: Grid) -> list[str]:
+    return [cell.name for cell in grid.cells]
+
+
+# What a grid holds
+
+
+def test_a_grid_holds_all_combinations_seed_by_seed(spec: Spec, tmp_path: Path) -> None:
+    grid = Grid(spec(vary={"components": [4, 8], "training.epochs": [1, 2]}), tmp_path)
+    rows = [f"probprompt,components={n},epochs={e}" for n in (4, 8) for e in (1, 2)]
+    rows += [f"linear-probe,epochs={e}" for e in (1, 2)]  # it has no components: they are not varied
+    assert names(grid) == [f"pictures/custom/{row}/seed-{seed}" for seed in (0, 1) for row in rows]
+    assert all(cell.folder == tmp_path / cell.name for cell in grid.cells)
+    third = grid.cells[2]
+    assert third.varied == (("method.components", 8), ("training.epochs", 1))
+    assert third.config.method.model_dump()["components"] == 8 and third.config.training.epochs == 1
+
+
+def test_settings_go_over_the_preset_and_variations_over_both(spec: Spec, pictures: Path, tmp_path: Path) -> None:
+    chosen = {"training": {"batch": 16, "epochs": 5}, "method.samples": 2, "flip": False}
+    asked = spec(presets=["matched"], seeds=[3], settings=chosen, vary={"training.epochs": [7]})
+    for cell in Grid(asked, tmp_path).cells:
+        own: dict[str, Any] = {"training": {"batch": 16, "epochs": 7, "flip": False}}
+        own |= {"method": {"samples": 2}} if cell.method == "probprompt" else {}
+        wanted = merge(presets.settings("matched", cell.method, str(pictures)), own)
+        wanted = merge(wanted, {"seeds": {"order": 3, "init": 3, "data": 3}})
+        assert cell.config == with_absolute_paths(parse_config(wanted))
+        assert cell.preset == cell.config.preset == "matched"
+
+
+def test_what_a_preset_does_not_offer_is_left_out_and_said(spec: Spec, tmp_path: Path) -> None:
+    grid = Grid(spec(presets=["flagship", "custom"], seeds=[0]), tmp_path)
+    row = "pictures/{}/{}/seed-0".format
+    assert names(grid) == [row("flagship", "probprompt"), row("custom", "probprompt"), row("custom", "linear-probe")]
+    assert grid.left_out.startswith("flagship on pictures for linear-probe (the preset 'flagship' is for probprompt")
+    with pytest.raises(UserError, match=r"the grid has no cell: flagship on pictures for linear-probe"):
+        Grid(spec(presets=["flagship"], methods=["linear-probe"]), tmp_path)
+
+
+def test_names_of_folders_are_readable_safe_and_apart(spec: Spec, tmp_path: Path) -> None:
+    values: list[Any] = ["a/b", "a b", "../up", "x" * 200, [0, 1], None, True]
+    grid = Grid(spec(vary={"backbone.weights": values[:4]}, seeds=[0], methods=["linear-probe"]), tmp_path)
+    parts = [name.split("/") for name in names(grid)]
+    assert {len(part) for part in parts} == {4} and len({part[2] for part in parts}) == 4
+    assert all(len(part[2]) < 100 and ".." not in part for part in parts)
+    assert parts[0][2].startswith("linear-probe,weights=a-b~")
+    assert [grids.brief(value) for value in values[4:]] == ["[0,1]", "none", "true"]
+    assert grids.describe((("data.tasks", 2), ("training.x", 1), ("alignment.x", 3))) == [
+        "tasks=2",
+        "training.x=1",
+        "alignment.x=3",
+    ]
+
+
+# What a grid refuses, before anything runs
+
+
+@pytest.mark.parametrize(
+    ("entries", "messages"),
+    [
+        (
+            {"methods": ["probpromt"], "benchmarks": ["emojir"], "presets": ["mached"]},
+            [
+                "no method is called 'probpromt': did you mean 'probprompt'",
+                "'emojir' is neither a benchmark nor a folder: did you mean 'emoji-r'?",
+                "no preset is called 'mached': did you mean 'matched'?",
+            ],
+        ),
+        (
+            {"settings": {"training": {"epoch": 1}, "smaples": 2}},
+            [
+                "no setting is called 'training.epoch': did you mean 'training.epochs'",
+                "no setting is called 'smaples'",
+            ],
+        ),
+        ({"vary": {"rates": [1]}, "settings": {}}, ["no setting is called 'rates'"]),
+        ({"vary": {"enabled": [True]}, "methods": "linear-probe", "settings": {"epochs": 2}}, ["'epochs' could be "]),
+        ({"settings": {"seeds": {"order": 1}}}, ["seeds.order is no setting of a grid: name them in its seeds"]),
+        ({"vary": {"method.name": ["l2p"]}}, ["method.name is no setting of a grid: name them in its methods"]),
+        ({"settings": {"preset": "x"}}, ["preset is no setting of a grid: name them in its presets"]),
+        (
+            {"vary": {"training.epochs": [1, 0]}},
+            [f"pictures/custom/{name},epochs=0: training.epochs: " for name in ("probprompt", "linear-probe")],
+        ),
+        ({"vary": {"training.epochs": [2, 2]}}, ["would lie in pictures/custom/probprompt,epochs=2/seed-0: name a"]),
+        ({"method": []}, ["a grid has no entry 'method': did you mean 'methods'?"]),
+        ({"methods": []}, ["the grid names no methods: give at least one"]),
+        ({"seeds": [-1]}, ["seeds.0: Input should be greater than or equal to 0, not -1"]),
+        ({"vary": {"training": {"epochs": 3}}}, ["vary.training.epochs: "]),
+    ],
+)
+def test_all_mistakes_are_told_before_anything_runs(
+    spec: Spec, tmp_path: Path, entries: dict[str, Any], messages: list[str]
+) -> None:
+    with pytest.raises(UserError) as told:
+        Grid(spec(**entries), tmp_path / "out")
+    assert all(message in str(told.value) for message in messages), str(told.value)
+    assert str(told.value).count("\n") == len(messages) - 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_device_is_refused_once_and_not_by_every_cell(spec: Spec, tmp_path: Path) -> None:
+    worker = Worker()
+    with pytest.raises(UserError, match="no device is called 'gpu'"):
+        Grid(spec(), tmp_path).run(worker.start, worker.resume, "gpu", None)
+    assert worker.started == []
+
+
+def test_two_benchmarks_of_one_name_are_refused(spec: Spec, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "a").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"pictures have one name, rename one"):
+        Grid(spec(benchmarks=[str(pictures), str(tmp_path / "pictures")]), tmp_path / "out")
+
+
+# Running
+
+
+def test_finished_cells_are_never_run_again(spec: Spec, tmp_path: Path) -> None:
+    first, second = Worker(), Worker()
+    outcomes = first.run(Grid(spec(seeds=[0]), tmp_path))
+    assert first.started == ["probprompt/seed-0", "linear-probe/seed-0"] and all(o.run for o in outcomes)
+    outcomes = second.run(Grid(spec(seeds=[0, 1]), tmp_path))
+    assert second.started == ["probprompt/seed-1", "linear-probe/seed-1"] and second.resumed == []
+    assert len(outcomes) == 4 and all(outcome.run for outcome in outcomes)
+
+
+def test_a_folder_with_other_settings_is_refused_with_the_difference(spec: Spec, tmp_path: Path) -> None:
+    worker = Worker(interrupt="probprompt/seed-1")
+    worker.run(Grid(spec(seeds=[0]), tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        worker.run(Grid(spec(seeds=[1], methods=["probprompt"]), tmp_path))
+    before = list(worker.started)
+    changed = merge(TINY, {"training": {"epochs": 3}})
+    with pytest.raises(UserError, match=r"2 cell\(s\) .*seed-0 \(training\.epochs is 1, wanted 3\).* --out"):
+        worker.run(Grid(spec(seeds=[0, 2], settings=changed), tmp_path))
+    with pytest.raises(UserError, match=r"1 cell\(s\) .*seed-1 \(training\.epochs is 1, wanted 3\)"):  # not finished
+        Grid(spec(seeds=[1], settings=changed), tmp_path).outcomes()
+    assert worker.started == before and worker.resumed == []
+
+
+def test_a_failed_cell_is_recorded_does_not_stop_the_rest_and_is_tried_again(spec: Spec, tmp_path: Path) -> None:
+    grid, worker = Grid(spec(), tmp_path), Worker(fail="probprompt/seed-0")
+    outcomes = worker.run(grid)
+    assert worker.started == [_name(cell.folder) for cell in grid.cells]
+    assert [bool(outcome.run) for outcome in outcomes] == [False, True, True, True]
+    assert outcomes[0].reason == "RuntimeError: no luck with probprompt"
+    told = json.loads((grid.cells[0].folder / "failed.json").read_text())
+    assert told["type"] == "RuntimeError" and told["message"] == "no luck with probprompt"
+    assert told["traceback"].startswith("Traceback") and "in start" in told["traceback"]
+    again = Worker()
+    outcomes = again.run(grid)
+    assert again.started == ["probprompt/seed-0"] and all(outcome.run for outcome in outcomes)
+    assert not (grid.cells[0].folder / "failed.json").exists()
+
+
+def test_an_interruption_stops_the_grid_and_the_next_call_goes_on(spec: Spec, tmp_path: Path) -> None:
+    grid, worker = Grid(spec(), tmp_path), Worker(interrupt="linear-probe/seed-0")
+    with pytest.raises(KeyboardInterrupt):
+        worker.run(grid)
+    assert worker.started == ["probprompt/seed-0", "linear-probe/seed-0"]
+    assert [bool(outcome.run) for outcome in grid.outcomes()] == [True, False, False, False]
+    assert not any(outcome.problem for outcome in grid.outcomes())
+    later = Worker()
+    assert all(outcome.run for outcome in later.run(grid))
+    assert later.resumed == ["linear-probe/seed-0"]
+    assert later.started == ["probprompt/seed-1", "linear-probe/seed-1"]
+
+
+def test_the_time_left_is_that_of_the_cells_most_alike(spec: Spec, tmp_path: Path) -> None:
+    grid = Grid(spec(vary={"components": [4, 8]}), tmp_path)
+    assert Pace(grid.outcomes()).expect(grid.cells) is None
+    four, eight, probe, *later = grid.cells
+    Worker(seconds=10.0).start(four.config, four.folder, None, None)
+    Worker(seconds=1.0).start(probe.config, probe.folder, None, None)
+    pace = Pace(grid.outcomes())
+    assert pace.expect([later[0]]) == 10.0  # the same row with another seed
+    assert pace.expect([eight]) == 10.0  # the same method
+    assert pace.expect([later[2]]) == 1.0
+    Worker(seconds=20.0).start(eight.config, eight.folder, None, None)
+    assert Pace(grid.outcomes()).expect(later) == 10.0 + 20.0 + 1.0
+    other = Grid(spec(methods=["vq-prompt"], seeds=[0]), tmp_path)
+    assert Pace(grid.outcomes()).expect(other.cells) == pytest.approx(31.0 / 3)  # nothing is alike: the mean
+
+
+class Diary(GridWatcher):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+    def begin(self, cell: grids.Cell, expected: float | None, rest: float | None) -> None:
+        self.lines.append(("begin", _name(cell.folder), expected, rest))
+
+    def end(self, outcome: Outcome, rest: float | None) -> None:
+        self.lines.append(("end", bool(outcome.run), rest))
+
+
+def test_a_watcher_is_told_of_each_cell_and_the_time_left(spec: Spec, tmp_path: Path) -> None:
+    diary, worker = Diary(), Worker(fail="linear-probe/seed-0")
+    worker.run(Grid(spec(), tmp_path), diary)
+    assert diary.lines[:4] == [
+        ("begin", "probprompt/seed-0", None, None),
+        ("end", True, 6.0),
+        ("begin", "linear-probe/seed-0", 2.0, 4.0),
+        ("end", False, 4.0),
+    ]
+    assert diary.lines[-1] == ("end", True, 0)
+
+
+# The command
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"methods": None, "benchmarks": None, "seeds": None, "presets": None, **given}
+
+
+def test_a_grid_comes_from_a_file_and_options_go_over_it(tmp_path: Path, pictures: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        'methods = ["probprompt", "l2p"]\nbenchmarks = "emoji-r"\nseeds = 4\n'
+        "[settings.training]\nepochs = 3\nbatch = 8\n[vary]\nmethod.components = [5, 10]\n"
+    )
+    read = read_spec(file, options(), [], [])
+    assert (read.methods, read.benchmarks, read.seeds, read.presets) == (
+        ("probprompt", "l2p"),
+        ("emoji-r",),
+        (4,),
+        ("matched",),
+    )
+    assert read.vary == {"method.components": (5, 10)}
+    given = options(methods=["apt,ft++", "ft++"], seeds=["0-2,7"], benchmarks=[str(pictures)])
+    assignments = ["training.epochs=1", "weights=none"]
+    read = read_spec(file, given, assignments, ["samples=1,3", "blocks=[0],[0,2]", "backbone.name=demo,x"])
+    assert (read.methods, read.seeds, read.benchmarks) == (("apt", "ft++"), (0, 1, 2, 7), (str(pictures),))
+    assert grids.flatten(read.settings) == {"training.epochs": 1, "training.batch": 8, "weights": None}
+    assert read.vary == {
+        "method.components": (5, 10),
+        "samples": (1, 3),
+        "blocks": ([0], [0, 2]),
+        "backbone.name": ("demo", "x"),
+    }
+    assert "probprompt" in read_spec(None, options(methods=["all"], benchmarks=["emoji-r"]), [], []).methods
+
+
+@pytest.mark.parametrize(
+    ("given", "assignments", "vary", "message"),
+    [
+        ({"seeds": ["a"]}, [], [], "--seeds takes numbers such as 0,1,2 or a range such as 0-4, not 'a'"),
+        ({"seeds": ["4-1"]}, [], [], "not '4-1'"),
+        ({}, ["epochs"], [], "--set takes key=value, not 'epochs'"),
+        ({}, [], ["epochs="], "--vary takes key=value, not 'epochs='"),
+        ({}, [], [], "the grid names no methods: give at least one\nthe grid names no benchmarks"),
+    ],
+)
+def test_mistakes_in_options_are_told(given: Any, assignments: Any, vary: Any, message: str) -> None:
+    with pytest.raises(UserError) as told:
+        read_spec(None, options(**given), assignments, vary)
+    assert message in str(told.value)
+
+
+def test_the_example_is_a_grid(tmp_path: Path) -> None:
+    read = read_spec(ROOT / "examples" / "compare.toml", options(), [], [])
+    grid = Grid(read, tmp_path)
+    assert len(grid.cells) == 3 * (len(read.methods) + 1)
+    assert set(read.labels) <= {*read.methods, *read.benchmarks}
+
+
+def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any) -> None:
+    """The command on a grid of which one cell diverges."""
+    assignments = [f"{name}={json.dumps(value)}" for name, value in grids.flatten(TINY).items()]
+    chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
+    vary = ["head_rate=0.01,1e30"]
+    run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)
+
+
+def test_a_real_grid_is_run_once_and_a_failure_is_told_in_the_end(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    original = api.start
+
+    def counted(config: RunConfig, out: Path, *rest: Any) -> Run:
+        began.append(_name(out))
+        return original(config, out, *rest)
+
+    monkeypatch.setattr(api, "start", counted)
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as end:
+        compare(tmp_path, pictures, methods=["probprompt"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 1 and len(began) == 2
+    good, bad = (tmp_path / "pictures" / "custom" / f"probprompt,head_rate={rate}" / "seed-0" for rate in (0.01, 1e30))
+    run = Run.open(good)
+    assert run.finished and run.report.exists() and (bad / "failed.json").exists()
+    assert re.search(rf"\[1/2\] .*: FAA {run.metrics['FAA']:.2f} %, .* s; about .* s left", printed)
+    assert "[2/2]" in printed and f"{bad}: training diverged" in printed and "failed: 1 of 2 cells" in printed
+    assert all((tmp_path / name).exists() for name in ("table.md", "table.tex", "table.csv", "comparison.html"))
+    before = config_hash(run.config)
+    with pytest.raises(SystemExit):
+        compare(tmp_path, pictures, methods=["probprompt"])
+    assert began[2:] == [] and config_hash(Run.open(good).config) == before  # the failed run was begun: resumed
+    compare(tmp_path, pictures, methods=["linear-probe"], show_only=True)
+    assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and len(began) == 2
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(interrupt="linear-probe,")
+    monkeypatch.setattr(api, "start", worker.start)
+    with pytest.raises(Interrupted, match=r"interrupted; 2 of 4 cells are finished; go on with the same command"):
+        compare(tmp_path, pictures)
+
+
+def test_runs_and_a_grid_cannot_be_asked_for_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--from takes runs that are there"):
+        run_compare(None, options(methods=["apt"]), [], [], [tmp_path], None, None, False)
+
+
+# What the screen shows
+
+
+@pytest.fixture
+def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
+    shown, made = io.StringIO(), GridScreen()
+    made.console = Console(file=shown, width=110, force_terminal=True, highlight=False, legacy_windows=False)
+    yield made, shown
+
+
+def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
+    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
+) -> None:
+    watcher, shown = screen
+
+    class Staged(Worker):
+        def start(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None) -> Run:
+            assert watcher
+            with watcher.stage("task 1 of 2", 4):
+                watcher.advance(3)
+                watcher.describe("loss 1.25")
+                assert isinstance(watcher, GridScreen) and watcher._whole
+                watcher._whole.refresh()
+            return super().start(config, out, device, watcher)
+
+    Staged(seconds=90.0).run(Grid(spec(), tmp_path), watcher)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+    assert re.search(r"cells +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
+    assert re.search(r"task 1 of 2 +[━╺╸]+ 3/4 .* loss 1\.25", plain)
+    assert "[1/4] pictures/custom/probprompt/seed-0: FAA 65.00 %, 1 min 30 s; about 4 min 30 s left" in plain
+    final = plain.splitlines()[-1].rpartition("\r")[2]
+    assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain

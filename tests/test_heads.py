@@ -1,0 +1,511 @@
+"""Heads against their formulas, written down a second time in NumPy, and against themselves in another order."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+
+from probprompt import heads, randomness
+from probprompt.heads import (
+    HEADS,
+    ClosedFormHead,
+    Head,
+    HeadConfig,
+    Kind,
+    LinearHead,
+    NormalisedHead,
+    RidgeHead,
+    make_head,
+)
+
+Array = NDArray[np.float64]
+
+WIDTH, SEED = 6, 3
+CONFIG = HeadConfig(projections=20, ridge=0.5)
+CLOSED = ["ridge", "lda", "nearest-mean"]
+SPREAD = (13, 2, 9, 7, 4)  # images of each class
+
+
+def some_images(counts: Sequence[int] = SPREAD, noise: float = 0.7, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Features around a centre per class, and labels, in mixed order."""
+    source = torch.Generator().manual_seed(seed)
+    centres = 1 + 2 * torch.randn(len(counts), WIDTH, generator=source)
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels), generator=source)]
+    return centres[labels] + noise * torch.randn(len(labels), WIDTH, generator=source), labels
+
+
+def closed(kind: str, config: HeadConfig = CONFIG) -> ClosedFormHead:
+    head = make_head(config, kind, WIDTH, SEED)
+    assert isinstance(head, ClosedFormHead)
+    return head
+
+
+def learned(kind: str, config: HeadConfig = CONFIG, images: tuple[Tensor, Tensor] | None = None) -> ClosedFormHead:
+    """A head that was given everything at once."""
+    features, labels = images or some_images()
+    head = closed(kind, config)
+    head.learn(features, labels, int(labels.max()) + 1, task_key=0)
+    return head
+
+
+def grown(kind: str, classes: int = 5) -> Head:
+    """A head of any kind with something to predict by."""
+    if kind in CLOSED:
+        return learned(kind, images=some_images(SPREAD[:classes]))
+    return make_head(CONFIG, kind, WIDTH, SEED).grow(classes)
+
+
+def close(found: Tensor, expected: Tensor | Array, rtol: float) -> bool:
+    """Equal up to a part of the largest number."""
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    return float((found.detach().double() - expected).abs().max()) <= rtol * float(expected.abs().max())
+
+
+# All kinds
+
+
+def test_every_kind_has_a_head() -> None:
+    assert set(HEADS) == set(get_args(Kind))
+    for kind, head in HEADS.items():
+        assert type(make_head(HeadConfig(kind=kind, projections=4), "linear", WIDTH, SEED)) is head
+        assert type(make_head(HeadConfig(projections=4), kind, WIDTH, SEED)) is head
+        assert head.trained == (kind not in CLOSED)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_grows_and_answers_for_each_class(kind: str) -> None:
+    head = make_head(CONFIG, kind, WIDTH, SEED)
+    assert len(head) == 0 and head(torch.ones(4, WIDTH)).shape == (4, 0)
+    assert kind != "ridge" or not head.get_buffer("gram").numel()  # the large one comes with the first class
+    head.grow(2).grow(0).grow(3)
+    assert len(head) == 5 and head(torch.ones(4, WIDTH)).shape == (4, 5)
+    assert {name: tuple(value.shape) for name, value in head.state_dict().items()} == head.shapes(5)
+    assert bool([*head.parameters()]) == head.trained
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_grown_head_takes_a_saved_state(kind: str) -> None:
+    head, features = grown(kind), some_images(seed=2)[0]
+    loaded = make_head(CONFIG, kind, WIDTH, SEED).grow(3).grow(2)
+    loaded.load_state_dict(head.state_dict())
+    assert torch.equal(loaded(features), head(features))
+
+
+@pytest.mark.parametrize("before", [0, 2, 7])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_restored_whatever_its_size_was(kind: str, before: int) -> None:
+    head, features = grown(kind), some_images(seed=2)[0]
+    saved = head.state_dict()
+    restored = make_head(CONFIG, kind, WIDTH, SEED).grow(before).restore(saved)
+    assert len(restored) == 5 and torch.equal(restored(features), head(features))
+    found = restored.state_dict()
+    assert set(found) == set(saved)
+    for name, value in saved.items():
+        assert torch.equal(found[name], value) and found[name].dtype == value.dtype
+        assert found[name].data_ptr() != value.data_ptr()  # the given tensors are not its own from now on
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_prediction_needs_no_sums_but_learning_does(kind: str) -> None:
+    head, (features, labels) = learned(kind), some_images(seed=2)
+    needed = {name: value for name, value in head.state_dict().items() if name not in head.learning_only}
+    assert 0 < len(needed) < len(head.state_dict())
+    restored = closed(kind).restore(needed)
+    assert torch.equal(restored(features), head(features))
+    assert set(restored.state_dict()) == set(needed)
+    for forbidden in (lambda: restored.learn(features, labels, 0, 1), lambda: restored.grow(1)):
+        with pytest.raises(ValueError, match="without its sums"):
+            forbidden()
+    restored.restore(head.state_dict()).learn(features, labels, 0, 1)
+    head.learn(features, labels, 0, 1)
+    assert torch.equal(restored(features), head(features))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_refuses_tensors_that_are_not_its_own(kind: str) -> None:
+    saved = dict(grown(kind).state_dict())
+    head = make_head(CONFIG, kind, WIDTH, SEED)
+    for name in set(saved) - head.learning_only:
+        with pytest.raises(ValueError, match=name):
+            head.restore({other: value for other, value in saved.items() if other != name})
+    with pytest.raises(ValueError, match="extra"):
+        head.restore({**saved, "extra": torch.zeros(1)})
+    for name in saved:
+        with pytest.raises(ValueError, match=name):
+            head.restore({**saved, name: torch.zeros(*saved[name].shape, 2)})
+    assert len(head) == 0
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_answer_depends_on_its_own_image_alone(kind: str) -> None:
+    head, features = grown(kind), some_images(seed=2)[0]
+    alone = torch.cat([head(one[None]) for one in features])
+    torch.testing.assert_close(head(features), alone)
+    assert torch.equal(head(features[:0]), alone[:0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "cosine"},
+        {"projections": -1},
+        {"ridge": 0},
+        {"ridge": math.inf},
+        {"shrinkage": 0},
+        {"shrinkage": 1.1},
+        {"lambda": 1},
+    ],
+    ids=str,
+)
+def test_settings_without_meaning_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        HeadConfig(**settings)
+
+
+# Trained heads
+
+
+@pytest.mark.parametrize("kind", ["linear", "normalised"])
+def test_rows_start_as_pytorch_draws_them_from_seed_and_class(kind: str) -> None:
+    head = make_head(CONFIG, kind, WIDTH, SEED).grow(2).grow(3)
+    for label in range(5):
+        drawn = (2 * randomness.uniform((WIDTH + 1,), SEED, "head", label) - 1) / math.sqrt(WIDTH)
+        torch.testing.assert_close(head.weight[label].detach(), drawn[:WIDTH])
+        expected = drawn[WIDTH] if kind == "linear" else torch.tensor(0.0)
+        torch.testing.assert_close(head.state_dict()["bias"][label], expected)
+
+
+def test_linear_logits() -> None:
+    head, features = LinearHead(WIDTH, SEED).grow(3), some_images()[0]
+    weight, bias = torch.randn(4, WIDTH), torch.randn(4)
+    expected = torch.stack([features @ row + shift for row, shift in zip(weight, bias, strict=True)], dim=1)
+    torch.testing.assert_close(head.logits(features, weight, bias), expected)
+    head.replace(weight, bias)
+    torch.testing.assert_close(head(features), expected)
+    assert head.weight.requires_grad and head.bias.requires_grad
+
+
+def test_normalised_logits_are_standardised_features_times_unit_rows() -> None:
+    head, features = NormalisedHead(WIDTH, SEED).grow(4), some_images()[0]
+    with torch.no_grad():
+        head.weight.mul_(torch.tensor([[0.1], [1.0], [7.0], [300.0]]))
+    x, weight = features.double().numpy(), head.weight.detach().double().numpy()
+    standard = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+    expected = standard @ (weight / np.sqrt((weight**2).sum(1, keepdims=True))).T
+    assert close(head(features), expected, 1e-6)
+    assert torch.equal(head.logits(features, head.weight, torch.full((4,), 9.0)), head(features))
+    assert float(head(1000 * torch.randn(50, WIDTH)).detach().abs().max()) <= math.sqrt(WIDTH) + 1e-5
+
+
+def test_a_normalised_head_never_has_a_bias() -> None:
+    head = NormalisedHead(WIDTH, SEED)
+    for step in (
+        lambda: head.grow(3),
+        lambda: head.replace(torch.randn(4, WIDTH), torch.randn(4)),
+        lambda: head.restore({"weight": torch.randn(5, WIDTH), "bias": torch.ones(5)}),
+        lambda: head.grow(2),
+    ):
+        step()
+        assert torch.equal(head.bias, torch.zeros(len(head))) and not head.bias.requires_grad
+        assert head.weight.requires_grad
+    head(some_images()[0])[:, 0].sum().backward()
+    assert head.bias.grad is None and head.weight.grad is not None
+    # rows of length 1: a longer row is the same row, so the gradient stands at right angles to it
+    assert abs(float(head.weight.grad[0] @ head.weight[0].detach())) < 1e-5 < float(head.weight.grad[0].norm())
+
+
+# Closed forms against their formulas
+
+
+def projected(head: RidgeHead, features: Tensor) -> Array:
+    x = features.double().numpy()
+    return x if head.projection is None else np.maximum(x @ head.projection.double().numpy(), 0)
+
+
+@pytest.mark.parametrize("projections", [0, 20, 60])
+@pytest.mark.parametrize("ridge", [1e-2, 1.0, 300.0])
+def test_ridge_is_the_least_squares_solution_with_a_penalty(projections: int, ridge: float) -> None:
+    features, labels = some_images()
+    head = learned("ridge", HeadConfig(projections=projections, ridge=ridge))
+    assert isinstance(head, RidgeHead)
+    inner = projected(head, features)
+    penalty = math.sqrt(ridge) * np.eye(inner.shape[1])
+    targets = np.vstack([np.eye(5)[labels.numpy()], np.zeros((len(penalty), 5))])
+    expected = np.linalg.lstsq(np.vstack([inner, penalty]), targets, rcond=None)[0]  # (L, C)
+    assert close(head.solution().T, expected, 1e-9)
+    assert head.weight.dtype == torch.float32 and head.gram.dtype == head.correlation.dtype == torch.float64
+    test = some_images(seed=2)[0]
+    assert close(head(test), projected(head, test) @ expected, 1e-4)
+    assert float(head.strength) == ridge
+
+
+def test_projections_are_standard_normal_and_drawn_from_the_seed() -> None:
+    first, again, other = (RidgeHead(WIDTH, seed, projections=4000).projection for seed in (1, 1, 2))
+    assert first is not None and again is not None and other is not None
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert abs(float(first.mean())) < 0.03 and abs(float(first.std()) - 1) < 0.03
+    assert "projection" not in RidgeHead(WIDTH, 1).state_dict()
+
+
+@pytest.mark.parametrize("shrinkage", [1e-3, 0.3, 1.0])
+def test_lda_is_the_difference_of_gaussian_likelihoods(shrinkage: float) -> None:
+    features, labels = some_images()
+    head = learned("lda", HeadConfig(shrinkage=shrinkage))
+    x, y = features.double().numpy(), labels.numpy()
+    means = np.stack([x[y == label].mean(0) for label in range(5)])
+    covariance = sum(np.outer(one - means[label], one - means[label]) for one, label in zip(x, y, strict=True)) / len(x)
+    shrunk = (1 - shrinkage) * covariance + shrinkage * np.trace(covariance) / WIDTH * np.eye(WIDTH)
+    test = some_images(seed=2)[0]
+    precision = np.linalg.inv(shrunk)
+    density = np.array(
+        [[-(one - mean) @ precision @ (one - mean) / 2 for mean in means] for one in test.double().numpy()]
+    )
+    common = np.array([one @ precision @ one / 2 for one in test.double().numpy()])[:, None]
+    assert close(head(test), density + common, 1e-5)
+
+
+def test_lda_with_one_image_of_each_class_takes_the_nearest() -> None:
+    features = 3 * torch.eye(WIDTH)[:3] + 0.1
+    head = learned("lda", images=(features, torch.arange(3)))
+    expected = -(torch.cdist(features, features) ** 2) / 2 + (features**2).sum(1, keepdim=True) / 2
+    torch.testing.assert_close(head(features), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nearest_mean_is_a_cosine() -> None:
+    features, labels = some_images()
+    head, test = learned("nearest-mean"), some_images(seed=2)[0]
+    for label in range(5):
+        mean = features[labels == label].mean(dim=0)
+        expected = torch.nn.functional.cosine_similarity(test, mean[None])
+        torch.testing.assert_close(head(test)[:, label], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_classes_that_stand_apart_are_told_apart(kind: str) -> None:
+    head = learned(kind, HeadConfig(projections=100), images=some_images((30,) * 5, noise=0.3))
+    features, labels = some_images((50,) * 5, noise=0.3)  # other images around the same centres
+    assert float((head(features).argmax(dim=1) == labels).float().mean()) > 0.98
+
+
+# Sums: order and splits do not matter
+
+
+def exact(head: ClosedFormHead) -> dict[str, Tensor]:
+    """What a head stands on, in float64."""
+    found = {name: head.get_buffer(name) for name in head.learning_only}
+    return {**found, "solution": head.solution()} if isinstance(head, RidgeHead) else found
+
+
+def same_up_to(head: ClosedFormHead, other: ClosedFormHead, order: Tensor) -> None:
+    """Two heads are equal, where class c of the one is class ``order[c]`` of the other."""
+    by_class = {"correlation", "sums", "counts", "solution"}
+    for name, value in exact(head).items():
+        expected = exact(other)[name]
+        assert close(value, expected[order] if name in by_class else expected, 1e-9), name
+    features = some_images(seed=2)[0]
+    torch.testing.assert_close(head(features), other(features)[:, order], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+@pytest.mark.parametrize("tasks", [[[0, 1], [2, 3, 4]], [[4], [2], [0], [1], [3]], [[3, 1, 2], [0], [4]]], ids=str)
+def test_tasks_in_any_order_equal_all_at_once(kind: str, tasks: list[list[int]]) -> None:
+    features, labels = some_images()
+    order = torch.tensor([label for task in tasks for label in task])
+    place = order.argsort()  # of a class in the order of its appearance
+    head = closed(kind)
+    for number, task in enumerate(tasks):
+        chosen = torch.isin(labels, torch.tensor(task))
+        head.learn(features[chosen], place[labels[chosen]], len(task), number)
+        assert len(head) == sum(map(len, tasks[: number + 1]))
+    same_up_to(head, learned(kind), order)
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_more_images_of_known_classes_equal_all_at_once(kind: str) -> None:
+    features, labels = some_images()
+    first = torch.cat([(labels == label).nonzero()[:1, 0] for label in range(5)])  # one image of each class
+    rest = torch.tensor([place for place in range(len(labels)) if place not in first.tolist()])
+    head = closed(kind)
+    head.learn(features[first], labels[first], 5, 0)
+    for number, some in enumerate(rest.split(8), start=1):
+        head.learn(features[some], labels[some], 0, number)
+    head.learn(features[:0], labels[:0], 0, 99)
+    same_up_to(head, learned(kind), torch.arange(5))
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_images_are_added_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = HeadConfig(projections=20)
+    whole = learned(kind, config)
+    monkeypatch.setattr(heads, "CHUNK", 70)  # three images of 20 projections
+    same_up_to(learned(kind, config), whole, torch.arange(5))
+    for width, sizes in ((20, [3, 3, 1]), (35, [2, 2, 2, 1]), (100, [1] * 7)):
+        features, labels = torch.arange(7.0)[:, None], torch.arange(7)
+        parts = [*heads._chunks(features, labels, width)]
+        assert [len(part) for part, _ in parts] == [len(of) for _, of in parts] == sizes
+        assert torch.equal(torch.cat([part for part, _ in parts]), features.double())
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+@pytest.mark.parametrize("scale", [1e-6, 1e5])
+def test_short_and_long_features_are_learned_as_well(kind: str, scale: float) -> None:
+    features, labels = some_images((30,) * 5, noise=0.3)
+    for config in (HeadConfig(projections=40), HeadConfig(projections=400, ridge=1e-6)):
+        head = learned(kind, config, images=(scale * features, labels))
+        logits = head(scale * features)
+        assert bool(logits.isfinite().all())
+        if scale > 1 or kind != "ridge":  # absolute strengths may be too much for features that short
+            assert float((logits.argmax(dim=1) == labels).float().mean()) > 0.98
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_what_cannot_be_learned_is_refused_and_changes_nothing(kind: str) -> None:
+    head, (features, labels) = learned(kind), some_images()
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    broken = features.clone()
+    broken[3, 2] = math.nan
+    for images, of, classes in [
+        (broken, labels, 0),
+        (features, labels + 1, 0),
+        (features, labels + 4, 6),  # class 5 to 8 of 5 known and 6 new ones
+        (features, labels - 1, 0),
+        (features, labels, 1),
+    ]:
+        with pytest.raises(ValueError, match=r"finite|do not fit"):
+            head.learn(images, of, classes, 1)
+    assert len(head) == 5
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_other_number_formats_are_welcome(kind: str) -> None:
+    features, labels = some_images()
+    rough = features.bfloat16()
+    head, expected = learned(kind, images=(rough, labels)), learned(kind, images=(rough.float(), labels))
+    assert torch.equal(head(rough), expected(rough.float()))
+    assert head(features.double()).dtype == torch.float32 and not head(features).requires_grad
+
+
+# The strength of the ridge
+
+
+def by_hand(head: RidgeHead, features: Tensor, labels: Tensor, task_key: int) -> tuple[list[float], float, list[int]]:
+    """Mean held-out error of every strength, the standard error at the best, and which images were held out."""
+    held = []
+    for label in labels.unique().tolist():
+        places = [place for place, of in enumerate(labels.tolist()) if of == label]
+        order = randomness.permutation(len(places), SEED, "ridge", task_key, label)
+        held += [places[index] for index in order[: max(1, round(len(places) / 5))]]
+    rest = [place for place in range(len(labels)) if place not in held]
+    inner, targets = projected(head, features), np.eye(len(labels.unique()))[labels.numpy()]
+    means, deviations = [], []
+    for strength in heads.STRENGTHS:
+        solution = np.linalg.solve(
+            inner[rest].T @ inner[rest] + strength * np.eye(inner.shape[1]), inner[rest].T @ targets[rest]
+        )
+        errors = ((inner[held] @ solution - targets[held]) ** 2).sum(axis=1)
+        means.append(float(errors.mean()))
+        deviations.append(float(errors.std(ddof=1)) / math.sqrt(len(held)))
+    return means, deviations[int(np.argmin(means))], held
+
+
+@pytest.mark.parametrize("noise", [0.05, 1.0, 4.0, 30.0])
+def test_the_strength_is_the_largest_within_a_standard_error_of_the_best(noise: float) -> None:
+    images = some_images((10, 20, 31), noise)
+    head = learned("ridge", HeadConfig(projections=12), images)
+    assert isinstance(head, RidgeHead)
+    means, deviation, held = by_hand(head, *images, task_key=0)
+    assert len(held) == 2 + 4 + 6
+    good = [strength for strength, mean in zip(heads.STRENGTHS, means, strict=True) if mean <= min(means) + deviation]
+    assert float(head.strength) == max(good)
+
+
+def test_noisy_images_need_a_stronger_ridge() -> None:
+    config, counts = HeadConfig(projections=40), (40, 40, 40)
+    found = [float(learned("ridge", config, some_images(counts, noise)).get_buffer("strength")) for noise in (0.01, 8)]
+    assert found[0] * 100 <= found[1]
+
+
+def test_ten_times_longer_features_choose_a_hundredfold_strength() -> None:
+    features, labels = some_images((20, 20, 20), 2.0)
+    one, ten = (learned("ridge", HeadConfig(projections=12), (scale * features, labels)) for scale in (1, 10))
+    assert float(ten.get_buffer("strength")) == pytest.approx(100 * float(one.get_buffer("strength")))
+    torch.testing.assert_close(ten(10 * features), one(features), rtol=1e-3, atol=1e-4)
+
+
+def test_the_strength_is_chosen_once_and_saved() -> None:
+    head = learned("ridge", HeadConfig(projections=12), some_images((20, 20, 20), 0.05))
+    chosen = float(head.get_buffer("strength"))
+    features, labels = some_images((40, 40), 30.0, seed=5)
+    head.learn(features, labels + 3, 2, task_key=1)
+    assert float(head.get_buffer("strength")) == chosen
+    other = learned("ridge", HeadConfig(projections=12), (features, labels))
+    assert float(other.get_buffer("strength")) != chosen
+    restored = closed("ridge", HeadConfig(projections=12)).restore(head.state_dict())
+    assert float(restored.get_buffer("strength")) == chosen
+
+
+def test_other_images_are_held_out_under_another_key() -> None:
+    labels = some_images((20, 20))[1]
+    head = RidgeHead(WIDTH, SEED, projections=4)
+    first, again, other = (head._held_out(labels, key) for key in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert [int(held[labels == label].sum()) for held in (first, other) for label in (0, 1)] == [4] * 4
+
+
+@pytest.mark.parametrize("counts", [(30,), (1, 1, 1), (9, 1, 1)], ids=str)
+def test_without_images_to_choose_by_the_strength_follows_the_gram_matrix(counts: tuple[int, ...]) -> None:
+    features, labels = some_images(counts)
+    head = learned("ridge", HeadConfig(projections=12), (features, labels))
+    assert isinstance(head, RidgeHead) and bool(head.strength.isnan())
+    inner = projected(head, features)
+    gram = inner.T @ inner
+    solution = np.linalg.solve(gram + 0.1 * np.trace(gram) / 12 * np.eye(12), inner.T @ np.eye(len(counts))[labels])
+    assert close(head.solution().T, solution, 1e-9)
+    more, of = some_images((2, 2), seed=8)
+    head.learn(more, of + len(counts), 2, task_key=1)
+    assert float(head.strength) in heads.STRENGTHS  # the first task that can choose does
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1, 1], [0]], ids=str)
+@pytest.mark.parametrize("kind", CLOSED)
+def test_features_of_no_length_are_no_division_by_zero(kind: str, labels: list[int]) -> None:
+    images = torch.zeros(len(labels), WIDTH), torch.tensor(labels)
+    head = learned(kind, HeadConfig(projections=12), images)
+    assert torch.equal(head(torch.zeros(1, WIDTH)), torch.zeros(1, len(head)))
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 1e-30])
+def test_a_strength_that_is_lost_in_rounding_gives_the_shortest_exact_fit(ridge: float) -> None:
+    """Fewer images than projections: the Gram matrix has no inverse."""
+    features, labels = some_images()
+    head = learned("ridge", HeadConfig(projections=200, ridge=ridge), (1e5 * features, labels))
+    assert isinstance(head, RidgeHead)
+    shortest = np.linalg.lstsq(projected(head, 1e5 * features), np.eye(5)[labels.numpy()], rcond=None)[0]  # (L, C)
+    assert close(head.solution().T, shortest, 1e-2)
+
+
+def test_a_small_first_task_does_not_spoil_the_tasks_to_come() -> None:
+    """Small strengths all fit a small task exactly; kept, they fail where images are about as many as projections."""
+    features, labels = some_images((40,) * 5, 3.0, seed=4)
+    small = labels < 2
+    head = closed("ridge", HeadConfig(projections=160))
+    head.learn(features[small], labels[small], 2, 0)
+    head.learn(features[~small], labels[~small], 3, 1)
+    best = {
+        strength: learned("ridge", HeadConfig(projections=160, ridge=strength), (features, labels))
+        for strength in (1e-4, 1.0, 1e2, 1e3, 1e4, 1e5)
+    }
+    test, of = some_images((200,) * 5, 3.0, seed=4)
+
+    def right(one: ClosedFormHead) -> float:
+        return float((one(test).argmax(dim=1) == of).float().mean())
+
+    assert right(head) > max(map(right, best.values())) - 0.05 > right(best[1e-4])

@@ -1,0 +1,394 @@
+"""Every registered method, on backbones of different shapes, keeps every promise that the engine and users rely on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from probprompt import methods, presets
+from probprompt.backbone import FrozenViT
+from probprompt.checkpoints import LoadedBackbone, Preprocessing
+from probprompt.config import RunConfig, parse_config
+from probprompt.errors import UserError
+from probprompt.methods import EVALUATION, Context, Shape
+from probprompt.prompts import ClassTokenShift, Prefix, Tokens
+from probprompt.runs import checkpoint, execute, model_folder
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run, config_hash
+
+CPU = torch.device("cpu")
+METHODS = list(methods.registered())
+BASELINES = {"ft", "ft++", "joint"}
+BACKBONES: dict[str, dict[str, Any]] = {
+    "narrow": {"embed_dim": 32, "depth": 5, "num_heads": 4},
+    "registers": {"embed_dim": 48, "depth": 6, "num_heads": 3, "reg_tokens": 2, "no_embed_class": True},
+}
+HEADS = ("linear", "ridge", "lda", "nearest-mean")
+
+
+def build_backbone(kind: str) -> LoadedBackbone:
+    """A tiny ViT with weights away from their start, so that no layer does next to nothing."""
+    torch.manual_seed(0)
+    model = VisionTransformer(img_size=16, patch_size=8, num_classes=0, **BACKBONES[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    preprocessing = Preprocessing(16, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    return LoadedBackbone(FrozenViT(model.eval()), preprocessing, kind, "made here", "0" * 64)
+
+
+@pytest.fixture(params=BACKBONES)
+def kind(request: pytest.FixtureRequest, loading: None) -> str:
+    """The name of a backbone."""
+    return str(request.param)
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load these backbones by their names."""
+    for module in (execute, model_folder):
+        monkeypatch.setattr(module, "load_backbone", lambda name, *_: build_backbone(name))
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Path:
+    """Six classes of six small pictures."""
+    folder = tmp_path_factory.mktemp("few")
+    for source in sorted(pictures.glob("*/[0-5].png")):
+        target = folder / source.parent.name / source.name
+        target.parent.mkdir(exist_ok=True)
+        with Image.open(source) as image:
+            image.resize((16, 16)).save(target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+    """Runs that several tests look at, made when first asked for."""
+    return {}
+
+
+@pytest.fixture
+def trained(
+    finished: dict[tuple[str, str], Run], few: Path, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Run]:
+    """A run of a method on this backbone: three tasks of unequal size, one of them a single class."""
+
+    def get(name: str) -> Run:
+        key = (name, kind)
+        if key not in finished:
+            out = tmp_path_factory.mktemp("runs") / "run"
+            finished[key] = execute.train(configure(few, kind, name), out)
+        return finished[key]
+
+    return get
+
+
+def restored(run: Run) -> execute.Workshop:
+    """A run's end, from its checkpoint."""
+    workshop = execute.prepare(run.config, CPU, Watcher())
+    saved = checkpoint.load_checkpoint(run.checkpoint, config_hash(run.config), CPU)
+    saved.restore(workshop.learner, workshop.tasks)
+    return workshop
+
+
+def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> RunConfig:
+    base: dict[str, Any] = {
+        "data": {"benchmark": str(few), "tasks": [3, 1, 2]},
+        "backbone": {"name": kind},
+        "method": {"name": method},
+        "head": {"projections": 50},
+        "training": {"epochs": 1, "batch": 4, "head_rate": 1e-3 if method in BASELINES else 0.01},
+        "alignment": {"epochs": 2, "rate": 0.01},
+    }
+    if method == "ft++":  # by itself it cannot learn a class alone
+        base["alignment"] = {**base["alignment"], "enabled": True}
+    return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
+
+
+def learn(config: RunConfig, tasks: int | None = None) -> execute.Workshop:
+    """Learn the first tasks."""
+    workshop = execute.prepare(config, CPU, Watcher())
+    for task in workshop.tasks[:tasks]:
+        teach(workshop, task.index)
+    return workshop
+
+
+def teach(workshop: execute.Workshop, index: int) -> None:
+    learner, task = workshop.learner, workshop.tasks[index]
+    learner.begin(task)
+    optimiser = learner.optimiser()
+    for epoch in range(learner.epochs(task)):
+        learner.train_epoch(task, epoch, optimiser, lambda _: None)
+    learner.finish(task, lambda _: None)
+
+
+def predictions(workshop: execute.Workshop) -> Tensor:
+    scorer = workshop.scorer
+    rows = torch.cat([task.rows for task in workshop.test_tasks])
+    return scorer.logits(rows)
+
+
+@dataclass(frozen=True)
+class Spy:
+    """What a method was told while it made prompts."""
+
+    contexts: list[Context]
+
+    @classmethod
+    def on(cls, method: methods.Method, monkeypatch: pytest.MonkeyPatch) -> "Spy":
+        seen: list[Context] = []
+        original = method.prompts
+
+        def watch(query: Tensor | None, context: Context) -> methods.Prompted:
+            seen.append(context)
+            return original(query, context)
+
+        monkeypatch.setattr(method, "prompts", watch)
+        return cls(seen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_forward_and_backward(name: str, few: Path, kind: str) -> None:
+    """Prompts fit the backbone, the loss is finite, and every parameter that should learn gets a gradient."""
+    workshop = execute.prepare(configure(few, kind, name), CPU, Watcher())
+    learner, model, task = workshop.learner, workshop.learner.model, workshop.tasks[0]
+    learner.begin(task)
+    labels = torch.arange(4) % task.classes
+    context = Context(True, 0, labels, 0, torch.Generator().manual_seed(0))
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    features, loss = model.features(images, context)
+    assert features.shape == (4, model.backbone.width) and features.dtype == torch.float32
+    own = model.method.feature_loss(features, context)
+    total = learner.trained(features)[:, : task.classes].logsumexp(dim=1).sum()
+    for part in (loss, own):
+        if part is not None:
+            assert part.shape == () and bool(part.isfinite())
+            total = total + part
+    if not model.static:
+        total.backward()
+        idle = [n for n, p in model.method.named_parameters() if p.requires_grad and p.grad is None]
+        assert not idle, f"no gradient reaches {idle}"
+    prompted = model.method.prompts(model.query(images), EVALUATION)
+    assert prompted.loss is None, "at evaluation there is no loss"
+    for prompt in prompted.prompts.values():
+        assert isinstance(prompt, Prefix | Tokens | ClassTokenShift)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) -> None:
+    """The backbone stays as it is to the bit, unless the method says that it trains it; frozen parts stay, too."""
+    workshop = learn(configure(few, kind, name), 1)
+    model, learner = workshop.learner.model, workshop.learner
+    before = model.backbone.fingerprint()
+    if model.method.joint:
+        assert before != build_backbone(kind).model.fingerprint(), "all tasks are one, and it trains the backbone"
+        return
+    task = workshop.tasks[2]
+    # Task 2 of a single class may be learned by the alignment alone: look at one that trains.
+    teach(workshop, 1)
+    before = model.backbone.fingerprint()
+    learner.begin(task)
+    if not learner.epochs(task):
+        assert not list(model.method.parameters()), "a method with parameters trains"
+        return
+    frozen = {n: p.detach().clone() for n, p in model.method.named_parameters() if not p.requires_grad}
+    free = {n: p.detach().clone() for n, p in model.method.named_parameters() if p.requires_grad}
+    rows = learner.trained.weight.detach().clone()
+    optimiser = learner.optimiser()
+    learner.train_epoch(task, 0, optimiser, lambda _: None)
+    now = dict(model.method.named_parameters())
+    assert all(torch.equal(now[n], value) for n, value in frozen.items())
+    unchanged = [n for n, value in free.items() if torch.equal(now[n], value)]
+    assert not unchanged, f"declared, but never learned: {unchanged}"
+    assert (model.backbone.fingerprint() != before) is model.method.trains_backbone
+    assert not torch.equal(learner.trained.weight[task.first :], rows[task.first :]) or not model.head.trained
+    if model.method.masked and model.head.trained:
+        assert torch.equal(learner.trained.weight[: task.first], rows[: task.first]), "old rows moved in training"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_save_and_load_give_equal_predictions(name: str, trained: Callable[[str], Run]) -> None:
+    """Also: three tasks of unequal size, one of a single class, are learned."""
+    run = trained(name)
+    workshop, loaded = restored(run), model_folder.load_model(run.folder)
+    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, torch.arange(6))
+    expected = workshop.learner.model.predict(images)
+    assert expected.shape == (6, 6) and bool(expected.isfinite().all())
+    if loaded.model.method.trains_backbone:  # other kernels run where weights may learn
+        torch.testing.assert_close(loaded.model.predict(images), expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(loaded.model.predict(images), expected)
+    assert len(loaded.class_names) == 6
+    assert loaded.model.static, "a loaded model must not learn by accident"
+
+
+class CrashError(BaseException):
+    """The process dies here."""
+
+
+@dataclass
+class Bomb(Watcher):
+    """Lets a run die in a given task: after so many steps, or else before it is scored."""
+
+    stage_name: str
+    steps: int
+    current: str = ""
+
+    def stage(self, description: str, total: int) -> Any:
+        self.current = description
+        return super().stage(description, total)
+
+    def advance(self, steps: int) -> None:
+        if self.current == self.stage_name:
+            self.steps -= steps
+            if self.steps < 0:
+                raise CrashError
+
+    def describe(self, text: str) -> None:
+        if self.current == self.stage_name and text == "evaluating":
+            raise CrashError
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+    """The process dies in the middle of the last task, and again just before the end."""
+    whole = trained(name)
+    last = "task 1 of 1" if methods.find(name).joint else "task 3 of 3"
+    with pytest.raises(CrashError):
+        execute.train(whole.config, tmp_path / "broken", watcher=Bomb(last, 1))
+    with pytest.raises(CrashError):
+        execute.resume(tmp_path / "broken", watcher=Bomb(last, 1000))
+    assert_equal_runs(whole, execute.resume(tmp_path / "broken"))
+
+
+def assert_equal_runs(first: Run, second: Run) -> None:
+    assert (first.folder / "accuracy.json").read_bytes() == (second.folder / "accuracy.json").read_bytes()
+    one, other = ({path.name: path.read_bytes() for path in run.model.iterdir()} for run in (first, second))
+    assert one == other
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_number_of_tasks_need_not_be_known(name: str, few: Path, kind: str) -> None:
+    """What is learned of the first tasks is the same, whatever comes later: no method is told the number of tasks."""
+    if methods.find(name).joint:
+        pytest.skip("joint training knows all tasks: it is the upper bound")
+    classes = [f"class{index}" for index in range(6)]
+    short = learn(configure(few, kind, name, data={"tasks": [classes[:2], classes[2:4], classes[4:]]}), 2)
+    split = [classes[:2], classes[2:4], classes[5:], classes[4:5]]
+    longer = learn(configure(few, kind, name, data={"tasks": split}), 2)
+    rows = torch.cat([task.rows for task in short.test_tasks[:2]])
+    assert torch.equal(short.scorer.logits(rows), longer.scorer.logits(rows))
+    assert short.scorer.logits(rows).shape == (len(rows), 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_evaluation_is_told_nothing(name: str, trained: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No label, task or random source reaches a method at evaluation."""
+    workshop = restored(trained(name))
+    spy = Spy.on(workshop.learner.model.method, monkeypatch)
+    predictions(workshop)
+    assert spy.contexts
+    for context in spy.contexts:
+        assert (context.training, context.task, context.labels, context.generator) == (False, None, None, None)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_image_does_not_depend_on_its_batch(name: str, trained: Callable[[str], Run]) -> None:
+    workshop = restored(trained(name))
+    model, scorer = workshop.learner.model, workshop.scorer
+    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
+    together = model.predict(images)
+    alone = torch.cat([model.predict(image[None]) for image in images])
+    backwards = model.predict(images.flip(0)).flip(0)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together, backwards, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs_with_every_head(name: str, head: str, few: Path, loading: None) -> None:
+    workshop = learn(configure(few, "narrow", name, head={"kind": head}))
+    assert predictions(workshop).shape == (6, 6)
+    model = workshop.learner.model
+    if not model.head.trained and not model.method.joint:
+        assert model.static, "prompts stay as they are after the first task"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_under_a_closed_form_head_nothing_moves_after_the_first_task(name: str, few: Path, loading: None) -> None:
+    """The features of an image are the same after every later task, and the head equals the joint solve on them."""
+    if methods.find(name).joint:
+        pytest.skip("all tasks are one")
+    head = {"kind": "ridge", "ridge": 1.0}
+    workshop = learn(configure(few, "narrow", name, head=head), 1)
+    rows = torch.arange(6)
+    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
+    model, learner = workshop.learner.model, workshop.learner
+    early = model.features(images)[0]
+    for index in (1, 2):
+        assert learner.epochs(workshop.tasks[index]) == 0
+        teach(workshop, index)
+    if model.method.trains_backbone:  # other kernels run where weights may learn
+        torch.testing.assert_close(model.features(images)[0], early, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(model.features(images)[0], early)
+    everything = torch.cat([task.rows for task in workshop.tasks])
+    pixels = learner.viewer.evaluation(learner.images.store, everything)
+    with torch.no_grad():
+        hidden = (model.features(pixels)[0] @ model.head.projection).relu().double()  # type: ignore[operator]
+    targets = torch.nn.functional.one_hot(torch.cat([task.labels for task in workshop.tasks])).double()
+    gram = hidden.mT @ hidden + torch.eye(hidden.shape[1])
+    joint = torch.linalg.solve(gram, hidden.mT @ targets)
+    ours = model.predict(pixels).double()
+    torch.testing.assert_close(ours, hidden @ joint, rtol=1e-3, atol=1e-3)
+
+
+def test_fine_tuning_with_masked_logits_refuses_a_class_alone(few: Path, loading: None) -> None:
+    with pytest.raises(UserError, match="task 2 has only one class"):
+        learn(configure(few, "narrow", "ft++", alignment={"enabled": None}))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_backbone_too_shallow_is_refused_in_words(name: str) -> None:
+    config = methods.parse_config(name)
+    try:
+        methods.find(name).create(config, Shape(16, 1), 0)
+    except UserError as problem:
+        assert "blocks 0 to 0" in str(problem) and "blocks" in str(problem)
+
+
+@pytest.mark.parametrize("preset", presets.NAMES)
+@pytest.mark.parametrize("benchmark_name", ("cifar100", "imagenet-r", "cub200", "emoji-r"))
+@pytest.mark.parametrize("name", METHODS)
+def test_every_preset_is_valid(name: str, benchmark_name: str, preset: str) -> None:
+    without_prompts = name in (*presets.BASELINES, *presets.CONTROLS)
+    if (preset == "flagship" and name != "probprompt") or (preset == "ridge" and without_prompts):
+        with pytest.raises(UserError, match=f"the preset '{preset}' is for"):
+            presets.settings(preset, name, benchmark_name)
+        return
+    config = parse_config(presets.settings(preset, name, benchmark_name))
+    assert config.method.name == name and config.preset == preset and config.data.benchmark == benchmark_name
+    assert not config.method.marks(), "a preset never repeats a published mistake"
+    if preset == "published":
+        assert config.backbone.normalisation == "unit" or name == "hide-prompt"
+
+
+def test_matched_is_one_protocol_for_all() -> None:
+    """Budget, augmentation, input and head do not depend on the method; rates of prompts may."""
+    shared = []
+    for name in METHODS:
+        config = parse_config(presets.settings("matched", name, "emoji-r"))
+        training = config.training.model_dump(exclude={"prompt_rate_factor", "head_rate"})
+        shared.append((config.data, config.backbone, tuple(sorted(training.items()))))
+        if name not in presets.BASELINES:
+            assert config.alignment == parse_config(presets.settings("matched", "probprompt", "emoji-r")).alignment
+        if name not in presets.CONTROLS:
+            assert config.head.kind == "linear"
+    assert all(one == shared[0] for one in shared)
