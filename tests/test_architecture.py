@@ -72,7 +72,7 @@ KNOWS: dict[str, set[str]] = {
     "transport": set(),
     "data": {"data", "errors", "randomness"},
     "backbone": {"errors", "prompts"},
-    "heads": {"randomness"},
+    "heads": {"errors", "randomness"},
     "alignment": {"heads", "randomness"},
     "methods": {"methods", "equations", "prompts", "transport", "heads", "alignment", "errors", "randomness"},
 }

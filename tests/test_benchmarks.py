@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from probprompt.config import parse_config
-from probprompt.data.benchmarks import Folder, ImageData, ImageSet, find, hold_out, registered, stratified_split
+from probprompt.data.benchmarks import Folder, ImageData, ImageSet, find, registered, stratified_split
 from probprompt.data.loading import ImageStore, Loaded, load, refuse_unreadable
 from probprompt.errors import UserError
 from probprompt.runs.execute import prepare
@@ -332,14 +332,25 @@ def test_validation_holds_out_training_images_only(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=20, bee=10)
     folder(tmp_path / "test", ant=4, bee=4)
     data = read(tmp_path)
-    held = hold_out(data, 0.3)
+    held = find(str(tmp_path)).hold_out(data, 0.3)
     assert (count(held.train), count(held.test)) == ({0: 14, 1: 7}, {0: 6, 1: 3})
     assert sorted(held.train.names + held.test.names) == sorted(data.train.names)
     assert held.class_names == data.class_names
-    again = hold_out(data, 0.3)
+    again = find(str(tmp_path)).hold_out(data, 0.3)
     assert again.test.names == held.test.names
     for index, name in enumerate(held.test.names):
         np.testing.assert_array_equal(held.test.read(index), np.asarray(Image.open(tmp_path / "train" / name)))
+
+
+def test_emoji_r_holds_out_whole_styles() -> None:
+    source = find("emoji-r")
+    data = source.load(None)
+    held = source.hold_out(data, 0.2)
+    styles = [{name.rpartition(".")[2] for name in side.names} for side in (held.train, held.test)]
+    assert styles[1] == {"fluent-emoji-high-contrast", "twemoji"} and not styles[0] & styles[1]
+    assert sorted(held.train.names + held.test.names) == sorted(data.train.names)
+    assert len(count(held.train)) == len(count(held.test)) == 20
+    assert not set(held.test.names) & set(data.test.names)
 
 
 def test_validation_is_not_cut_like_the_test_set() -> None:

@@ -21,6 +21,7 @@ import probprompt as package
 from probprompt import api, methods, presets
 from probprompt.cli.screen import Screen
 from probprompt.config import RunConfig, merge, parse_config
+from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.runs import execute
 from probprompt.runs.record import Run
@@ -585,3 +586,20 @@ def test_every_stage_keeps_its_bar_on_a_terminal() -> None:
     final = [line.rpartition("\r")[2] for line in plain.splitlines()]
     for task in (1, 2):
         assert any(re.search(rf"^task {task} of 2 +━+ 4/4 .* average accuracy {task}0\.0 %$", line) for line in final)
+
+
+def test_a_preset_named_in_a_file_is_applied_not_only_written_down(tmp_path: Path) -> None:
+    given = {"preset": "matched", "data": {"benchmark": "emoji-r"}, "method": {"name": "lda"}}
+    config = parse_config(api.with_preset(None, given))
+    assert config == parse_config(presets.settings("matched", "lda", "emoji-r"))
+    assert api.with_preset("flagship", {"preset": "matched"})["preset"] == "flagship"
+    assert api.with_preset(None, {"training": {"epochs": 3}}) == {"training": {"epochs": 3}}
+    with pytest.raises(UserError, match="no preset is called 'machted': did you mean 'matched'"):
+        api.with_preset(None, {"preset": "machted"})
+
+
+def test_a_hundred_components_of_coda_prompt_are_shared_by_the_tasks() -> None:
+    for tasks, components in ((None, 10), (5, 20), (20, 5)):
+        config = parse_config(presets.settings("published", "coda-prompt", "imagenet-r", tasks))
+        assert config.method.model_dump()["components_per_task"] == components
+        assert config.data.tasks == (tasks or 10)

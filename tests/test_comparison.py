@@ -18,14 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from probprompt import methods
+from probprompt import methods, presets
 from probprompt.cli import compare as command
 from probprompt.cli.screen import Screen
+from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.report import figures
 from probprompt.report.comparison import CAA, FAA, FORGETTING, Comparison, Row, gather, gather_runs, write_comparison
 from probprompt.report.comparison_page import render
-from probprompt.report.tables import csv_table, latex, markdown
+from probprompt.report.tables import csv_table, fill_page, latex, markdown
+from probprompt.runs.book import write_book
 from probprompt.runs.grid import Grid, parse_spec
 
 Matrix = list[list[float | None]]
@@ -98,6 +100,49 @@ def shown(comparison: Comparison, table: int = 0) -> dict[str, list[str]]:
         row.label: [around[cell.rank].format(cell.text) + cell.sign for cell in cells]
         for row, cells in comparison.tables()[table].rows
     }
+
+
+# Books, and what they say of presets
+
+
+def test_a_book_gives_back_the_same_tables(runs: list[Path], tmp_path: Path) -> None:
+    found = gather_runs(runs)
+    book = write_book(tmp_path / "book.jsonl", found.recorded)
+    assert len(book.read_text().splitlines()) == len(runs)
+    again = gather_runs([book])
+    assert markdown(again) == markdown(found)
+    assert [one.record for one in again.recorded] == [one.record for one in found.recorded]
+
+
+@pytest.mark.parametrize("text", ("", "{}", "[]", "no json", '{"book": 99}'))
+def test_what_is_no_book_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "book.jsonl").write_text(text + "\n")
+    with pytest.raises(UserError, match="not a book of results" if text else "not a book|no run to compare"):
+        gather_runs([tmp_path / "book.jsonl"])
+
+
+def test_a_page_keeps_its_words_and_gets_the_tables_once(runs: list[Path]) -> None:
+    found = gather_runs(runs)
+    page = fill_page("# Mine\n\nSome words.\n", found)
+    assert page.startswith("# Mine\n\nSome words.\n\n<!-- comparison")
+    assert page.count("## Accuracy in %") == 1 and "**" in page
+    later = fill_page(page + "After it.\n", gather_runs(runs[:4]))
+    assert later.startswith("# Mine\n\nSome words.\n") and later.endswith("After it.\n")
+    assert later.count("## Accuracy in %") == 1 and "l2p" not in later
+    assert fill_page(later, gather_runs(runs[:4])) == later
+
+
+def test_settings_that_are_not_the_presets_are_told(tmp_path: Path) -> None:
+    """Whoever reads 'matched' above a column must know what is not as in matched."""
+    config = parse_config(presets.settings("matched", "lda", "emoji-r")).model_dump(mode="json")
+    usual = make(tmp_path / "usual", "lda", 0, two(90, 80, 70), config=config)
+    changed = {**config, "head": {**config["head"], "shrinkage": 0.9}}
+    other = make(
+        tmp_path / "other", "lda", 1, two(90, 80, 70), config={**changed, "seeds": dict.fromkeys(config["seeds"], 1)}
+    )
+    assert not [note for note in gather_runs([usual]).tables()[0].notes if "preset" in note]
+    (told,) = [note for note in gather_runs([other]).tables()[0].notes if "preset" in note]
+    assert told == "Not as the preset has it: head.shrinkage=0.9, all."
 
 
 # Numbers

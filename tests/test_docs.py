@@ -14,6 +14,8 @@ from probprompt import api, presets
 from probprompt.cli.compare import read_spec
 from probprompt.config import parse_config, read_toml
 from probprompt.methods import base
+from probprompt.report.comparison import gather_runs
+from probprompt.report.tables import fill_page
 from probprompt.runs.grid import Grid
 
 ROOT = Path(__file__).parent.parent
@@ -54,19 +56,23 @@ def test_the_readme_names_the_two_commands_and_ci_runs_the_second() -> None:
     assert script[-1] == "make test"
 
 
-def test_the_demos_numbers_come_from_the_recorded_runs() -> None:
-    text = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
-    records = sorted((ROOT / "results" / "emoji-r" / "demo").glob("*-s*.json"))
-    assert len(records) == 6
-    for path in records:
-        record = json.loads(path.read_text())
-        row = [record["config"]["method"]["name"], str(record["config"]["seeds"]["order"])]
-        row += [f"{record['accuracy'][name]:.2f}" for name in ("FAA", "CAA", "forgetting")]
-        assert "| " + " | ".join(row) + " |" in text
+BOOKS = {
+    "docs/demo.md": "demo.jsonl",
+    "results/emoji-r.md": "runs.jsonl",
+    "results/emoji-r-components.md": "components.jsonl",
+    "results/emoji-r-projections.md": "projections.jsonl",
+}
+
+
+@pytest.mark.parametrize("page", BOOKS)
+def test_tables_come_from_the_recorded_runs(page: str) -> None:
+    """To the letter what `probprompt compare --from BOOK --page PAGE` writes."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert fill_page(text, gather_runs([ROOT / "results" / "emoji-r" / BOOKS[page]])) == text
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "docs/demo.md"):
+    for document in ("README.md", "CONTRIBUTING.md", *BOOKS):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"

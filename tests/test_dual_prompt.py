@@ -267,6 +267,17 @@ def test_the_loss_sums_the_distance_of_the_tasks_keys(task: int, pull: float, se
     assert loss.item() == pytest.approx(pull * expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("settings", KEYS, ids=str)
+@pytest.mark.parametrize("batch", [1, 2, BATCH])
+def test_the_loss_may_average_over_the_images_but_never_over_the_keys(batch: int, settings: dict[str, Any]) -> None:
+    method, query = moved(pull=0.3, key_loss="mean", **settings), some_queries(batch)
+    expected = sum(1 - cosine(row, key) for row in query for key in method.keys[1]) / batch
+    assert loss_of(method, query, 1).item() == pytest.approx(0.3 * expected, rel=1e-5)
+    summed = loss_of(moved(pull=0.3, **settings), query, 1)
+    assert summed.item() == pytest.approx(0.3 * batch * expected, rel=1e-5)
+    assert DualPromptConfig().key_loss == "sum"
+
+
 def test_there_is_no_loss_at_evaluation_or_without_weight() -> None:
     assert DualPromptConfig().pull == 1
     assert moved().prompts(some_queries(), EVALUATION).loss is None
@@ -415,6 +426,7 @@ def test_the_last_block_may_have_experts() -> None:
         {"general_tokens": 0},
         {"expert_tokens": 0},
         {"pull": -1},
+        {"key_loss": "max"},
         {"initial": "normal"},
         {"initial_scale": 0},
         {"tasks": 10},

@@ -331,16 +331,17 @@ def test_a_method_saved_within_a_task_ends_it_the_same() -> None:
 # New rows of the head
 
 
-@pytest.mark.parametrize(("width", "asked", "parts"), [(6, 192, 6), (6, 4, 3), (6, 1, 1), (768, 192, 192), (10, 9, 5)])
-def test_new_rows_are_mixed_from_old_ones_in_each_sub_head(width: int, asked: int, parts: int) -> None:
-    method = fresh(width=width, sub_heads=asked, temperature=0.3)
+@pytest.mark.parametrize(
+    ("width", "asked", "size"), [(6, 1, 1), (6, 2, 2), (6, 4, 6), (6, 192, 6), (3, 4, 3), (10, 4, 5), (192, 4, 4)]
+)
+def test_new_rows_are_mixed_from_old_ones_in_each_sub_head(width: int, asked: int, size: int) -> None:
+    method = fresh(width=width, part=asked, temperature=0.3)
     source = torch.Generator().manual_seed(width)
     new, known, rows = (torch.randn(count, width, generator=source) for count in (2, 4, 4))
     found = method.initial_rows(new, known, rows)
     assert found is not None and found.shape == (2, width)
-    size = width // parts
     for label in range(2):
-        for part in range(parts):
+        for part in range(width // size):
             cut = slice(part * size, (part + 1) * size)
             one, others, values = (array(value)[..., cut] for value in (new[label], known, rows))
             likeness = [float(one @ other) / np.linalg.norm(one) / np.linalg.norm(other) for other in others]
@@ -349,8 +350,20 @@ def test_new_rows_are_mixed_from_old_ones_in_each_sub_head(width: int, asked: in
             np.testing.assert_allclose(array(found[label])[cut], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("width", "sub_heads"), [(768, 192), (384, 96), (192, 48), (64, 16), (6, 1)])
+def test_sub_heads_have_the_published_four_features_at_every_width(width: int, sub_heads: int) -> None:
+    """Rows that tell their class mix with one set of weights in each sub-head, and another in the next."""
+    source = torch.Generator().manual_seed(width)
+    new, known = torch.randn(1, width, generator=source), torch.randn(2, width, generator=source)
+    weights = fresh(width=width, temperature=1).initial_rows(new, known, torch.tensor([[0.0], [1.0]]).expand(2, width))
+    assert weights is not None
+    assert len(weights[0].unique_consecutive()) == sub_heads
+    if sub_heads > 1:  # cosines between -1 and 1, not these two alone
+        assert len(weights[0].unique()) > 3
+
+
 def test_a_class_like_an_old_one_starts_with_its_row() -> None:
-    method = fresh(width=48, sub_heads=4)
+    method = fresh(width=48, part=12)
     source = torch.Generator().manual_seed(0)
     known, rows = torch.randn(5, 48, generator=source), torch.randn(5, 48, generator=source)
     found = method.initial_rows(7 * known[3:4], known, rows)
@@ -381,7 +394,8 @@ def test_blocks_outside_the_backbone_are_refused() -> None:
         {"hidden": 0},
         {"fusion": -0.1},
         {"fusion": 1.5},
-        {"sub_heads": 0},
+        {"part": 0},
+        {"sub_heads": 192},
         {"temperature": 0},
         {"token": 3},
     ],

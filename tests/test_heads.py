@@ -509,3 +509,17 @@ def test_a_small_first_task_does_not_spoil_the_tasks_to_come() -> None:
         return float((one(test).argmax(dim=1) == of).float().mean())
 
     assert right(head) > max(map(right, best.values())) - 0.05 > right(best[1e-4])
+
+
+@pytest.mark.parametrize("images", (12, 60))
+def test_the_strengths_are_compared_by_their_true_solutions(images: int) -> None:
+    """Whether fewer images or fewer projections make the smaller matrix, the solutions are the same."""
+    head = heads.RidgeHead(6, 3, projections=30, ridge=None).grow(3)
+    source = torch.Generator().manual_seed(4)
+    features, labels = torch.randn(images, 6, generator=source), torch.arange(images) % 3
+    hidden = (features.double() @ head.projection.double()).relu()  # type: ignore[union-attr]
+    wanted = torch.nn.functional.one_hot(labels, 3).double()
+    for strength, found in zip(heads.STRENGTHS, head._candidates(features, labels), strict=True):
+        if strength >= 1e-3:
+            expected = torch.linalg.solve(hidden.T @ hidden + strength * torch.eye(30), hidden.T @ wanted)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)

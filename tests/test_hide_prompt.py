@@ -185,6 +185,78 @@ def test_prompts_and_identity_learn_as_each_would_alone() -> None:
     assert not torch.equal(both.identity.weight, prompts.identity.weight)
 
 
+LABELS = torch.tensor([5, 6, 5, 5, 6, 6, 5])
+
+
+def learns_identity(method: HiDePrompt) -> bool:
+    """Begin an epoch and tell whether the identity is trained in it."""
+    method.begin_epoch()
+    return method.prompts(some_queries(), training(LABELS)).loss is not None
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"), [(None, [True] * 4), (1, [True] + [False] * 3), (3, [True] * 3 + [False])]
+)
+def test_the_identity_may_learn_in_the_first_epochs_of_every_task(epochs: int | None, expected: list[bool]) -> None:
+    method = fresh(sizes=(2,), identity_epochs=epochs)
+    for task, classes in ((1, 3), (2, 2)):
+        for _ in range(5):
+            method.begin_epoch()  # those of an earlier task do not count
+        method.begin_task(task, classes)
+    assert [learns_identity(method) for _ in range(4)] == expected
+    assert HiDePromptConfig().identity_epochs is None
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_a_task_resumed_after_some_epochs_counts_on(done: int) -> None:
+    method = fresh(identity_epochs=3)
+    for _ in range(done):
+        method.begin_epoch()
+    resumed = fresh(identity_epochs=3)
+    resumed.load_state_dict(method.state_dict(), strict=True)
+    ahead = [learns_identity(resumed) for _ in range(5)]
+    assert ahead == [learns_identity(method) for _ in range(5)]
+    assert ahead == [done + more < 3 for more in range(5)]
+
+
+def test_an_identity_that_learns_no_more_stays_where_it_is() -> None:
+    method = moved(identity_epochs=1)
+    optimiser = torch.optim.AdamW([value for part, _ in method.groups() for value in part], lr=0.1, weight_decay=0.1)
+    kept = []
+    for _ in range(3):
+        method.begin_epoch()
+        answer = method.prompts(some_queries(), training(LABELS))
+        outcome = prefixes(method, some_queries(), training(LABELS))[BLOCKS[0]].key.square().mean()
+        optimiser.zero_grad()
+        (outcome if answer.loss is None else outcome + answer.loss).backward()
+        optimiser.step()
+        kept.append((method.pool[2].detach().clone(), method.identity.inner.weight.detach().clone()))
+    assert not torch.equal(kept[0][1], moved().identity.inner.weight)
+    assert torch.equal(kept[0][1], kept[1][1]) and torch.equal(kept[1][1], kept[2][1])
+    assert not torch.equal(kept[1][0], kept[2][0])
+
+
+def test_a_clip_by_the_common_norm_couples_prompts_and_identity() -> None:
+    """As the description warns: what the prompts learn then depends on whether the identity learns beside them."""
+
+    def learned(with_identity: bool, clip: float) -> Tensor:
+        method = moved()
+        parameters = [value for part, _ in method.groups() for value in part]
+        optimiser = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0)
+        for step in range(3):
+            answer = method.prompts(some_queries(seed=step), training(LABELS))
+            assert answer.loss is not None
+            outcome = (prefixes(method, some_queries(), training(LABELS))[BLOCKS[0]].key - step).square().mean()
+            optimiser.zero_grad()
+            (outcome + with_identity * answer.loss).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+            optimiser.step()
+        return torch.stack(list(method.pool)).detach()
+
+    assert torch.equal(learned(True, math.inf), learned(False, math.inf))
+    assert not torch.allclose(learned(True, 0.1), learned(False, 0.1), rtol=0, atol=1e-4)
+
+
 def test_the_identity_learns_at_a_rate_of_its_own() -> None:
     method = fresh(identity_rate_factor=0.25)
     (prompts, one), (identity, quarter) = method.groups()
@@ -488,6 +560,7 @@ def test_blocks_outside_the_backbone_are_refused() -> None:
         {"contrast_temperature": 0},
         {"contrast_centroids": 0},
         {"identity_rate_factor": 0},
+        {"identity_epochs": 0},
         {"identity_batch": 0},
         {"identity_alignment": {"optimiser": "adam"}},
         {"identity_alignment": {"epoch": 3}},

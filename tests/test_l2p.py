@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from probprompt.backbone import FrozenViT
 from probprompt.errors import UserError
 from probprompt.methods import EVALUATION, Context, MethodConfig, Shape, parse_config, registered
 from probprompt.methods.l2p import L2P, DeepL2PPlus, L2PPlus, PooledPrompts
-from probprompt.prompts import Prefix, Tokens
+from probprompt.prompts import Prefix, Prompt, Tokens
 
 WIDTH, DEPTH, BATCH = 7, 5, 6
 NAMES = ("l2p", "l2p++", "deep-l2p++")
@@ -42,8 +44,8 @@ def moved(name: str, **settings: Any) -> PooledPrompts:
     return method
 
 
-def some_queries(count: int = BATCH, seed: int = 1) -> Tensor:
-    return 5 * torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+def some_queries(count: int = BATCH, seed: int = 1, width: int = WIDTH) -> Tensor:
+    return 5 * torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
 def published(name: str) -> PooledPrompts:
@@ -132,7 +134,7 @@ def test_l2p_puts_the_chosen_entries_one_after_the_other_at_the_input(
     ((block, prompt),) = method.prompts(query, context).prompts.items()
     assert block == 0 and isinstance(prompt, Tokens) and prompt.positioned
     for image, chosen in enumerate(choices(method, 0, query)):
-        expected = torch.cat([method.pool[0, n] for n in chosen])
+        expected = torch.cat([method.pool[0, n] for n in sorted(chosen)])
         assert torch.equal(prompt.tokens[image], expected)
 
 
@@ -146,8 +148,9 @@ def test_every_chosen_entry_brings_keys_and_values(name: str, batchwise: bool, c
     for slot, prompt in enumerate(prompts.values()):
         assert isinstance(prompt, Prefix)
         for image, chosen in enumerate(choices(method, slot, query)):
-            assert torch.equal(prompt.key[image], torch.cat([method.pool[slot, n, :2] for n in chosen]))
-            assert torch.equal(prompt.value[image], torch.cat([method.pool[slot, n, 2:] for n in chosen]))
+            entries = [method.pool[slot, n] for n in sorted(chosen)]
+            assert torch.equal(prompt.key[image], torch.cat([entry[:2] for entry in entries]))
+            assert torch.equal(prompt.value[image], torch.cat([entry[2:] for entry in entries]))
 
 
 def test_the_checks_above_look_at_different_choices() -> None:
@@ -156,6 +159,50 @@ def test_the_checks_above_look_at_different_choices() -> None:
     assert len(set(every)) > 6
     assert any(list(chosen) != sorted(chosen) for chosen in every)
     assert choices(method, 0, query) != choices(method, 1, query)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_that_choose_the_same_entries_have_the_same_one_in_every_slot(name: str) -> None:
+    method = fresh(name, width=3, components=4, top_k=2)
+    with torch.no_grad():
+        method.keys.copy_(torch.tensor([[-1, -1, -1], [1, 0, 0], [0, 1, 0], [0, 0, 1]]).expand_as(method.keys))
+    query = torch.tensor([[0.0, 2.0, 1.0], [0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+    assert choices(method, 0, query) == [[2, 3], [3, 2], [1, 2]]
+    for tokens in injected(method, query).values():
+        assert torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[0], tokens[2])
+
+
+def by_rank(method: PooledPrompts, query: Tensor) -> dict[int, Prompt]:
+    """The same entries, nearest or most voted for first."""
+    ranked: dict[int, Prompt] = {}
+    for slot, block in enumerate(method.blocks):
+        entries = method.pool[slot, choices(method, slot, query)].detach()  # (B, k, M, D)
+        key, value = (part.flatten(1, 2) for part in entries.chunk(2, dim=2))
+        ranked[block] = (
+            Tokens(entries.flatten(1, 2), positioned=True) if method.readout == "tokens" else Prefix(key, value)
+        )
+    return ranked
+
+
+@pytest.mark.parametrize("batchwise", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_features_do_not_know_the_order_of_the_entries(name: str, batchwise: bool) -> None:
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": DEPTH, "num_heads": 3}
+    model = VisionTransformer(**arguments, num_classes=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    backbone, images = FrozenViT(model), torch.randn(BATCH, 3, 16, 16)
+    method, query = moved(name, width=24, batchwise=batchwise), some_queries(width=24)
+    ordered, ranked = method.prompts(query, EVALUATION).prompts, by_rank(method, query)
+    found, expected = (backbone.features(images, prompts, method.readout) for prompts in (ordered, ranked))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert any(chosen != sorted(chosen) for s in range(len(method.blocks)) for chosen in choices(method, s, query))
+    with torch.no_grad():
+        method.pool.copy_(method.pool.roll(1, dims=1))  # other entries, and the features are others
+    other = backbone.features(images, method.prompts(query, EVALUATION).prompts, method.readout)
+    assert (other - expected).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 19])
@@ -223,9 +270,9 @@ def test_the_vote_goes_by_number_then_by_index() -> None:
         method.keys.copy_(torch.tensor([[[1, 0, 0], [0, 1, 0], [0, 0, 1], [-1, -1, -1]]]))
     query = torch.tensor([[0.0, 1.0, 2.0], [0.0, 2.0, 1.0], [1.0, 0.0, 2.0]])  # chosen: 2 1, 1 2, 2 0
     for tokens in injected(method, query)[0]:  # three votes for 2, two for 1, one for 0
-        assert torch.equal(tokens, method.pool[0, [2, 1]].flatten(0, 1))
-    for tokens in injected(method, query[:2])[0]:  # two votes each
         assert torch.equal(tokens, method.pool[0, [1, 2]].flatten(0, 1))
+    for tokens in injected(method, query[1:])[0]:  # two votes for 2, one for 1 and one for 0
+        assert torch.equal(tokens, method.pool[0, [0, 2]].flatten(0, 1))
 
 
 # The loss on the keys

@@ -104,7 +104,7 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
         "backbone": {"name": kind},
         "method": {"name": method},
         "head": {"projections": 50},
-        "training": {"epochs": 1, "batch": 4, "head_rate": 1e-3 if method in BASELINES else 0.01},
+        "training": {"epochs": 2, "batch": 4, "head_rate": 1e-3 if method in BASELINES else 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
     if method == "ft++":  # by itself it cannot learn a class alone
@@ -262,7 +262,7 @@ def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Ru
     whole = trained(name)
     last = "task 1 of 1" if methods.find(name).joint else "task 3 of 3"
     with pytest.raises(CrashError):
-        execute.train(whole.config, tmp_path / "broken", watcher=Bomb(last, 1))
+        execute.train(whole.config, tmp_path / "broken", watcher=Bomb(last, 3))
     with pytest.raises(CrashError):
         execute.resume(tmp_path / "broken", watcher=Bomb(last, 1000))
     assert_equal_runs(whole, execute.resume(tmp_path / "broken"))
@@ -392,3 +392,39 @@ def test_matched_is_one_protocol_for_all() -> None:
         if name not in presets.CONTROLS:
             assert config.head.kind == "linear"
     assert all(one == shared[0] for one in shared)
+
+
+@pytest.mark.parametrize("head", ("ridge", "lda", "nearest-mean"))
+def test_a_head_may_see_the_query_beside_the_prompted_features(
+    head: str, few: Path, loading: None, tmp_path: Path
+) -> None:
+    """Both are given to it at every place where it learns or predicts."""
+    config = configure(few, "narrow", "probprompt", head={"kind": head, "with_query": True, "ridge": 1.0})
+    run = execute.train(config, tmp_path / "run")
+    workshop = restored(run)
+    model, scorer = workshop.learner.model, workshop.scorer
+    assert model.head.width == 2 * model.backbone.width
+    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
+    query = model.backbone.query(images)
+    with torch.no_grad():
+        by_hand = model.head(torch.cat([model.features(images)[0], query], dim=1))
+    torch.testing.assert_close(model.predict(images), by_hand)
+    torch.testing.assert_close(scorer.logits(torch.arange(6)), by_hand)
+    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
+    without = learn(configure(few, "narrow", "probprompt", head={"kind": head, "ridge": 1.0}))
+    assert not torch.allclose(without.learner.model.predict(images), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "message"),
+    (
+        ("apt", "ridge", "needs a method that asks for a query, which apt does not"),
+        ("probprompt", "linear", "heads in closed form"),
+    ),
+)
+def test_a_query_that_no_head_could_use_is_refused(
+    name: str, head: str, message: str, few: Path, loading: None
+) -> None:
+    config = configure(few, "narrow", name, head={"kind": head, "with_query": True})
+    with pytest.raises(UserError, match=message):
+        execute.prepare(config, CPU, Watcher())

@@ -110,7 +110,9 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
         "mean": [0.5] * 3,
         "std": [0.5] * 3,
         "normalisation": "backbone",
+        "interpolation": "bilinear",
     }
+    assert record["versions"]["probprompt"] == probprompt.__version__
     stream = record["stream"]
     assert sorted(stream["classes"]) == sorted(path.name for path in pictures.iterdir())
     assert [name for task in stream["tasks"] for name in task] == stream["classes"]

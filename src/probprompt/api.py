@@ -45,16 +45,19 @@ def train(
     if epochs is not None:
         named["training"] = {"epochs": epochs}
     given = apply_values(merge(config or {}, named), settings)
-    if preset is not None:
-        given = with_preset(preset, given)
-    parsed = parse_config(given)
+    parsed = parse_config(with_preset(preset, given))
     return start(parsed, Path(out) if out else default_folder(parsed), device, watcher, track)
 
 
-def with_preset(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested settings over what a preset says for their method and benchmark."""
+def with_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested settings over what a preset says for their method and benchmark; they may name it themselves."""
     asked = parse_config(given)
-    return merge(merge(presets.settings(preset, asked.method.name, asked.data.benchmark), given), {"preset": preset})
+    name = preset or asked.preset
+    if name is None:
+        return dict(given)
+    tasks = asked.data.tasks
+    base = presets.settings(name, asked.method.name, asked.data.benchmark, tasks if isinstance(tasks, int) else None)
+    return merge(merge(base, given), {"preset": name})
 
 
 def start(

@@ -33,7 +33,8 @@ class DataConfig(_Settings):
     tasks: int | tuple[int, ...] | tuple[tuple[str, ...], ...] | None = None
     """Number of tasks, their sizes, or their classes by name; the benchmark's usual number by default."""
     validation: float = Field(0.0, ge=0, lt=1)
-    """Above 0: hold out this part of the training images and evaluate on it instead of the test set."""
+    """Above 0: hold out this part of the training images (of emoji-r two whole styles) and evaluate on it instead of
+    the test set."""
     stored_side: int | Literal["full"] | None = None
     """Images are kept with the short side at most this long: 256/224 of the input by default."""
     skip_unreadable: bool = False
@@ -64,7 +65,8 @@ class TrainingConfig(_Settings):
     """The prompts learn at this multiple of the head's rate."""
     adapt_tasks: int | None = Field(None, ge=0)
     """Prompts learn in the first so many tasks and are then fixed, so that features never drift. None: in all tasks
-    under a head that is trained, in the first under one in closed form, which needs features that stay."""
+    under a head that is trained, in the first under one in closed form, which needs features that stay: with more
+    than one, the sums of tasks before the last of them are of features that have moved since."""
     final_rate: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "vq", "vq-epoch", "constant"] = "cosine"
@@ -100,7 +102,7 @@ class RunConfig(_Settings):
     """Everything that decides the outcome of a run."""
 
     preset: str | None = None
-    """The preset that the settings started from: a label, nothing more."""
+    """The preset that the settings were laid over (:mod:`probprompt.presets`)."""
     data: DataConfig = DataConfig()
     backbone: BackboneConfig = BackboneConfig()
     method: Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_read_method)] = Field(

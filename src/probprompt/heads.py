@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from probprompt import randomness
+from probprompt.errors import UserError
 
 Kind = Literal["linear", "normalised", "ridge", "lda", "nearest-mean"]
 STRENGTHS = tuple(10.0**power for power in range(-6, 10))
@@ -32,6 +33,9 @@ class HeadConfig(BaseModel):
     """Random ReLU projections under the ridge head; 0 takes the features as they are."""
     ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
     """lambda of the ridge head; None chooses it on a fifth of the first task's images."""
+    with_query: bool = False
+    """Whether a head in closed form also sees the query, which is computed anyway: what the backbone says without
+    prompts then stands beside what it says with them."""
     shrinkage: float = Field(1e-3, gt=0, le=1)
     """How far the covariance of the LDA head is drawn towards its mean diagonal."""
 
@@ -288,12 +292,21 @@ class RidgeHead(ClosedFormHead):
         """Choose lambda, if images of two classes or more are held out (n,)."""
         if len(labels[held_out].unique()) < 2:
             return
-        gram, correlation = torch.zeros_like(self.gram), torch.zeros_like(self.correlation)
-        self._add_sums(gram, correlation, features[~held_out], labels[~held_out])
-        weights = [_solve(gram, strength, correlation.T) for strength in STRENGTHS]  # (L, C) each
+        weights = self._candidates(features[~held_out], labels[~held_out])  # (L, C) each
         images = _chunks(features[held_out], labels[held_out], self.inner)
         errors = torch.cat([self._errors(some, of, weights) for some, of in images], dim=1)  # (strengths, held out)
         self.strength.fill_(STRENGTHS[_largest_good(errors)])
+
+    def _candidates(self, features: Tensor, labels: Tensor) -> list[Tensor]:
+        """The solutions of these images by themselves, (L, C), for each strength."""
+        if len(labels) < self.inner:  # the same solutions from a smaller matrix, one image against another
+            projected = self._projected(features.double())  # (n, L)
+            wanted = nn.functional.one_hot(labels, len(self)).double()  # (n, C)
+            kernel = projected @ projected.T  # (n, n)
+            return [projected.T @ _solve(kernel, strength, wanted) for strength in STRENGTHS]
+        gram, correlation = torch.zeros_like(self.gram), torch.zeros_like(self.correlation)
+        self._add_sums(gram, correlation, features, labels)
+        return [_solve(gram, strength, correlation.T) for strength in STRENGTHS]
 
     def _errors(self, features: Tensor, labels: Tensor, weights: list[Tensor]) -> Tensor:
         """Squared errors of several solutions: (solutions, B)."""
@@ -417,7 +430,11 @@ def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head
     >>> make_head(HeadConfig(projections=5), "ridge", width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
     torch.Size([2, 3])
     """
-    return HEADS[config.kind or preferred].create(config, width, seed)
+    kind = config.kind or preferred
+    if config.with_query and HEADS[kind].trained:
+        closed = ", ".join(name for name, head in HEADS.items() if not head.trained)
+        raise UserError(f"head.with_query is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
+    return HEADS[kind].create(config, 2 * width if config.with_query else width, seed)
 
 
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -25,8 +25,8 @@ ORIGINAL_21K = "vit_base_patch16_224.orig_in21k"
 AUGREG_1K = "vit_base_patch16_224.augreg_in21k_ft_in1k"
 
 
-def settings(preset: str, method: str, benchmark: str) -> Settings:
-    """Nested settings of a method on a benchmark (a name or a folder)."""
+def settings(preset: str, method: str, benchmark: str, tasks: int | None = None) -> Settings:
+    """Nested settings of a method on a benchmark (a name or a folder), in its usual number of tasks or another."""
     if preset not in NAMES:
         raise UserError(f"no preset is called {preset!r}: {suggest(preset, NAMES)}")
     methods.find(method)
@@ -35,7 +35,13 @@ def settings(preset: str, method: str, benchmark: str) -> Settings:
     base: Settings = {"preset": preset, "data": {"benchmark": benchmark}, "method": {"name": method}}
     makers = {"published": _published, "matched": _matched, "ridge": _ridge, "flagship": _flagship}
     made = makers[preset](method, benchmark)
-    return merge(base, made)
+    made = merge(base, made)
+    if tasks is not None:
+        made = merge(made, {"data": {"tasks": tasks}})
+    if preset == "published" and method == "coda-prompt":  # a hundred components over all tasks
+        count = made["data"].get("tasks") or 10
+        made = merge(made, {"method": {"components_per_task": max(1, round(100 / count))}})
+    return made
 
 
 # What each benchmark asks for -----------------------------------------------------------------------------------
@@ -119,8 +125,7 @@ def _coda_protocol(protocol: str, benchmark: str) -> Settings:
 
 
 def _coda_prompt(protocol: str, benchmark: str) -> Settings:
-    """A hundred components over all tasks: ten for each of ten."""
-    method = {"name": "coda-prompt", "components_per_task": 10, "orthogonality_weight": 0.0}
+    method = {"name": "coda-prompt", "orthogonality_weight": 0.0}
     return merge(_coda_protocol(protocol, benchmark), {"method": method})
 
 
@@ -160,19 +165,30 @@ def _dual_prompt(protocol: str, benchmark: str) -> Settings:
         "shared_keys": True,
         "copy_previous": True,
         "initial": "symmetric",
+        "key_loss": "mean",
     }
     base = _google_protocol(rate=0.03 if cifar else 0.005, batch=24, epochs=5 if cifar else 50)
     return merge(base, {"method": method})
 
 
 def _hide_prompt(protocol: str, benchmark: str) -> Settings:
-    """Its step schedule for CIFAR-100 is a cosine here; its batch of 24 is one of eight GPUs."""
+    """HiDe-Prompt's own protocol, but for two things.
+
+    Its step schedule for CIFAR-100 is a cosine here, and the gradients of prompts and task identity, which it trains
+    apart, are clipped by their common norm. Its batch of 24 is one of eight GPUs.
+    """
     cifar = protocol == "cifar100"
     rate = 0.03 * 24 / 256
     contrast = {"cifar100": 0.1, "cub200": 0.01}.get(protocol, 0.5)
     base = _google_protocol(rate=0.03, batch=24, epochs=150 if protocol == "imagenet-r" else 50)
     found: Settings = {
-        "method": {"name": "hide-prompt", "tokens": 10 if cifar else 40, "contrast": contrast},
+        "method": {
+            "name": "hide-prompt",
+            "tokens": 10 if cifar else 40,
+            "contrast": contrast,
+            "identity_rate_factor": 1 / 3 if protocol == "cub200" else 1 / 60,
+            "identity_epochs": 20,
+        },
         "training": {
             "batch": 192 if benchmark in _BENCHMARKS else 24,
             "head_rate": rate / 10,

@@ -5,6 +5,7 @@ order of batches, tasks or processes. A key is a seed followed by words and numb
 """
 
 import hashlib
+from typing import Literal
 
 import numpy as np
 import torch
@@ -36,6 +37,18 @@ def uniform(shape: tuple[int, ...], *key: Key) -> Tensor:
 def normal(shape: tuple[int, ...], *key: Key) -> Tensor:
     """Float32 standard normal numbers, the same on every device."""
     return torch.from_numpy(stream(*key).standard_normal(shape).astype(np.float32))
+
+
+def initial(kind: Literal["uniform", "symmetric", "normal"], shape: tuple[int, ...], *key: Key) -> Tensor:
+    """Float32 numbers for parameters to begin with: of U[0, 1), U(-1, 1) or N(0, 1).
+
+    >>> bool((initial("symmetric", (3,), 1, "keys") == 2 * uniform((3,), 1, "keys") - 1).all())
+    True
+    """
+    if kind == "normal":
+        return normal(shape, *key)
+    drawn = uniform(shape, *key)
+    return 2 * drawn - 1 if kind == "symmetric" else drawn
 
 
 def permutation(count: int, *key: Key) -> NDArray[np.int64]:

@@ -59,9 +59,7 @@ def run_train(
         with _resumable(resume):
             run = api.resume(resume, device, screen, track)
     else:
-        settings = _gather({}, given, assignments, config)
-        if preset:
-            settings = api.with_preset(preset, settings)
+        settings = api.with_preset(preset, _gather({}, given, assignments, config))
         run = _new_run(settings, out, device, track, screen)
     screen.show(run)
 

@@ -71,6 +71,11 @@ class Benchmark(ABC):
     def load(self, short_side: int | None) -> ImageData:
         """List the images; each is decoded when read, its short side reduced to at most so many pixels."""
 
+    def hold_out(self, data: ImageData, fraction: float) -> ImageData:
+        """Replace the test set by a part of the training set: how anything should be chosen."""
+        kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)
+        return ImageData(data.class_names, data.train.subset(kept), data.train.subset(held))
+
 
 _REGISTRY: dict[str, type[Benchmark]] = {}
 
@@ -107,6 +112,8 @@ class EmojiR(Benchmark):
     summary = "renditions: 20 classes of emoji, tested in styles never trained on (embedded, 64 px)"
     tasks = 5
     enlarge = False
+    held_out_styles = ("fluent-emoji-high-contrast", "twemoji")
+    """One set of line drawings and one of colours: a third of the training images."""
 
     def load(self, short_side: int | None) -> ImageData:
         """Unpack the embedded sheets."""
@@ -117,6 +124,12 @@ class EmojiR(Benchmark):
         every = ImageSet(names, labels, lambda index: pixels[index])
         sides = [[i for i, item in enumerate(renditions) if item.split == side] for side in ("train", "test")]
         return ImageData(classes, every.subset(sides[0]), every.subset(sides[1]))
+
+    def hold_out(self, data: ImageData, fraction: float) -> ImageData:
+        """Hold out whole styles, whatever the fraction: the test set, too, is in styles never seen."""
+        held = [name.endswith(self.held_out_styles) for name in data.train.names]
+        sides = [[i for i, out in enumerate(held) if out is wanted] for wanted in (False, True)]
+        return ImageData(data.class_names, data.train.subset(sides[0]), data.train.subset(sides[1]))
 
 
 class Folder(Benchmark):
@@ -208,9 +221,3 @@ def stratified_split(
         held += sorted(mixed[:count].tolist())
         kept += sorted(mixed[count:].tolist())
     return kept, held
-
-
-def hold_out(data: ImageData, fraction: float) -> ImageData:
-    """Replace the test set by a part of the training set: how anything should be chosen."""
-    kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)
-    return ImageData(data.class_names, data.train.subset(kept), data.train.subset(held))

@@ -32,7 +32,9 @@ class Scorer:
     @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
         """Logits (n, C) of these images."""
-        logits: Tensor = self.model.head(self.features(rows))
+        features = self.features(rows)
+        query = self.queries(rows) if self.model.head.width > features.shape[1] else None
+        logits: Tensor = self.model.head(self.model.head_input(features, query))
         return logits
 
     @torch.no_grad()

@@ -8,11 +8,21 @@ tasks: G_1 = P_1 and G_t = ema G_(t-1) + (1 - ema) P_t. The head standardises th
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Method,
+    MethodConfig,
+    Prompted,
+    Shape,
+    TaskSummary,
+    check_blocks,
+    register,
+)
 from probprompt.prompts import ClassTokenShift
 
 BOUND = 2.0  # of the start's truncated normal, in absolute terms as in the authors' code: a hundred standard deviations
@@ -22,17 +32,11 @@ class APTConfig(MethodConfig):
     """The settings of APT."""
 
     name: Literal["apt"] = "apt"
-    blocks: tuple[int, ...] | None = None
+    blocks: Blocks | None = None
     """Blocks whose class token is shifted, counted from 0; None: all."""
     ema: float = Field(0.7, ge=0, le=1)
     """How much of the merged shifts stays when a task is merged: 0.8 for ImageNet-R, 0.7 elsewhere."""
     initial_std: float = Field(0.02, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "APTConfig":
-        if self.blocks is not None and (len(set(self.blocks)) != len(self.blocks) or not self.blocks):
-            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
-        return self
 
 
 @register

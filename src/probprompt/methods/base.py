@@ -2,14 +2,27 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.nn import functional
 
 from probprompt.errors import UserError, suggest
 from probprompt.prompts import Prompts, Readout
+
+
+def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(blocks)) != len(blocks) or not blocks:
+        raise ValueError(f"blocks must be different and at least one, not {blocks}")
+    return blocks
+
+
+Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
+"""A setting that names blocks of the backbone, counted from 0; whether it has them is for :func:`check_blocks`."""
+
+Positive = Annotated[float, Field(gt=0)]
 
 
 class MethodConfig(BaseModel):
@@ -158,14 +171,23 @@ class Method(nn.Module):
         return {}
 
 
-def check_blocks(blocks: Iterable[int], shape: Shape) -> None:
-    """Refuse blocks that the backbone does not have."""
+def check_blocks(blocks: Iterable[int], shape: Shape, setting: str = "method.blocks") -> None:
+    """Refuse blocks that the backbone does not have, by the name of the setting that asks for them."""
     outside = [block for block in blocks if not 0 <= block < shape.depth]
     if outside:
         raise UserError(
-            f"the backbone has blocks 0 to {shape.depth - 1}, but method.blocks names {outside}: "
-            f"set method.blocks within that range"
+            f"the backbone has blocks 0 to {shape.depth - 1}, but {setting} names {outside}: "
+            f"set {setting} within that range"
         )
+
+
+def cosines(query: Tensor, keys: Tensor) -> Tensor:
+    """Cosines of queries (B, D) with keys (N, D): (B, N), float64.
+
+    In float64 and row by row, so that no rounding which depends on the batch can change what an image chooses.
+    """
+    direction = functional.normalize(query.double(), dim=-1)[:, None]  # (B, 1, D)
+    return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)
 
 
 _REGISTRY: dict[str, type[Method]] = {}

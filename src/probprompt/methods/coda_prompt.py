@@ -13,11 +13,11 @@ tokens extends the block's attention keys, the second half its values.
 from typing import Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
 from probprompt.prompts import Prefix
 
 _SMALLEST_NORM = 1e-12  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
@@ -28,7 +28,7 @@ class CodaPromptConfig(MethodConfig):
     """The settings of CODA-Prompt."""
 
     name: Literal["coda-prompt"] = "coda-prompt"
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    blocks: Blocks = (0, 1, 2, 3, 4)
     """Blocks that receive prompts, counted from 0; each has components of its own."""
     tokens: int = Field(8, ge=2, multiple_of=2)
     """L: tokens per component, half for the keys and half for the values."""
@@ -36,13 +36,6 @@ class CodaPromptConfig(MethodConfig):
     """How many components a task adds to every block: the paper's 100 divided by the number of tasks."""
     orthogonality_weight: float = Field(0.0, ge=0)
     """The weight of the orthogonality loss: 0.1 in the paper, 0 in the scripts that its authors run today."""
-
-    @field_validator("blocks")
-    @classmethod
-    def _different(cls, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(blocks)) != len(blocks) or not blocks:
-            raise ValueError(f"blocks must be different and at least one, not {blocks}")
-        return blocks
 
 
 @register

@@ -6,24 +6,31 @@ and keys stays. At evaluation an image takes the expert whose key points most th
 
 The defaults are those of CODA-Prompt's comparison: lengths count key and value tokens together, every block has its
 own keys, prompts begin in U[0, 1). The original counts key tokens and value tokens each (its lengths 5 and 20 are 10
-and 40 here), and has ``shared_keys=True, copy_previous=True, initial="symmetric"`` (its PyTorch port) or
-``initial_scale=0.01`` (JAX). All published code makes the keys of all tasks at the start, so that an image may be given
-the untrained expert of a task to come; here experts come with their tasks, and their number is never declared.
+and 40 here), and has ``shared_keys=True, copy_previous=True, key_loss="mean"``, with ``initial="symmetric"`` (its
+PyTorch port) or ``initial_scale=0.01`` (JAX). All published code makes the keys of all tasks at the start, so that an
+image may be given the untrained expert of a task to come; here experts come with their tasks, and their number is
+never declared.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from probprompt import randomness
-from probprompt.errors import UserError
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.base import (
+    Context,
+    Method,
+    MethodConfig,
+    Positive,
+    Prompted,
+    Shape,
+    check_blocks,
+    cosines,
+    register,
+)
 from probprompt.prompts import Prefix, Prompt
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class DualPromptConfig(MethodConfig):
@@ -40,6 +47,9 @@ class DualPromptConfig(MethodConfig):
     """Tokens of an expert prompt, half for the keys and half for the values."""
     pull: float = Field(1.0, ge=0)
     """Weight of the loss that pulls a task's keys towards its queries."""
+    key_loss: Literal["sum", "mean"] = "sum"
+    """How the images of a batch enter that loss, which sums over keys: CODA-Prompt sums, the original averages. It only
+    scales the keys' gradient: Adam hardly notices, but a clip by the common norm of all gradients does."""
     initial: Literal["uniform", "symmetric"] = "uniform"
     """U[0, 1) or U(-1, 1), times ``initial_scale``, for prompts and keys alike."""
     initial_scale: Positive = 1.0
@@ -80,8 +90,8 @@ class DualPrompt(Method):
 
     def __init__(self, config: DualPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        _check_blocks("general_blocks", config.general_blocks, shape)
-        _check_blocks("expert_blocks", config.expert_blocks, shape)
+        check_blocks(config.general_blocks, shape, "method.general_blocks")
+        check_blocks(config.expert_blocks, shape, "method.expert_blocks")
         self.config = config
         self.register_buffer("anchor", torch.empty(0), persistent=False)  # tells where new experts belong
         general = [
@@ -117,9 +127,9 @@ class DualPrompt(Method):
             injected[block] = self._prefix(self._tokens(query, slot, task))
         if task is None or not self.config.pull:
             return Prompted(injected)
-        distance = 1 - _cosine(query, self.keys[task])  # (B, blocks or 1)
-        # Summed over images and keys, as published.
-        return Prompted(injected, self.config.pull * distance.sum().to(self.anchor.dtype))
+        distance = 1 - cosines(query, self.keys[task])  # (B, blocks or 1)
+        loss = distance.sum() if self.config.key_loss == "sum" else distance.mean(dim=0).sum()
+        return Prompted(injected, self.config.pull * loss.to(self.anchor.dtype))
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Show which task's expert each query is given, per expert block: one-hot, (B, 1, tasks)."""
@@ -145,7 +155,7 @@ class DualPrompt(Method):
     def _match(self, query: Tensor, slot: int) -> Tensor:
         """The task whose key is nearest to each query: (B,); among equals the earlier one."""
         keys = torch.stack([key[0 if self.config.shared_keys else slot] for key in self.keys])  # (tasks, D)
-        cosine = _cosine(query, keys)  # (B, tasks)
+        cosine = cosines(query, keys)  # (B, tasks)
         matched = cosine.argsort(dim=1, descending=True, stable=True)[:, :1]  # (B, 1)
         if self.config.batchwise:
             votes = torch.zeros_like(cosine).scatter(1, matched, 1).sum(dim=0)  # (tasks,)
@@ -163,23 +173,5 @@ class DualPrompt(Method):
         return Prefix(mixed[:, 0], mixed[:, 1])
 
     def _draw(self, shape: tuple[int, ...], *what: int | str) -> Tensor:
-        drawn = randomness.uniform(shape, self.seed, *what).to(self.anchor)
-        return self.config.initial_scale * (2 * drawn - 1 if self.config.initial == "symmetric" else drawn)
-
-
-def _check_blocks(setting: str, blocks: tuple[int, ...], shape: Shape) -> None:
-    outside = [block for block in blocks if not 0 <= block < shape.depth]
-    if outside:
-        raise UserError(
-            f"the backbone has blocks 0 to {shape.depth - 1}, but method.{setting} names {outside}: "
-            f"set method.{setting} within that range"
-        )
-
-
-def _cosine(query: Tensor, keys: Tensor) -> Tensor:
-    """Cosines of queries (B, D) with keys (N, D): (B, N), float64.
-
-    In float64 and row by row, so that no rounding which depends on the batch can change what an image matches.
-    """
-    direction = functional.normalize(query.double(), dim=-1)[:, None]  # (B, 1, D)
-    return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)
+        drawn = randomness.initial(self.config.initial, shape, self.seed, *what)
+        return self.config.initial_scale * drawn.to(self.anchor)

@@ -12,7 +12,8 @@ there before (the reference):
    of the earlier tasks, both scaled to [0, 1] within the layer.
 
 New rows of the head start as mixtures of the old ones: the feature is cut into sub-heads, and in each an old class
-counts by how much its mean query points the way of the new class's.
+counts by how much its mean query points the way of the new class's. The published 192 sub-heads have 4 features each,
+and it is these 4 that other widths keep: with 192 sub-heads of 192 features every cosine would be 1 or -1.
 
 The published code also transports the output neurons. They are coordinates of the backbone's tokens, which no
 exchange leaves the same, so here they stay; and it mixes rows by queries after the final norm, where here all queries
@@ -20,28 +21,37 @@ are taken before it.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Method,
+    MethodConfig,
+    Positive,
+    Prompted,
+    Shape,
+    TaskSummary,
+    check_blocks,
+    register,
+)
 from probprompt.prompts import Tokens
 from probprompt.transport import optimal_transport
 
 CHUNK = 256  # queries whose tokens are held at once when activations are averaged
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class EvoPromptConfig(MethodConfig):
     """The settings of EvoPrompt."""
 
     name: Literal["evo-prompt"] = "evo-prompt"
-    blocks: tuple[int, ...] | None = None
+    blocks: Blocks | None = None
     """Blocks that receive prompts, counted from 0; all by default."""
     tokens: int = Field(5, ge=1)
     """Tokens that join the sequence at each block and stay."""
@@ -55,15 +65,9 @@ class EvoPromptConfig(MethodConfig):
     """Whether neurons that a task uses move further; else all move by ``fusion``."""
     compositional: bool = True
     """Whether new rows of the head start from the old ones."""
-    sub_heads: int = Field(192, ge=1)
-    """Into how many parts a feature is cut for that; the largest divisor of its width that is not above this."""
+    part: int = Field(4, ge=1)
+    """Features of a sub-head; the smallest divisor of the width that is not below this. 4 makes 192 of 768 features."""
     temperature: Positive = 0.05
-
-    @model_validator(mode="after")
-    def _different_blocks(self) -> "EvoPromptConfig":
-        if self.blocks is not None and (len(set(self.blocks)) != len(self.blocks) or not self.blocks):
-            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
-        return self
 
 
 @register
@@ -97,8 +101,9 @@ class EvoPrompt(Method):
     def _initial(self, name: str, outputs: int, inputs: int) -> Tensor:
         """Weights as PyTorch's linear layer draws them."""
         shape = (outputs, inputs)
-        drawn = [randomness.uniform(shape, self.seed, "evo-prompt", name, block) for block in self.blocks]
-        return (2 * torch.stack(drawn) - 1) / math.sqrt(inputs)  # (blocks, outputs, inputs)
+        key = (self.seed, "evo-prompt", name)
+        drawn = [randomness.initial("symmetric", shape, *key, block) for block in self.blocks]
+        return torch.stack(drawn) / math.sqrt(inputs)  # (blocks, outputs, inputs)
 
     @torch.no_grad()
     def begin_task(self, task: int, classes: int) -> None:
@@ -160,8 +165,8 @@ class EvoPrompt(Method):
         if not self.config.compositional or not len(known):
             return None
         width = self.shape.width
-        count = next(size for size in range(min(self.config.sub_heads, width), 0, -1) if width % size == 0)
-        new, old, values = (_cut(part, count) for part in (prototypes, known, rows))  # (sub-heads, classes, part)
+        part = next(size for size in range(min(self.config.part, width), width + 1) if width % size == 0)
+        new, old, values = (_cut(whole, part) for whole in (prototypes, known, rows))  # (sub-heads, classes, part)
         cosine = functional.normalize(new, dim=2) @ functional.normalize(old, dim=2).mT  # (sub-heads, new, old)
         mixed = (cosine / self.config.temperature).softmax(dim=2) @ values  # (sub-heads, new, part)
         return mixed.transpose(0, 1).flatten(1)  # (new, D)
@@ -176,9 +181,9 @@ def match_neurons(new: Tensor, old: Tensor) -> Tensor:
     return plan / plan.sum(dim=0).clamp(min=1e-12)
 
 
-def _cut(features: Tensor, count: int) -> Tensor:
-    """Cut features (classes, D) into so many parts: (count, classes, D / count)."""
-    return features.reshape(len(features), count, -1).transpose(0, 1)
+def _cut(features: Tensor, part: int) -> Tensor:
+    """Cut features (classes, D) into parts of so many: (D / part, classes, part)."""
+    return features.reshape(len(features), -1, part).transpose(0, 1)
 
 
 def _scaled(attribution: Tensor) -> Tensor:

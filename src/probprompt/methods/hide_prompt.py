@@ -6,10 +6,11 @@ with a little of the mean of the earlier tasks' mixed in, and a contrast that ke
 from the past classes. *Across tasks*: both heads are refitted on Gaussians of all classes, the one of this file here,
 that of the prompted features by the engine.
 
-The published code trains the task identity in a run of its own, before. Here its loss is added to that of the prompts:
-the two share no parameter and Adam treats each parameter by itself, so either learns as it would alone (at the same
-augmentation and epochs, and as long as gradients are not clipped by their common norm). Its refit trains perceptron
-and head; that of the engine, the head.
+The published code trains the task identity in a run of its own, before. Here its loss is added to that of the prompts,
+in the first ``identity_epochs`` of a task, at the same augmentation and schedule. The two share no parameter and Adam
+treats each parameter by itself, so either learns as it would alone. *Not so where gradients are clipped by their common
+norm*: that couples the two, since a long gradient of the one then shortens that of the other. Its refit trains
+perceptron and head; that of the engine, the head.
 
 The contrast is ``weight * mean_i -log softmax_j(M_i . M_j / temperature)[i]`` with M = [k-means centroids of the past
 classes' features; features of the batch], nothing normalised: every row should resemble itself more than any other.
@@ -19,20 +20,29 @@ the test batches. Here every image gets its own; ``legacy_reshape`` asks for the
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt import randomness
 from probprompt.alignment import AlignmentConfig, ClassStatistics, align
 from probprompt.heads import LinearHead
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Method,
+    MethodConfig,
+    Positive,
+    Prompted,
+    Shape,
+    TaskSummary,
+    check_blocks,
+    register,
+)
 from probprompt.prompts import Prefix
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class IdentityAlignmentConfig(AlignmentConfig):
@@ -53,7 +63,7 @@ class HiDePromptConfig(MethodConfig):
     """The settings of HiDe-Prompt."""
 
     name: Literal["hide-prompt"] = "hide-prompt"
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    blocks: Blocks = (0, 1, 2, 3, 4)
     """Blocks that receive prompts, counted from 0."""
     tokens: int = Field(40, ge=2, multiple_of=2)
     """Prompt tokens per block and task, half for the keys and half for the values (CIFAR-100: 10)."""
@@ -68,18 +78,15 @@ class HiDePromptConfig(MethodConfig):
     """How many centroids of its features stand for a past class in the contrast."""
     identity_rate_factor: Positive = 1 / 60
     """Learning rate of the task identity, as a multiple of the prompts' (CUB: 1/3)."""
+    identity_epochs: int | None = Field(None, ge=1)
+    """In how many epochs of a task, its first, the task identity is trained; None: in all. Where gradients are clipped
+    by their common norm, the prompts learn differently in these epochs than in the others."""
     identity_alignment: IdentityAlignmentConfig = IdentityAlignmentConfig()
     identity_batch: int = Field(24, ge=1)
     identity_row_rate: Positive = 0.0025
     """Rate at which the refit learns the row of a task's only class, which no training could."""
     legacy_reshape: bool = False
     """The published mix-up of the axes for keys, values and images, in training and at evaluation."""
-
-    @model_validator(mode="after")
-    def _different_blocks(self) -> "HiDePromptConfig":
-        if len(set(self.blocks)) != len(self.blocks) or not self.blocks:
-            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
-        return self
 
     def marks(self) -> tuple[str, ...]:
         """Say that predictions depend on batch mates where they do."""
@@ -111,6 +118,7 @@ class HiDePrompt(Method):
     needs_summary = True
 
     contrasts: Tensor
+    epochs_begun: Tensor
     query_mean: Tensor
     query_variance: Tensor
     task_of_class: Tensor
@@ -126,22 +134,35 @@ class HiDePrompt(Method):
         self.register_buffer("query_mean", torch.empty(0, clusters, shape.width))  # (C, K, D)
         self.register_buffer("query_variance", torch.empty(0, clusters, shape.width))  # (C, K, D)
         self.register_buffer("task_of_class", torch.empty(0, dtype=torch.long), persistent=False)  # (C,)
+        # Of the task. Saved, since a task that is resumed begins once more but its past epochs do not; without a
+        # limit nothing asks for it.
+        self.register_buffer("epochs_begun", torch.tensor(0), persistent=config.identity_epochs is not None)
+        self.identity_learns = True
 
     def begin_task(self, task: int, classes: int) -> None:
         """Add the task's prompt and freeze the earlier ones; make room for its classes."""
         shape = (self.config.tokens, self.shape.width)
-        drawn = [randomness.uniform(shape, self.seed, "task prompt", block, task) for block in self.config.blocks]
-        prompt = (2 * torch.stack(drawn) - 1).to(self.contrasts)  # (blocks, M, D)
+        key = (self.seed, "task prompt")
+        drawn = [randomness.initial("symmetric", shape, *key, block, task) for block in self.config.blocks]
+        prompt = torch.stack(drawn).to(self.contrasts)  # (blocks, M, D)
         if self.config.copy_previous and len(self.pool):
             prompt = self.mixed()[-1].detach().clone()
         self.pool.requires_grad_(False)
         self.pool.append(nn.Parameter(prompt))
+        self.epochs_begun.zero_()
+        self.identity_learns = True
         self.identity.grow(classes)
         for name in ("contrasts", "query_mean", "query_variance"):
             held = self.get_buffer(name)
             self.register_buffer(name, torch.cat([held, held.new_zeros(classes, *held.shape[1:])]))
         belongs = self.task_of_class.new_full((classes,), task)
         self.register_buffer("task_of_class", torch.cat([self.task_of_class, belongs]), persistent=False)
+
+    def begin_epoch(self) -> None:
+        """Count the task's epochs: the task identity learns in the first ones."""
+        self.epochs_begun += 1
+        limit = self.config.identity_epochs
+        self.identity_learns = limit is None or int(self.epochs_begun) <= limit
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """The prompts, and the task identity at a rate of its own."""
@@ -177,8 +198,8 @@ class HiDePrompt(Method):
         return self.task_of_class[self.identity(query).argmax(dim=1)]
 
     def _identity_loss(self, query: Tensor, context: Context) -> Tensor | None:
-        """Cross-entropy of the task's own classes on the queries."""
-        if not context.training or context.labels is None:
+        """Cross-entropy of the task's own classes on the queries; none after the last epoch that trains it."""
+        if not context.training or context.labels is None or not self.identity_learns:
             return None
         head, first = self.identity, context.first
         logits = head.logits(query, head.weight[first:], head.bias[first:])  # (B, new)

@@ -10,18 +10,26 @@ initial="uniform", initial_scale=0.01``. Both publish their results with ``batch
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Method,
+    MethodConfig,
+    Positive,
+    Prompted,
+    Shape,
+    check_blocks,
+    cosines,
+    register,
+)
 from probprompt.prompts import Prefix, Prompt, Tokens
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class PoolConfig(MethodConfig):
@@ -62,7 +70,7 @@ class L2PConfig(PoolConfig):
 class PrefixPoolConfig(PoolConfig):
     """The settings that L2P++ and Deep L2P++ share."""
 
-    blocks: tuple[int, ...] = (0,)
+    blocks: Blocks = (0,)
     """Blocks that receive prefixes, counted from 0; each has its own pool."""
     components: int = Field(30, ge=1)
     tokens: int = Field(20, ge=2, multiple_of=2)
@@ -71,12 +79,6 @@ class PrefixPoolConfig(PoolConfig):
     initial: Literal["uniform", "symmetric"] = "uniform"
     legacy_key_loss: bool = False
     """The published loss: each query also pulls the keys that its batch mates chose."""
-
-    @model_validator(mode="after")
-    def _different_blocks(self) -> "PrefixPoolConfig":
-        if len(set(self.blocks)) != len(self.blocks) or not self.blocks:
-            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
-        return self
 
     def marks(self) -> tuple[str, ...]:
         """Say which published mistakes were asked for."""
@@ -94,7 +96,7 @@ class DeepL2PPlusConfig(PrefixPoolConfig):
     """The settings of Deep L2P++."""
 
     name: Literal["deep-l2p++"] = "deep-l2p++"
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    blocks: Blocks = (0, 1, 2, 3, 4)
 
 
 class PooledPrompts(Method):
@@ -114,7 +116,7 @@ class PooledPrompts(Method):
         injected: dict[int, Prompt] = {}
         losses = []
         for slot, block in enumerate(self.blocks):
-            cosine = _cosine(query, self.keys[slot])  # (B, N)
+            cosine = cosines(query, self.keys[slot])  # (B, N)
             chosen = self._choose(cosine)  # (B, k)
             injected[block] = self._prompt(self.pool[slot][chosen])  # of (B, k, M, D)
             if pull:
@@ -125,20 +127,22 @@ class PooledPrompts(Method):
         """Show the share 1/k of each chosen entry per prompted block: (B, 1, N)."""
         shown = {}
         for slot, block in enumerate(self.blocks):
-            cosine = _cosine(query, self.keys[slot])  # (B, N)
+            cosine = cosines(query, self.keys[slot])  # (B, N)
             chosen = self._choose(cosine)  # (B, k)
             share = torch.zeros_like(cosine, dtype=query.dtype).scatter(1, chosen, 1 / self.config.top_k)  # (B, N)
             shown[block] = share[:, None]
         return shown
 
     def _choose(self, cosine: Tensor) -> Tensor:
-        """The k nearest entries of each image, nearest first: (B, N) -> (B, k); among equals the earlier one."""
+        """The k nearest entries of each image, by index: (B, N) -> (B, k); among equals the earlier one is chosen."""
         top_k = self.config.top_k
         chosen = cosine.argsort(dim=1, descending=True, stable=True)[:, :top_k]  # (B, k)
-        if not self.config.batchwise:
-            return chosen
-        votes = torch.zeros_like(cosine).scatter(1, chosen, 1).sum(dim=0)  # (N,)
-        return votes.argsort(descending=True, stable=True)[:top_k].expand(len(cosine), -1)  # (B, k)
+        if self.config.batchwise:
+            votes = torch.zeros_like(cosine).scatter(1, chosen, 1).sum(dim=0)  # (N,)
+            chosen = votes.argsort(descending=True, stable=True)[:top_k].expand(len(cosine), -1)  # (B, k)
+        # Neither attention nor the mean over tokens sees the order of entries. By index, images that choose the same
+        # set have the same entry in every slot, so prompts compared slot by slot differ only where the choice does.
+        return chosen.sort(dim=1).values
 
     def _prompt(self, entries: Tensor) -> Prompt:
         """What the chosen entries (B, k, M, D) inject into a block."""
@@ -150,10 +154,9 @@ class PooledPrompts(Method):
 
     def _draw(self, what: str, shape: tuple[int, ...]) -> nn.Parameter:
         """New numbers for every prompted block: (blocks, *shape)."""
-        drawn = torch.stack([randomness.uniform(shape, self.seed, what, block) for block in self.blocks])
-        return nn.Parameter(
-            self.config.initial_scale * (2 * drawn - 1 if self.config.initial == "symmetric" else drawn)
-        )
+        kind = self.config.initial
+        drawn = [randomness.initial(kind, shape, self.seed, what, block) for block in self.blocks]
+        return nn.Parameter(self.config.initial_scale * torch.stack(drawn))
 
 
 @register
@@ -208,12 +211,3 @@ class DeepL2PPlus(PrefixPools):
 
     Config = DeepL2PPlusConfig
     summary = "prefixes of the first five blocks, each chosen from a pool of its own (Deep L2P++)"
-
-
-def _cosine(query: Tensor, keys: Tensor) -> Tensor:
-    """Cosines of queries (B, D) with keys (N, D): (B, N), float64.
-
-    In float64 and row by row, so that no rounding which depends on the batch can change what an image chooses.
-    """
-    direction = functional.normalize(query.double(), dim=-1)[:, None]  # (B, 1, D)
-    return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)

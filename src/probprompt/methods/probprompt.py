@@ -9,24 +9,32 @@ literal reading.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import equations, randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Method,
+    MethodConfig,
+    Positive,
+    Prompted,
+    Shape,
+    check_blocks,
+    register,
+)
 from probprompt.prompts import Prefix
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class ProbPromptConfig(MethodConfig):
     """The settings of ProbPrompt."""
 
     name: Literal["probprompt"] = "probprompt"
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    blocks: Blocks = (0, 1, 2, 3, 4)
     """Blocks that receive prompts, counted from 0."""
     tokens: int = Field(8, ge=2, multiple_of=2)
     """M: prompt tokens per block, half for the keys and half for the values; each has a pool of its own."""
@@ -54,9 +62,7 @@ class ProbPromptConfig(MethodConfig):
     """The paper's ablation: sample from the mixture; sample from each Gaussian and mix the samples; no sampling."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> "ProbPromptConfig":
-        if len(set(self.blocks)) != len(self.blocks) or not self.blocks:
-            raise ValueError(f"blocks must be different and at least one, not {self.blocks}")
+    def _enough_components(self) -> "ProbPromptConfig":
         if self.top_k is not None and self.top_k > self.components:
             raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components")
         return self
@@ -78,7 +84,9 @@ class ProbPrompt(Method):
         check_blocks(config.blocks, shape)
         self.config = config
         self.temperature = _temperature(config.relevance_temperature, shape.width)
-        mean = torch.stack([_initial_mean(config, shape.width, seed, block) for block in config.blocks])
+        pools, kind = (config.tokens, config.components, shape.width), config.initial_mean
+        drawn = [randomness.initial(kind, pools, seed, "initial mean", block) for block in config.blocks]
+        mean = config.initial_mean_scale * torch.stack(drawn)
         self.mean = nn.Parameter(mean)  # (blocks, M, N, D)
         self.log_std = nn.Parameter(torch.full_like(mean, math.log(config.initial_std)))  # (blocks, M, N, D)
         if config.variant == "deterministic":  # the ablation's first row: unit variance, never learned
@@ -177,12 +185,3 @@ class ProbPrompt(Method):
 
 def _temperature(setting: str | float, width: int) -> float:
     return {"sqrt_dim": math.sqrt(width), "dim": float(width)}[setting] if isinstance(setting, str) else setting
-
-
-def _initial_mean(config: ProbPromptConfig, width: int, seed: int, block: int) -> Tensor:
-    shape = (config.tokens, config.components, width)
-    key = (seed, "initial mean", block)
-    if config.initial_mean == "normal":
-        return config.initial_mean_scale * randomness.normal(shape, *key)
-    drawn = randomness.uniform(shape, *key)
-    return config.initial_mean_scale * (2 * drawn - 1 if config.initial_mean == "symmetric" else drawn)

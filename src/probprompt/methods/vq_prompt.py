@@ -10,25 +10,33 @@ The paper and its code differ in which loss weighs more. The defaults are the co
 the chosen one. The paper's text is the two values swapped.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Method,
+    MethodConfig,
+    Positive,
+    Prompted,
+    Shape,
+    check_blocks,
+    register,
+)
 from probprompt.prompts import Prefix
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class VQPromptConfig(MethodConfig):
     """The settings of VQ-Prompt."""
 
     name: Literal["vq-prompt"] = "vq-prompt"
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    blocks: Blocks = (0, 1, 2, 3, 4)
     """Blocks that receive prompts, counted from 0; each has a pool and keys of its own."""
     tokens: int = Field(8, ge=2, multiple_of=2)
     """L: tokens per prompt, half for the keys and half for the values."""
@@ -47,13 +55,6 @@ class VQPromptConfig(MethodConfig):
     initial_scale: Positive = 1.0
     """What the pool's draw is multiplied by; the length of a key has no effect."""
 
-    @field_validator("blocks")
-    @classmethod
-    def _different(cls, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(blocks)) != len(blocks) or not blocks:
-            raise ValueError(f"blocks must be different and at least one, not {blocks}")
-        return blocks
-
 
 @register
 class VQPrompt(Method):
@@ -66,11 +67,9 @@ class VQPrompt(Method):
         super().__init__(shape, seed)
         check_blocks(config.blocks, shape)
         self.config = config
-        prompts, directions = (config.components, config.tokens, shape.width), (config.components, shape.width)
-        pool = [_initial(config, prompts, seed, "pool", block) for block in config.blocks]
-        keys = [_initial(config, directions, seed, "keys", block) for block in config.blocks]
-        self.pool = nn.Parameter(config.initial_scale * torch.stack(pool))  # (blocks, N, L, D)
-        self.keys = nn.Parameter(torch.stack(keys))  # (blocks, N, D)
+        pool = self._draw("pool", (config.components, config.tokens, shape.width))
+        self.pool = nn.Parameter(config.initial_scale * pool)  # (blocks, N, L, D)
+        self.keys = nn.Parameter(self._draw("keys", (config.components, shape.width)))  # (blocks, N, D)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
         """Choose a prompt for each query (B, D); in training also measure how far it is from the soft one."""
@@ -105,6 +104,11 @@ class VQPrompt(Method):
         commitment = self.config.commitment_weight * mse_loss(soft, chosen.detach())
         return commitment + self.config.pool_weight * mse_loss(chosen, soft.detach())
 
+    def _draw(self, what: str, shape: tuple[int, ...]) -> Tensor:
+        """New numbers for every prompted block: (blocks, *shape)."""
+        kind, key = self.config.initial, (self.seed, "vq-prompt", what)
+        return torch.stack([randomness.initial(kind, shape, *key, block) for block in self.config.blocks])
+
 
 @torch.no_grad()
 def nearest(soft: Tensor, pool: Tensor) -> Tensor:
@@ -116,11 +120,3 @@ def nearest(soft: Tensor, pool: Tensor) -> Tensor:
     """
     distance = (soft[:, None] - pool).square().sum(dim=(-2, -1))  # (B, N)
     return distance.argmin(dim=-1)  # (B,)
-
-
-def _initial(config: VQPromptConfig, shape: tuple[int, ...], seed: int, what: str, block: int) -> Tensor:
-    key = (seed, "vq-prompt", what, block)
-    if config.initial == "normal":
-        return randomness.normal(shape, *key)
-    drawn = randomness.uniform(shape, *key)
-    return 2 * drawn - 1 if config.initial == "symmetric" else drawn

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probprompt import methods, presets
+from probprompt.config import parse_config
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import page
 from probprompt.runs.book import Recorded, read_book
-from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, describe, flatten
+from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe, flatten
 from probprompt.runs.record import Run
 
 duration, number = page.duration, page.number
@@ -335,6 +336,20 @@ class Comparison:
         similar = any(entry.value(SIMILARITY) for entry in self.entries.values())
         return [self._seeds_note(), *([_SIMILARITY] if similar else [])]
 
+    def _departures(self) -> list[str]:
+        """What was set otherwise than the preset that a group of columns is named after."""
+        found: dict[str, list[str]] = {}
+        for result in self.results:
+            for change in _departures(result):
+                told = f"{result.row.label} ({result.place.label})"
+                found.setdefault(change, []).append(told)
+        every = len({(result.row, result.place) for result in self.results})
+        notes = []
+        for change, where in found.items():
+            rows = list(dict.fromkeys(where))
+            notes.append(f"Not as the preset has it: {change}, {'all' if len(rows) == every else ', '.join(rows)}.")
+        return notes
+
     def _accuracy_notes(self) -> list[str]:
         found = [self._seeds_note(), _MEANING]
         if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
@@ -359,6 +374,7 @@ class Comparison:
             for mark in entry.marks:
                 marks.setdefault(mark, []).append(f"{row.label} ({place.label})")
         found += [f"{MARKED} {mark}; not ranked: {', '.join(where)}." for mark, where in marks.items()]
+        found += self._departures()
         held = [entry.held_out for entry in self.entries.values()]
         if any(held):
             sign = "" if all(held) else f"{HELD_OUT} "
@@ -400,6 +416,23 @@ _SIMILARITY = (
 
 
 # Gathering
+
+
+def _departures(result: Result) -> list[str]:
+    """Settings of a run that are neither its preset's, nor varied, nor its seed or task; as ``key=value``."""
+    config, place = result.record["config"], result.place
+    data: Mapping[str, Any] = {"tasks": None, **config["data"]}
+    if place.preset not in presets.NAMES:
+        return []
+    tasks = data["tasks"] if isinstance(data["tasks"], int) else None
+    try:
+        preset = presets.settings(place.preset, config["method"]["name"], data["benchmark"], tasks)
+    except UserError:  # a method or preset of another version
+        return []
+    usual, own = (flatten(part) for part in (parse_config(preset).model_dump(mode="json"), config))
+    expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
+    differ = [key for key in own if own[key] != usual.get(key, own[key]) and key not in expected]
+    return [f"{key}={brief(own[key])}" for key in differ if not key.startswith("seeds.")]
 
 
 def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:

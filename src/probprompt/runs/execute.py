@@ -128,7 +128,7 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
     stored = config.data.stored_side
     data = source.load(None if stored == "full" else stored or enlarged)
     if config.data.validation:
-        data = benchmarks.hold_out(data, config.data.validation)
+        data = source.hold_out(data, config.data.validation)
     stream = build_stream(data.class_names, config.data.tasks or source.tasks, config.seeds.order)
     with watch.stage("reading images", len(data.train) + len(data.test)):
         train, test = (load(images, device, watch.advance, _DECODERS) for images in (data.train, data.test))
@@ -158,6 +158,8 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
 def build_model(config: RunConfig, backbone: LoadedBackbone) -> PromptedModel:
     """The model before it has learned anything."""
     method = _build_method(config, backbone)
+    if config.head.with_query and not method.needs_query:
+        raise UserError(f"head.with_query needs a method that asks for a query, which {config.method.name} does not")
     head = make_head(config.head, method.preferred_head, backbone.model.width, config.seeds.init)
     return PromptedModel(backbone.model, method, head)
 
@@ -216,6 +218,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "mean": viewer.mean.flatten().tolist(),
             "std": viewer.std.flatten().tolist(),
             "normalisation": config.backbone.normalisation,
+            "interpolation": viewer.kernel,
         },
         "stream": {
             "classes": [name for task in names for name in task],
@@ -254,6 +257,8 @@ def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
 
 
 def _carry_out(run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, track: str | None) -> Run:
+    if workshop.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(workshop.device)
     tracker = open_tracker(track, run.folder, workshop.config.model_dump(mode="json")) if track else None
     try:
         Execution(run, workshop, saved, watch, tracker).run_all()

@@ -18,7 +18,6 @@ from probprompt.config import DataConfig, RunConfig
 from probprompt.data import benchmarks
 from probprompt.data.benchmarks import ImageData
 from probprompt.data.loading import ImageStore, Loaded, Viewer, load
-from probprompt.data.views import Kernel
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation.audit import (
     CHECKS,
@@ -137,11 +136,10 @@ def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device,
     """Images that the run was evaluated on; others than at its time are refused."""
     config, record = run.config.data, run.record
     stored = config.stored_side or _stored_side(loaded.note)
-    found = benchmarks.find(config.benchmark, config.test, config.test_fraction).load(
-        None if isinstance(stored, str) else stored
-    )
+    benchmark = benchmarks.find(config.benchmark, config.test, config.test_fraction)
+    found = benchmark.load(None if isinstance(stored, str) else stored)
     if config.validation:
-        found = benchmarks.hold_out(found, config.validation)
+        found = benchmark.hold_out(found, config.validation)
     before, now = record["stream"]["split_hash"], found.split_hash()
     if before != now:
         raise UserError(
@@ -180,7 +178,7 @@ def _sample(
     unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
     if unreadable and not config.skip_unreadable:
         raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
-    view = _viewer(loaded.note["preprocessing"], device, config.interpolation)
+    view = _viewer(loaded.note["preprocessing"], device)
     tasks = torch.tensor([task_of[label] for label in own.labels.tolist()], device=device)
     return Sample(_views(view, own), tasks, _views(view, strange) if len(strange.labels) else None, source)
 
@@ -202,8 +200,9 @@ def _stored_side(note: dict[str, Any]) -> int:
     return round(int(note["preprocessing"]["image_size"]) * 256 / 224)
 
 
-def _viewer(preprocessing: dict[str, Any], device: torch.device, kernel: Kernel) -> Viewer:
+def _viewer(preprocessing: dict[str, Any], device: torch.device) -> Viewer:
     mean, std = (torch.tensor(preprocessing[name], device=device).view(3, 1, 1) for name in ("mean", "std"))
+    kernel = preprocessing.get("interpolation", "bilinear")
     return Viewer(preprocessing["image_size"], preprocessing["resized"], mean, std, kernel)
 
 

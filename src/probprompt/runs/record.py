@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from probprompt import __version__
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
@@ -162,8 +164,22 @@ def versions() -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:  # run from a source tree that is not installed
-            found[package] = "not installed"
-    return found
+            found[package] = __version__ if package == "probprompt" else "not installed"
+    revision = _revision()
+    return {**found, "revision": revision} if revision else found
+
+
+def _revision() -> str | None:
+    """The commit of a source tree, with a sign where it was changed; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:

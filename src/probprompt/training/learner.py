@@ -58,7 +58,7 @@ class Learner:
         self.trained = head if isinstance(head, LinearHead) else LinearHead(width, seed).to(self.device)
         self.statistics = ClassStatistics.empty(width, self.device, config.alignment.centroids)
         self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, where a method asks
-        self._frozen: tuple[int, Tensor] | None = None  # of which task, and its features
+        self._frozen: tuple[int, tuple[Tensor, Tensor | None]] | None = None  # of which task; features and queries
 
     def begin(self, task: TaskImages) -> None:
         """Make room for the task's classes."""
@@ -155,8 +155,8 @@ class Learner:
         if self.adapts(task):
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
         if isinstance(self.model.head, ClosedFormHead):
-            features = self._evaluation_features(task, advance)  # (n, D)
-            self.model.head.learn(features, task.labels, task.classes, task.index)
+            seen = self.model.head_input(*self._evaluation_pass(task, advance))  # (n, D or 2 D)
+            self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
             self._align(task, advance)
         if not all(bool(value.isfinite().all()) for value in self.model.head.parameters()):
@@ -255,11 +255,15 @@ class Learner:
         return RandomViews(boxes, settings.augmentation, colours)
 
     def _evaluation_features(self, task: TaskImages, advance: Advance) -> Tensor:
-        """Features of the evaluation views; those that nothing changes any more are kept."""
+        """Features (n, D) of the evaluation views."""
+        return self._evaluation_pass(task, advance)[0]
+
+    def _evaluation_pass(self, task: TaskImages, advance: Advance) -> tuple[Tensor, Tensor | None]:
+        """Features and queries of the evaluation views; those that nothing changes any more are kept."""
         if not self.model.static:
-            return self._pass(task, None, advance)[0]
+            return self._pass(task, None, advance)
         if self._frozen is None or self._frozen[0] != task.index:
-            self._frozen = (task.index, self._pass(task, None, advance)[0])
+            self._frozen = (task.index, self._pass(task, None, advance))
         return self._frozen[1]
 
     @torch.no_grad()

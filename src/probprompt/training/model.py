@@ -50,8 +50,16 @@ class PromptedModel(nn.Module):
             return self.backbone.query(images), prompted.loss
         return self.backbone.features(images, prompted.prompts, self.method.readout), prompted.loss
 
+    def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
+        """What the head is given: features (B, D), or these beside the query (B, 2 D) where it is built for both."""
+        if self.head.width == features.shape[1]:
+            return features
+        assert query is not None
+        return torch.cat([features, query], dim=1)
+
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """Logits (B, C) over the classes seen so far, at evaluation."""
-        logits: Tensor = self.head(self.features(images, EVALUATION, query)[0])
+        query = self.query(images) if query is None else query
+        logits: Tensor = self.head(self.head_input(self.features(images, EVALUATION, query)[0], query))
         return logits
