@@ -1,7 +1,9 @@
 """A grid of runs: what it holds, what it refuses, and that nothing finished is run twice."""
 
+import importlib
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -430,3 +432,47 @@ def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
     assert "[1/4] pictures/custom/probprompt/seed-0: FAA 65.00 %, 1 min 30 s; about 4 min 30 s left" in plain
     final = plain.splitlines()[-1].rpartition("\r")[2]
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
+
+
+WORKERS = """
+import os, signal, time
+from pathlib import Path
+
+from probprompt import api
+
+
+def start(config, out, device, watcher):
+    if "lda" in str(out):  # dies without a word
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(f"{time.time()} {out}")
+    return api.start(config, out, device, watcher)
+
+
+def resume(out, device, watcher):
+    return api.resume(out, device, watcher)
+"""
+
+
+def test_cells_run_side_by_side_and_one_that_is_killed_takes_nobody_with_it(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "grid_workers.py").write_text(WORKERS)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    monkeypatch.setenv("PROBPROMPT_DIARY", str(diary))
+    module = importlib.import_module("grid_workers")
+    names = ["nearest-mean", "lda", "ranpac"]
+    settings = {"backbone": {"name": "test_vit", "weights": "random", "image_size": 32}, "data": {"tasks": 2}}
+    asked = parse_spec({"methods": names, "benchmarks": [str(pictures)], "seeds": [0], "settings": settings})
+    grid = Grid(asked, tmp_path / "grid")
+    outcomes = {outcome.cell.method: outcome for outcome in grid.run(module.start, module.resume, "cpu", None, 2)}
+    assert outcomes["nearest-mean"].run and outcomes["ranpac"].run
+    assert "its process ended with exit code -9" in outcomes["lda"].reason
+    assert len(list(diary.iterdir())) == 2, "a process for each cell, and not this one"
+    assert str(os.getpid()) not in {path.name for path in diary.iterdir()}
+    alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
+    assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
+    again = {outcome.cell.method: outcome for outcome in grid.run(api.start, api.resume, "cpu", None, 2)}
+    assert again["lda"].run and len(list(diary.iterdir())) == 2, "what is finished is not run again"

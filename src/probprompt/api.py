@@ -85,10 +85,11 @@ def compare(
     out: str | Path,
     device: str | None = None,
     watcher: GridWatcher | None = None,
+    workers: int = 1,
 ) -> list[Outcome]:
     """Run a grid of methods, benchmarks, seeds and settings, and write its tables; nothing finished is run again."""
     grid = Grid(spec if isinstance(spec, GridSpec) else parse_spec(spec), Path(out))
-    outcomes = grid.run(start, resume, device, watcher)
+    outcomes = grid.run(start, resume, device, watcher, workers)
     if any(outcome.run for outcome in outcomes):
         write_comparison(gather(grid, outcomes), grid.out)
     return outcomes

@@ -139,6 +139,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
     device: Device = None,
     show_only: Annotated[bool, typer.Option("--no-run", help="Only tabulate what is finished.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Cells that run side by side, each in a process.")] = 1,
     book: Annotated[Path | None, typer.Option(help="Write the records of all runs into one JSONL file.")] = None,
     page: Annotated[Path | None, typer.Option(help="Put the tables into this page of Markdown.")] = None,
 ) -> None:
@@ -146,7 +147,7 @@ def compare(
     from probprompt.cli.compare import run_compare
 
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
-    run_compare(grid, given, assignments or [], vary or [], runs or [], out, device, show_only, book, page)
+    run_compare(grid, given, assignments or [], vary or [], runs or [], out, device, show_only, book, page, workers)
 
 
 @app.command()

@@ -45,6 +45,7 @@ def run_compare(
     show_only: bool,
     book: Path | None = None,
     page: Path | None = None,
+    workers: int = 1,
 ) -> None:
     """Run what a grid lacks, then show and write its tables; a failed cell makes the exit code 1, at the end."""
     screen = GridScreen()
@@ -57,15 +58,15 @@ def run_compare(
     grid = Grid(spec, out or Path("runs") / (file.stem if file else "compare"))
     if grid.left_out:
         screen.say(f"left out, not offered: {grid.left_out}")
-    outcomes = grid.outcomes() if show_only else _carry_out(grid, device, screen)
+    outcomes = grid.outcomes() if show_only else _carry_out(grid, device, screen, workers)
     if any(outcome.run for outcome in outcomes):
         _present(screen, gather(grid, outcomes), grid.out, book, page)
     _conclude(screen, outcomes)
 
 
-def _carry_out(grid: Grid, device: str | None, screen: "GridScreen") -> list[Outcome]:
+def _carry_out(grid: Grid, device: str | None, screen: "GridScreen", workers: int) -> list[Outcome]:
     try:
-        return grid.run(api.start, api.resume, device, screen)
+        return grid.run(api.start, api.resume, device, screen, workers)
     except KeyboardInterrupt:
         finished = sum(outcome.run is not None for outcome in grid.outcomes())
         told = f"{finished} of {len(grid.cells)} cells are finished; go on with the same command"

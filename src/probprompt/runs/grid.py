@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import multiprocessing
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Protocol, Self, TypeVar
@@ -320,19 +324,23 @@ class Grid:
         """How things stand, cell by cell."""
         return [cell.outcome for cell in self.cells]
 
-    def run(self, start: Start, resume: Resume, device: str | None, watcher: GridWatcher | None) -> list[Outcome]:
-        """Run what is not finished; a cell that fails is recorded and does not stop the rest."""
+    def run(
+        self, start: Start, resume: Resume, device: str | None, watcher: GridWatcher | None, workers: int = 1
+    ) -> list[Outcome]:
+        """Run what is not finished; a cell that fails is recorded and does not stop the rest.
+
+        With several workers, so many cells run side by side, each in a process of its own.
+        """
         watch = watcher or GridWatcher()
         pick_device(device)
         before = self.outcomes()
         waiting = [outcome.cell for outcome in before if not outcome.run]
         pace = Pace(before)
         with watch.grid(len(before), len(before) - len(waiting)):
-            for number, cell in enumerate(waiting, start=1):
-                watch.begin(cell, pace.expect([cell]), pace.expect(waiting[number:]))
-                outcome = _carry_out(cell, start, resume, device, watch)
-                pace.learn(outcome)
-                watch.end(outcome, pace.expect(waiting[number:]))
+            if workers > 1:
+                _side_by_side(waiting, (start, resume, device), watch, pace, workers)
+            else:
+                _one_by_one(waiting, (start, resume, device), watch, pace)
         return self.outcomes()
 
     def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -465,6 +473,59 @@ def _differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
     names = dict.fromkeys((*before, *after))
     told = {name: [brief(side[name]) if name in side else "absent" for side in (before, after)] for name in names}
     return [f"{name} is {there}, wanted {here}" for name, (there, here) in told.items() if there != here]
+
+
+Way = tuple[Start, Resume, str | None]  # how a cell is begun, how it goes on, and on which device
+
+
+def _one_by_one(waiting: list[Cell], way: Way, watch: GridWatcher, pace: Pace) -> None:
+    for number, cell in enumerate(waiting, start=1):
+        watch.begin(cell, pace.expect([cell]), pace.expect(waiting[number:]))
+        outcome = _carry_out(cell, *way, watch)
+        pace.learn(outcome)
+        watch.end(outcome, pace.expect(waiting[number:]))
+
+
+def _side_by_side(waiting: list[Cell], way: Way, watch: GridWatcher, pace: Pace, workers: int) -> None:
+    """A new process per cell: one that dies takes nobody with it."""
+    context = multiprocessing.get_context("spawn")  # a copy of this process could not use a GPU
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    left, running = list(waiting), dict[BaseProcess, Cell]()
+    try:
+        while left or running:
+            while left and len(running) < workers:
+                cell = left.pop(0)
+                process = context.Process(target=_carry_out_alone, args=(cell, way, threads), daemon=True)
+                process.start()
+                running[process] = cell
+            connection.wait([process.sentinel for process in running])
+            for ended in [process for process in running if not process.is_alive()]:
+                outcome = _ended(running.pop(ended), ended.exitcode)
+                pace.learn(outcome)
+                rest = pace.expect([*running.values(), *left])
+                watch.end(outcome, None if rest is None else rest / workers)
+    finally:
+        for other in running:
+            other.terminate()
+        for other in running:
+            other.join()
+
+
+def _carry_out_alone(cell: Cell, way: Way, threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    with suppress(KeyboardInterrupt):  # the process that waits for this one tells what to do
+        _carry_out(cell, *way, GridWatcher())
+
+
+def _ended(cell: Cell, code: int | None) -> Outcome:
+    """What a process left behind; one that was killed has left nothing."""
+    outcome = cell.outcome
+    if outcome.run or outcome.problem:
+        return outcome
+    problem = RuntimeError(f"its process ended with exit code {code} (killed, or out of memory?)")
+    return Outcome(cell, problem=_record_failure(cell.folder, problem))
 
 
 def _carry_out(cell: Cell, start: Start, resume: Resume, device: str | None, watch: GridWatcher) -> Outcome:
