@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from probprompt import api, presets
+from probprompt import api, methods, presets
 from probprompt.cli.compare import read_spec
 from probprompt.config import parse_config, read_toml
 from probprompt.methods import base
@@ -72,10 +72,17 @@ def test_tables_come_from_the_recorded_runs(page: str) -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", *BOOKS):
+    for document in ("README.md", "CONTRIBUTING.md", "docs/methods.md", *BOOKS):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
+
+
+def test_every_method_is_described() -> None:
+    for document in ("README.md", "docs/methods.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        missing = {"README.md": set(), "docs/methods.md": {"linear-probe", "nearest-mean", "lda"}}[document]
+        assert not [name for name in methods.registered() if f"`{name}`" not in text and name not in missing]
 
 
 def test_the_embedded_weights_reach_what_their_record_says() -> None:
