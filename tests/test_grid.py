@@ -15,7 +15,7 @@ from rich.console import Console
 from probprompt import api, presets
 from probprompt.cli import Interrupted
 from probprompt.cli.compare import GridScreen, read_spec, run_compare
-from probprompt.config import RunConfig, merge, parse_config, with_absolute_paths
+from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import UserError
 from probprompt.runs import grid as grids
 from probprompt.runs.grid import Grid, GridWatcher, Outcome, Pace, parse_spec
@@ -315,7 +315,7 @@ def test_a_grid_comes_from_a_file_and_options_go_over_it(tmp_path: Path, picture
     assignments = ["training.epochs=1", "weights=none"]
     read = read_spec(file, given, assignments, ["samples=1,3", "blocks=[0],[0,2]", "backbone.name=demo,x"])
     assert (read.methods, read.seeds, read.benchmarks) == (("apt", "ft++"), (0, 1, 2, 7), (str(pictures),))
-    assert grids.flatten(read.settings) == {"training.epochs": 1, "training.batch": 8, "weights": None}
+    assert flatten(read.settings) == {"training.epochs": 1, "training.batch": 8, "weights": None}
     assert read.vary == {
         "method.components": (5, 10),
         "samples": (1, 3),
@@ -350,7 +350,7 @@ def test_the_example_is_a_grid(tmp_path: Path) -> None:
 
 def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any) -> None:
     """The command on a grid of which one cell diverges."""
-    assignments = [f"{name}={json.dumps(value)}" for name, value in grids.flatten(TINY).items()]
+    assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
     vary = ["head_rate=0.01,1e30"]
     run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)

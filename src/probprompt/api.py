@@ -7,9 +7,8 @@ from typing import Any
 from probprompt import presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.report import write_report
-from probprompt.report.comparison import gather, write_comparison
 from probprompt.runs import execute
-from probprompt.runs.grid import Grid, GridSpec, GridWatcher, Outcome, parse_spec
+from probprompt.runs.grid import Grid, GridSpec, GridWatcher, Outcome, benchmark_label, parse_spec
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 
@@ -88,6 +87,8 @@ def compare(
     workers: int = 1,
 ) -> list[Outcome]:
     """Run a grid of methods, benchmarks, seeds and settings, and write its tables; nothing finished is run again."""
+    from probprompt.report.comparison import gather, write_comparison  # drawing loads only when it is asked for
+
     grid = Grid(spec if isinstance(spec, GridSpec) else parse_spec(spec), Path(out))
     outcomes = grid.run(start, resume, device, watcher, workers)
     if any(outcome.run for outcome in outcomes):
@@ -97,7 +98,7 @@ def compare(
 
 def default_folder(config: RunConfig) -> Path:
     """Where a run goes that was given no folder: a new one under ``runs``, named after what is learned and how."""
-    name = Path(config.data.benchmark).resolve().name
+    name = benchmark_label(config.data.benchmark)
     return free_folder(Path("runs"), f"{name}-{config.method.name}-s{config.seeds.order}")
 
 

@@ -184,6 +184,18 @@ def _merge_method(base: Any, over: Any) -> dict[str, Any]:
     return merge(first, second)
 
 
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names.
+
+    >>> flatten({"training": {"epochs": 3}, "evaluation_batch": 8})
+    {'training.epochs': 3, 'evaluation_batch': 8}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
 def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Apply ``key=value`` assignments; a key is dotted, or the last part alone where that is unambiguous.
 

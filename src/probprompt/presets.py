@@ -46,7 +46,6 @@ def settings(preset: str, method: str, benchmark: str, tasks: int | None = None)
 
 # What each benchmark asks for -----------------------------------------------------------------------------------
 
-_NAMED = ("cifar100", "imagenet-r", "cub200")
 _BENCHMARKS: dict[str, Settings] = {
     "cifar100": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
     "imagenet-r": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
@@ -65,7 +64,7 @@ The published rate of the head's refit (1e-5) is made for tens of thousands of i
 
 def _protocol(benchmark: str) -> str:
     """Whose published settings a benchmark takes that the authors did not run: those of ImageNet-R."""
-    return benchmark if benchmark in _NAMED else "imagenet-r"
+    return benchmark if benchmark in _BENCHMARKS else "imagenet-r"
 
 
 def _surroundings(benchmark: str) -> Settings:
@@ -84,10 +83,9 @@ def _published(method: str, benchmark: str) -> Settings:
     if method not in _AUTHORS:
         raise UserError(f"nobody has published settings for {method}: use the preset 'matched'")
     found = _AUTHORS[method](_protocol(benchmark), benchmark)
-    if benchmark in _BENCHMARKS:
-        return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}}), found)
-    own = {name: part for name, part in found.items() if name != "backbone"}  # the user's benchmark, our weights
-    return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}}), own)
+    if benchmark not in _BENCHMARKS:  # the user's benchmark, our weights
+        found = {name: part for name, part in found.items() if name != "backbone"}
+    return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}}), found)
 
 
 def _vq_protocol(protocol: str, benchmark: str) -> Settings:

@@ -9,7 +9,7 @@ from typing import Any
 from probprompt import api, methods, presets
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
-from probprompt.config import apply_assignments, merge, parse_config, read_toml, with_absolute_paths
+from probprompt.config import apply_assignments, flatten, merge, parse_config, read_toml, with_absolute_paths
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report import save_overview, write_report
@@ -102,7 +102,7 @@ def _refuse_changes(
         raise UserError("--resume goes on in the run's own folder: leave --out away")
     recorded = Run.open(folder).config.model_dump(mode="json")
     wanted = with_absolute_paths(parse_config(_gather(recorded, given, assignments, config))).model_dump(mode="json")
-    before, after = _flat(recorded), _flat(wanted)
+    before, after = flatten(recorded), flatten(wanted)
     changed = [
         f"{name}: {before[name]!r} became {after[name]!r}"
         for name in before.keys() & after.keys()
@@ -113,12 +113,6 @@ def _refuse_changes(
             f"{folder} was begun with other settings ({'; '.join(sorted(changed))}): resume it without changes, "
             "or start a new run"
         )
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by their dotted names."""
-    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in settings.items()}
-    return {f"{group}.{name}".rstrip("."): value for group, values in groups.items() for name, value in values.items()}
 
 
 def run_list(what: str) -> None:

@@ -16,6 +16,16 @@ from probprompt.data.views import Boxes, Kernel, centre_boxes, resample
 from probprompt.errors import UserError
 
 Advance = Callable[[int], None]
+DECODERS = 8  # threads that decode images
+
+
+def enlarged(size: int) -> int:
+    """The short side from which an input of this size is cut: 256 for 224.
+
+    >>> enlarged(224)
+    256
+    """
+    return round(size * 256 / 224)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,14 @@ class Viewer:
     kernel: Kernel = "bilinear"
     """How evaluation views are resized."""
 
+    @classmethod
+    def of(
+        cls, size: int, resized: int, mean: Sequence[float], std: Sequence[float], kernel: Kernel, device: torch.device
+    ) -> Self:
+        """A viewer that normalises by the mean and spread of each colour."""
+        centre, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
+        return cls(size, resized, centre, spread, kernel)
+
     def evaluation(self, store: ImageStore, indices: Tensor) -> Tensor:
         """The evaluation view of images (B, 3, size, size), normalised."""
         boxes = centre_boxes(store.sizes[indices], self.resized, self.size)
@@ -102,7 +120,7 @@ class Loaded:
     unreadable: tuple[tuple[str, str], ...] = ()
 
 
-def load(images: ImageSet, device: torch.device, advance: Advance, workers: int) -> Loaded:
+def load(images: ImageSet, device: torch.device, advance: Advance, workers: int = DECODERS) -> Loaded:
     """Decode a set, all of it; files that cannot be read are left out and named."""
 
     def decode(index: int) -> Pixels | str:

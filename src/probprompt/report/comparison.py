@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probprompt import methods, presets
-from probprompt.config import parse_config
+from probprompt.config import flatten, parse_config
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import page
 from probprompt.runs.book import Recorded, read_book
-from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe, flatten
+from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
 from probprompt.runs.record import Run
 
 duration, number = page.duration, page.number

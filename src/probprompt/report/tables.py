@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from probprompt.config import flatten
 from probprompt.evaluation import metrics
 from probprompt.report.comparison import (
     ACCURACY,
@@ -20,7 +21,7 @@ from probprompt.report.comparison import (
     Shown,
     Table,
 )
-from probprompt.runs.grid import describe, flatten
+from probprompt.runs.grid import describe
 
 
 def markdown(comparison: Comparison) -> str:

@@ -17,7 +17,7 @@ from probprompt import methods
 from probprompt.checkpoints import LoadedBackbone, load_backbone
 from probprompt.config import RunConfig
 from probprompt.data import benchmarks
-from probprompt.data.loading import Loaded, Viewer, load, refuse_unreadable
+from probprompt.data.loading import Loaded, Viewer, enlarged, load, refuse_unreadable
 from probprompt.data.stream import Task, build_stream, order_hash
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
@@ -33,7 +33,6 @@ from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
 from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
 
-_DECODERS = 8  # threads that decode images
 _NORMALISATIONS = {
     "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
@@ -124,16 +123,16 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
     chosen = config.backbone
     backbone = load_backbone(chosen.name, chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size
-    enlarged = round(size * 256 / 224)
+    short_side = enlarged(size)
     stored = config.data.stored_side
-    data = source.load(None if stored == "full" else stored or enlarged)
+    data = source.load(None if stored == "full" else stored or short_side)
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
     stream = build_stream(data.class_names, config.data.tasks or source.tasks, config.seeds.order)
     with watch.stage("reading images", len(data.train) + len(data.test)):
-        train, test = (load(images, device, watch.advance, _DECODERS) for images in (data.train, data.test))
+        train, test = (load(images, device, watch.advance) for images in (data.train, data.test))
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
-    viewer = _viewer(config, backbone, enlarged if source.enlarge else size, device)
+    viewer = _viewer(config, backbone, short_side if source.enlarge else size, device)
     model = build_model(config, backbone).to(device)
     learner = Learner(model, train, viewer, config)
     joint = model.method.joint
@@ -172,8 +171,7 @@ def _build_method(config: RunConfig, backbone: LoadedBackbone) -> Method:
 def _viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
     wanted = backbone.preprocessing
     mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
-    centre, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
-    return Viewer(wanted.image_size, resized, centre, spread, config.data.interpolation)
+    return Viewer.of(wanted.image_size, resized, mean, std, config.data.interpolation, device)
 
 
 def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from probprompt import methods, presets
-from probprompt.config import RunConfig, merge, parse_config, with_absolute_paths
+from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.data import benchmarks
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.runs.execute import pick_device
@@ -41,18 +41,6 @@ Result = TypeVar("Result")
 
 
 # What is asked for
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names.
-
-    >>> flatten({"training": {"epochs": 3}, "evaluation_batch": 8})
-    {'training.epochs': 3, 'evaluation_batch': 8}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from probprompt import randomness
 from probprompt.config import DataConfig, RunConfig
 from probprompt.data import benchmarks
 from probprompt.data.benchmarks import ImageData
-from probprompt.data.loading import ImageStore, Loaded, Viewer, load
+from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged, load
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation.audit import (
     CHECKS,
@@ -44,7 +44,6 @@ CLASS_IMAGES = 8  # training images of a class: to leak or not to leak needs no 
 _FUTURES = ("as it is", "another", "none")
 _STRANGERS = 16  # images of classes not learned, at most
 _UNSEEN = -1  # stands for the task of a class not learned
-_DECODERS = 8  # threads that decode images
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _sample(
     chosen = [row for group in groups.values() for row in _spread(group, -(-count // len(groups)))]
     others = _spread(unseen, _STRANGERS)
     with watch.stage("reading images", len(chosen) + len(others)):
-        own, strange = (load(data.test.subset(rows), device, watch.advance, _DECODERS) for rows in (chosen, others))
+        own, strange = (load(data.test.subset(rows), device, watch.advance) for rows in (chosen, others))
     unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
     if unreadable and not config.skip_unreadable:
         raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
@@ -197,13 +196,12 @@ def _task_of(loaded: LoadedModel) -> dict[str, int]:
 
 
 def _stored_side(note: dict[str, Any]) -> int:
-    return round(int(note["preprocessing"]["image_size"]) * 256 / 224)
+    return enlarged(int(note["preprocessing"]["image_size"]))
 
 
 def _viewer(preprocessing: dict[str, Any], device: torch.device) -> Viewer:
-    mean, std = (torch.tensor(preprocessing[name], device=device).view(3, 1, 1) for name in ("mean", "std"))
-    kernel = preprocessing.get("interpolation", "bilinear")
-    return Viewer(preprocessing["image_size"], preprocessing["resized"], mean, std, kernel)
+    size, resized, mean, std = (preprocessing[name] for name in ("image_size", "resized", "mean", "std"))
+    return Viewer.of(size, resized, mean, std, preprocessing.get("interpolation", "bilinear"), device)
 
 
 def _views(viewer: Viewer, images: Loaded) -> Tensor:
