@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -112,6 +113,20 @@ def test_a_book_gives_back_the_same_tables(runs: list[Path], tmp_path: Path) -> 
     again = gather_runs([book])
     assert markdown(again) == markdown(found)
     assert [one.record for one in again.recorded] == [one.record for one in found.recorded]
+
+
+def test_a_folder_of_runs_stands_for_all_of_them(runs: list[Path], tmp_path: Path) -> None:
+    for place, run in zip(("b/seed-10", "b/seed-2", "a"), runs, strict=False):
+        shutil.copytree(run, tmp_path / "all" / place)
+    found = gather_runs([tmp_path / "all"])
+    assert [result.folder.removeprefix(f"{tmp_path}/all/") for result in found.results] == [
+        "a",
+        "b/seed-2",
+        "b/seed-10",
+    ]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"not a run: it has no run\.json"):
+        gather_runs([tmp_path / "none"])
 
 
 @pytest.mark.parametrize("text", ("", "{}", "[]", "no json", '{"book": 99}'))

@@ -334,8 +334,9 @@ def _ridge(method: str, benchmark: str) -> Settings:
 
 
 def _flagship(method: str, benchmark: str) -> Settings:
+    """The head reads the query beside the prompted feature."""
     own = {"name": "probprompt", "relevance_temperature": "dim", "initial_std": 0.1}
-    return merge(_ridge(method, benchmark), {"method": own})
+    return merge(_ridge(method, benchmark), {"method": own, "head": {"with_query": True}})
 
 
 # The demo -------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def compare(
     ] = None,
     runs: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="RUN", help="Tabulate runs that are there, or a book of them."),
+        typer.Option("--from", metavar="RUN", help="Tabulate runs that are there: one, a folder of them, or a book."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
     device: Device = None,

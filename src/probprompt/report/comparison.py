@@ -1,5 +1,6 @@
 """A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -484,13 +485,21 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
 
 
 def _read(path: Path) -> list[Recorded]:
-    """A run's folder, or a book of them."""
+    """A run's folder, a folder of them at any depth (a grid's), or a book."""
     if path.is_file():
         return read_book(path)
+    inside = [] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=_natural)
+    if inside:
+        return [run for found in inside for run in _read(found.parent)]
     run = Run.open(path)
     if not run.finished:
         raise UserError(f"only finished runs can be compared, not {path}")
     return [Recorded.of(run, str(path))]
+
+
+def _natural(path: Path) -> list[str | int]:
+    """Sorts 10 after 2."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _order(preset: str) -> tuple[int, str]:
