@@ -1,5 +1,6 @@
 """Small, real things to test with: a folder of pictures and a tiny vision transformer."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,10 @@ from probprompt.cli import main
 
 # Two test processes share two cores: threads of their own would only fight.
 torch.set_num_threads(1)
+
+# Without a GPU, kernels run in Triton's interpreter; Triton must know before anything imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
 """timm's own test model, 64 wide and 6 deep."""

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -19,11 +20,11 @@ from probprompt.cli.audit import run_audit
 from probprompt.config import parse_config
 from probprompt.data.loading import ImageStore, Loaded
 from probprompt.errors import UserError
-from probprompt.evaluation import audit as auditing
-from probprompt.evaluation.audit import TOLERANCES, Audit, Check, Tolerance, audit, compare, set_precision, spread_of
+from probprompt.evaluation.audit import TOLERANCES, Audit, Check, Tolerance, audit, compare, spread_of
 from probprompt.heads import LinearHead
 from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape
 from probprompt.prompts import Prefix
+from probprompt.randomness import Noise
 from probprompt.runs import execute, proof
 from probprompt.runs.model_folder import load_model
 from probprompt.runs.progress import Watcher
@@ -249,7 +250,7 @@ def test_what_the_method_is_told_is_seen(backbone: FrozenViT) -> None:
     class Telling(PromptedModel):
         told: Context = EVALUATION
 
-        def features(self, images: Tensor, context: Context = EVALUATION, query: Any = None) -> Any:
+        def features(self, images: Any, context: Context = EVALUATION, query: Any = None) -> Any:
             return super().features(images, self.told, query)
 
     clean = model_of(backbone, RULES["own query"][0])
@@ -258,7 +259,7 @@ def test_what_the_method_is_told_is_seen(backbone: FrozenViT) -> None:
         (Context(), ""),
         (Context(task=0), "the method was told: task"),
         (Context(labels=torch.zeros(1)), "the method was told: labels"),
-        (Context(generator=torch.Generator(), first=2), "the method was told: first, generator"),
+        (Context(noise=Noise(torch.tensor([1])), first=2), "the method was told: first, noise"),
         (Context(training=True), "the method was told: training"),
     ):
         model.told = told
@@ -295,8 +296,8 @@ def test_what_cannot_be_audited_is_said(backbone: FrozenViT) -> None:
 
 def test_precision_is_the_backbones_alone(backbone: FrozenViT) -> None:
     model = model_of(tiny(), RULES["own query"][0])
-    set_precision(model, "bf16")
-    assert auditing.precision_of(model) == "bf16" and model.head.weight.dtype == torch.float32
+    model.set_precision("bf16")
+    assert model.precision == model.backbone.precision == "bf16" and model.head.weight.dtype == torch.float32
     assert model.predict(pictures_of(2, 1)).dtype == torch.float32
 
 
@@ -371,10 +372,8 @@ def knows_the_tasks(learner: Learner, task: TaskImages) -> None:
 
 def looks_ahead(learner: Learner, task: TaskImages) -> None:
     begin_as_it_is(learner, task)
-    store = learner.images.store.images
-    assert isinstance(store, Tensor)
     with torch.no_grad():
-        learner.trained.bias[0] += store.float().mean() / 1000
+        learner.trained.bias[0] += learner.images.store.pixels.float().mean() / 1000
 
 
 @pytest.mark.parametrize(
@@ -414,19 +413,18 @@ def test_futures_agree_in_what_is_learned_and_in_nothing_else(pictures: Path) ->
 
 def test_images_to_come_become_their_negatives(pictures: Path) -> None:
     images = execute.prepare(config_for(pictures, {"name": "linear-probe"}), CPU, Watcher()).learner.images
-    before, after = images.store.images, proof._negatives(images, torch.tensor([3])).store.images
-    assert isinstance(before, Tensor) and isinstance(after, Tensor)
+    every = torch.arange(len(images.store))
+    before, after = images.store.canvas(every), proof._negatives(images, torch.tensor([3])).store.canvas(every)
     assert (before != after).flatten(1).any(dim=1).nonzero().flatten().tolist() == [3]
     assert torch.equal(before[3], 255 - after[3])
 
 
 def test_images_of_several_sizes_have_futures_too() -> None:
-    planes = tuple(torch.full((3, 4, side), side, dtype=torch.uint8) for side in (5, 6, 7))
-    store = ImageStore(planes, torch.tensor([[4, 5], [4, 6], [4, 7]]))
+    store = ImageStore.of([np.full((4, side, 3), side, np.uint8) for side in (5, 6, 7)], CPU)
     images = Loaded(store, torch.tensor([0, 1, 2]), ("a", "b", "c"))
     kept, inverted = proof._only(images, torch.tensor([2, 0])), proof._negatives(images, torch.tensor([1]))
-    assert [int(image[0, 0, 0]) for image in kept.store.images] == [7, 5] and kept.names == ("c", "a")
-    assert [int(image[0, 0, 0]) for image in inverted.store.images] == [5, 249, 7]
+    assert [int(image[0, 0, 0]) for image in kept.store.canvas(torch.arange(2))] == [7, 5] and kept.names == ("c", "a")
+    assert [int(image[0, 0, 0]) for image in inverted.store.canvas(torch.arange(3))] == [5, 249, 7]
 
 
 def test_determinism_is_asked_for_and_given_back() -> None:

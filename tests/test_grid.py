@@ -18,7 +18,8 @@ from probprompt.cli.compare import GridScreen, read_spec, run_compare
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import UserError
 from probprompt.runs import grid as grids
-from probprompt.runs.grid import Grid, GridWatcher, Outcome, Pace, parse_spec
+from probprompt.runs.carry_out import GridWatcher, Pace, Way, Where, carry_out, run_grid
+from probprompt.runs.grid import Grid, Outcome, parse_spec
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
 
@@ -74,7 +75,7 @@ class Worker:
         return run
 
     def run(self, grid: Grid, watcher: GridWatcher | None = None) -> list[Outcome]:
-        return grid.run(self.start, self.resume, "cpu", watcher)
+        return run_grid(grid, Way(self.start, self.resume, "cpu"), watcher)
 
 
 def _name(folder: Path) -> str:
@@ -185,7 +186,7 @@ def test_all_mistakes_are_told_before_anything_runs(
 def test_a_wrong_device_is_refused_once_and_not_by_every_cell(spec: Spec, tmp_path: Path) -> None:
     worker = Worker()
     with pytest.raises(UserError, match="no device is called 'gpu'"):
-        Grid(spec(), tmp_path).run(worker.start, worker.resume, "gpu", None)
+        run_grid(Grid(spec(), tmp_path), Way(worker.start, worker.resume, "gpu"))
     assert worker.started == []
 
 
@@ -288,6 +289,44 @@ def test_a_watcher_is_told_of_each_cell_and_the_time_left(spec: Spec, tmp_path: 
         ("end", False, 4.0),
     ]
     assert diary.lines[-1] == ("end", True, 0)
+
+
+class TwoAtATime:
+    """Ends the older of two cells that are under way."""
+
+    ahead = places = 2
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self.running = worker, list[grids.Cell]()
+        self.most = 0
+
+    def submit(self, cell: grids.Cell) -> None:
+        self.running.append(cell)
+        self.most = max(self.most, len(self.running))
+
+    def receive(self) -> Outcome:
+        return Way(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), GridWatcher())
+
+
+def test_the_time_left_is_shared_by_the_cells_that_run_side_by_side(spec: Spec, tmp_path: Path) -> None:
+    grid, diary, two = Grid(spec(seeds=[0, 1, 2]), tmp_path), Diary(), TwoAtATime(Worker(fail="linear-probe/seed-1"))
+    carry_out(grid.cells, two, diary, Pace())
+    assert two.most == 2 and not two.running
+    assert diary.lines == [("end", number != 3, rest) for number, rest in enumerate((5.0, 4.0, 3.0, 2.0, 2.0, 0.0))]
+    assert [bool(outcome.run) for outcome in grid.outcomes()] == [True, True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus_per_cell": 0.5}, "GPUs and CPUs per cell are for Ray: name a cluster with --on ray"),
+        ({"cpus_per_cell": 2}, "GPUs and CPUs per cell are for Ray"),
+        ({"on": "ray", "workers": 2}, "runs as many cells as it has room for: leave --workers away"),
+    ],
+)
+def test_places_that_contradict_each_other_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Where(**asked)
 
 
 # The command
@@ -434,6 +473,18 @@ def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
 
 
+def test_the_time_left_counts_down_while_cells_run_side_by_side(
+    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
+) -> None:
+    watcher, _ = screen
+    cell = Grid(spec(), tmp_path).cells[0]
+    with watcher.grid(3, 0):
+        watcher.end(Outcome(cell, problem={"type": "UserError", "message": "no"}), 3600.0)
+        watcher._begun -= 1800.0  # half an hour later
+        left = re.fullmatch(r"about (29|30) min.* left", watcher._told_left())
+        assert left, watcher._told_left()
+
+
 WORKERS = """
 import os, signal, time
 from pathlib import Path
@@ -467,12 +518,13 @@ def test_cells_run_side_by_side_and_one_that_is_killed_takes_nobody_with_it(
     settings = {"backbone": {"name": "test_vit", "weights": "random", "image_size": 32}, "data": {"tasks": 2}}
     asked = parse_spec({"methods": names, "benchmarks": [str(pictures)], "seeds": [0], "settings": settings})
     grid = Grid(asked, tmp_path / "grid")
-    outcomes = {outcome.cell.method: outcome for outcome in grid.run(module.start, module.resume, "cpu", None, 2)}
+    two = Where(workers=2)
+    outcomes = {o.cell.method: o for o in run_grid(grid, Way(module.start, module.resume, "cpu"), None, two)}
     assert outcomes["nearest-mean"].run and outcomes["ranpac"].run
     assert "its process ended with exit code -9" in outcomes["lda"].reason
     assert len(list(diary.iterdir())) == 2, "a process for each cell, and not this one"
     assert str(os.getpid()) not in {path.name for path in diary.iterdir()}
     alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
     assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
-    again = {outcome.cell.method: outcome for outcome in grid.run(api.start, api.resume, "cpu", None, 2)}
+    again = {o.cell.method: o for o in run_grid(grid, Way(api.start, api.resume, "cpu"), None, two)}
     assert again["lda"].run and len(list(diary.iterdir())) == 2, "what is finished is not run again"

@@ -495,8 +495,8 @@ def observe(workshop: Workshop) -> Seen:
     watched, seeds, original = Watched(learner), list[int](), method.prompts
 
     def noting(query: Tensor | None, context: Context) -> Prompted:
-        assert context.generator is not None and context.task == len(learner.model.head) // 2 - 1
-        seeds.append(context.generator.initial_seed())
+        assert context.noise is not None and context.task == len(learner.model.head) // 2 - 1
+        seeds.append(int(context.noise.seed))
         return original(query, context)
 
     method.prompts = noting  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.methods import EVALUATION, Context, Shape
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
+from probprompt.randomness import Noise
 from probprompt.runs import checkpoint, execute, model_folder
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
@@ -161,7 +162,7 @@ def test_forward_and_backward(name: str, few: Path, kind: str) -> None:
     learner, model, task = workshop.learner, workshop.learner.model, workshop.tasks[0]
     learner.begin(task)
     labels = torch.arange(4) % task.classes
-    context = Context(True, 0, labels, 0, torch.Generator().manual_seed(0))
+    context = Context(True, 0, labels, 0, Noise(torch.tensor([0])))
     images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     features, loss = model.features(images, context)
     assert features.shape == (4, model.backbone.width) and features.dtype == torch.float32
@@ -296,7 +297,7 @@ def test_evaluation_is_told_nothing(name: str, trained: Callable[[str], Run], mo
     predictions(workshop)
     assert spy.contexts
     for context in spy.contexts:
-        assert (context.training, context.task, context.labels, context.generator) == (False, None, None, None)
+        assert (context.training, context.task, context.labels, context.noise) == (False, None, None, None)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from probprompt import presets
+from probprompt import distributed, presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.report import write_report
 from probprompt.runs import execute
-from probprompt.runs.grid import Grid, GridSpec, GridWatcher, Outcome, benchmark_label, parse_spec
+from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.grid import Grid, GridSpec, Outcome, benchmark_label, parse_spec
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 
@@ -32,7 +33,8 @@ def train(
     ``preset`` gives all settings at once (``published``, ``matched``, ``ridge``, ``flagship``), and everything else
     named goes before it; ``epochs`` are those of a task; ``settings`` are any other fields of
     :class:`~probprompt.RunConfig` by their unambiguous names (``samples=10, tasks=5``); ``config`` takes them nested,
-    and what is named goes before it.
+    and what is named goes before it. A script that torchrun starts in several processes trains with all of them:
+    each gets the same run back, which the first has written.
     """
     named: dict[str, Any] = {}
     if benchmark is not None:
@@ -68,14 +70,19 @@ def start(
 ) -> Run:
     """Carry out a run whose settings are complete."""
     run = execute.train(with_absolute_paths(config), out, device, watcher, track)
-    write_report([run.folder], run.report)
-    return run
+    return _reported(run)
 
 
 def resume(out: str | Path, device: str | None = None, watcher: Watcher | None = None, track: str | None = None) -> Run:
     """Go on with a run that was stopped; the result is the same as if it had not been."""
     run = execute.resume(Path(out), device, watcher, track)
-    write_report([run.folder], run.report)
+    return _reported(run)
+
+
+def _reported(run: Run) -> Run:
+    """Write the run's report, once."""
+    if distributed.from_environment().writes:
+        write_report([run.folder], run.report)
     return run
 
 
@@ -85,12 +92,21 @@ def compare(
     device: str | None = None,
     watcher: GridWatcher | None = None,
     workers: int = 1,
+    on: str | None = None,
+    gpus_per_cell: float | None = None,
+    cpus_per_cell: float | None = None,
 ) -> list[Outcome]:
-    """Run a grid of methods, benchmarks, seeds and settings, and write its tables; nothing finished is run again."""
+    """Run a grid of methods, benchmarks, seeds and settings, and write its tables; nothing finished is run again.
+
+    ``workers`` cells run side by side, each in a process; or ``on`` names a Ray cluster (``ray`` on this machine,
+    ``ray:auto``, ``ray://host:10001``), where each cell takes ``gpus_per_cell``, which may be a fraction. A cluster
+    that this program is connected to already is used and left open.
+    """
     from probprompt.report.comparison import gather, write_comparison  # drawing loads only when it is asked for
 
     grid = Grid(spec if isinstance(spec, GridSpec) else parse_spec(spec), Path(out))
-    outcomes = grid.run(start, resume, device, watcher, workers)
+    where = Where(workers, on, gpus_per_cell, cpus_per_cell)
+    outcomes = run_grid(grid, Way(start, resume, device), watcher, where)
     if any(outcome.run for outcome in outcomes):
         write_comparison(gather(grid, outcomes), grid.out)
     return outcomes

@@ -5,7 +5,8 @@ A model that holds anything this loop does not know is refused, so that nothing 
 """
 
 import hashlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from timm.layers.attention import Attention
@@ -14,6 +15,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from probprompt import fused, kernels
 from probprompt.errors import UserError
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Prompts, Readout, Tokens
 
@@ -33,6 +35,32 @@ _PARTS: dict[type[nn.Module], set[str]] = {
 }
 
 
+Precision = Literal["fp32", "bf16"]
+"""What the frozen weights are held and computed in."""
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """Images on their way into the blocks: what a pass without and a pass with prompts share."""
+
+    tokens: Tensor  # (B, T, D)
+    qkv: Tensor | None = None  # (B, T, 3 W): queries, keys and values of the first block
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """What the fused path keeps: the blocks, the last one apart, and the tokens of a black image."""
+
+    blocks: list[fused.FusedBlock]
+    last: fused.FusedBlock
+    base: Tensor  # (1, T, D)
+
+
 class FrozenViT(nn.Module):
     """A timm vision transformer whose weights never change: images, and prompts to inject, to class tokens.
 
@@ -43,6 +71,8 @@ class FrozenViT(nn.Module):
         super().__init__()
         refuse_unsupported(model)
         self.model: Any = model.requires_grad_(False)
+        self.learns = False
+        self._fused: tuple[tuple[torch.device, torch.dtype], Fused | None] | None = None
         self.eval()
         self._compare_with_timm()
 
@@ -76,38 +106,110 @@ class FrozenViT(nn.Module):
         """Stay in evaluation mode: dropout or stochastic depth would make a frozen backbone random."""
         return super().train(False)
 
+    @property
+    def precision(self) -> Precision:
+        """What the weights are held in."""
+        kind = self.model.patch_embed.proj.weight.dtype
+        for name, dtype in DTYPES.items():
+            if dtype == kind:
+                return name
+        raise UserError(f"the backbone's weights are {kind}: the engine knows float32 and bfloat16 only")
+
+    def set_precision(self, precision: Precision) -> None:
+        """Round the weights."""
+        self.model.to(DTYPES[precision])
+
     def unfreeze(self, learning: bool = True) -> None:
         """Let the weights learn, as full fine-tuning does; those that the pass never uses stay as they are."""
+        self.learns = self.learns or learning
         unused = {id(parameter) for parameter in self.model.head.parameters()}
         for parameter in self.model.parameters():
             parameter.requires_grad_(learning and id(parameter) not in unused)
 
     @torch.no_grad()
-    def query(self, images: Tensor, readout: Readout = "class") -> Tensor:
+    def embed(self, images: Tensor) -> Embedded:
+        """What both a query and a prompted pass begin with: computed once, it may be given to either."""
+        _check_images(self.model, images)
+        fast = self._fast()
+        tokens = self._embed(images, fast)
+        return Embedded(tokens, fast.blocks[0].project(tokens) if fast and fast.blocks else None)
+
+    @torch.no_grad()
+    def query(self, images: Tensor | Embedded, readout: Readout = "class") -> Tensor:
         """What is read out without prompts or gradient: (B, 3, H, W) -> (B, D), float32."""
         return self.features(images, readout=readout)
 
-    def features(self, images: Tensor, prompts: Prompts | None = None, readout: Readout = "class") -> Tensor:
+    def features(self, images: Tensor | Embedded, prompts: Prompts | None = None, readout: Readout = "class") -> Tensor:
         """What is read out with prompts injected: (B, 3, H, W) -> (B, D), float32.
 
         ``class`` is the class token after the final norm, ``class before norm`` what goes into that norm, and
         ``tokens`` the mean of the injected tokens after it.
         """
         prompts = prompts or {}
-        _check_images(self.model, images)
         _check_prompts(self.model, prompts, batch=len(images))
-        tokens = self._embed(images)  # (B, T, D)
-        own = tokens.shape[1]
-        for index, block in enumerate(self.model.blocks):
-            prompt = prompts.get(index)
-            if isinstance(prompt, Tokens):
-                tokens = self._join(tokens, prompt)  # (B, T + P, D)
-            # The last block needs the tokens that are not read out as keys and values alone.
-            read = _read_out(readout, own, tokens.shape[1]) if index == self.depth - 1 else slice(None)
-            tokens = _run_block(block, tokens, prompt, read)  # (B, T or fewer, D)
+        fast = self._fast()
+        if isinstance(images, Tensor):
+            _check_images(self.model, images)
+            images = Embedded(self._embed(images, fast))
+        own, block, prompt = images.tokens.shape[1], self.model.blocks[-1], prompts.get(self.depth - 1)
+        tokens, mixed = self._run_blocks(images, prompts, fast, readout)  # (B, T, D)
+        if isinstance(prompt, Tokens):
+            tokens = self._join(tokens, prompt)  # (B, T + P, D)
+        # The last block needs the tokens that are not read out as keys and values alone.
+        if mixed is None:
+            tokens = _run_block(block, tokens, prompt, _read_out(readout, own, tokens.shape[1]))
+        else:
+            tokens = _finish_block(block, tokens[:, None], block.attn.proj(mixed)[:, None])  # (B, 1, D)
         if readout != "class before norm":
             tokens = self.model.norm(tokens)
         return tokens.float().mean(dim=1)  # (B, D)
+
+    def _run_blocks(
+        self, images: Embedded, prompts: Prompts, fast: Fused | None, readout: Readout
+    ) -> tuple[Tensor, Tensor | None]:
+        """All blocks but the last (B, T, D); those that the fused path knows, many at a time.
+
+        Where that path knows the last one, too: the class token before it (B, D) and what it mixes for it (B, W).
+        """
+        tokens, index, mixed = images.tokens, 0, None
+        while index < self.depth - 1:
+            prompt, qkv = prompts.get(index), images.qkv if index == 0 else None
+            if isinstance(prompt, Tokens):
+                tokens, qkv, prompt = self._join(tokens, prompt), None, None  # (B, T + P, D)
+            if fast is None or isinstance(prompt, ClassTokenShift):
+                tokens = _run_block(self.model.blocks[index], tokens, prompt, slice(None))
+                index += 1
+                continue
+            end = index + 1
+            while end < self.depth - 1 and isinstance(prompts.get(end), Prefix | None):
+                end += 1
+            prefixes = [prompt, *(prompts.get(later) for later in range(index + 1, end))]
+            expanded = [_expanded(prefix, len(tokens)) for prefix in prefixes]
+            plain = end == self.depth - 1 and end not in prompts and readout != "tokens"
+            last = fast.last if plain and fused.readable(tokens.shape[1]) else None
+            (tokens, mixed), index = fused.run(fast.blocks[index:end], tokens, expanded, qkv, last), end
+        return tokens, mixed
+
+    def _fast(self) -> Fused | None:
+        """The fused path where it can be taken: frozen plain blocks, in 16 bits, on a GPU that runs the kernels."""
+        weight = self.model.patch_embed.proj.weight
+        if self.learns or weight.dtype not in (torch.bfloat16, torch.float16) or not kernels.usable(weight.device):
+            return None
+        key = (weight.device, weight.dtype)
+        if self._fused is None or self._fused[0] != key:
+            self._fused = (key, self._fuse())
+        return self._fused[1]
+
+    @torch.no_grad()
+    def _fuse(self) -> Fused | None:
+        patches = self.model.patch_embed
+        blocks = fused.fuse(self.model.blocks)
+        plain = isinstance(patches.norm, nn.Identity) and patches.flatten and not self.model.dynamic_img_size
+        if blocks is None or not plain or patches.proj.kernel_size != patches.proj.stride:
+            return None
+        weight = patches.proj.weight
+        black = torch.zeros(1, patches.num_patches, self.width, device=weight.device, dtype=weight.dtype)
+        return Fused(blocks[:-1], blocks[-1], self.model._pos_embed(black))
 
     def _join(self, tokens: Tensor, prompt: Tokens) -> Tensor:
         """Put tokens behind the sequence: their place in it means nothing to attention."""
@@ -121,9 +223,13 @@ class FrozenViT(nn.Module):
         """SHA-256 over all weights: the same before and after training, to the bit."""
         return fingerprint(self.model)
 
-    def _embed(self, images: Tensor) -> Tensor:
+    def _embed(self, images: Tensor, fast: Fused | None) -> Tensor:
+        """Tokens (B, T, D), the class token first."""
         images = images.to(self.model.patch_embed.proj.weight.dtype)
-        tokens = self.model._pos_embed(self.model.patch_embed(images))  # (B, T, D), the class token first
+        if fast is None:
+            tokens = self.model._pos_embed(self.model.patch_embed(images))
+        else:
+            tokens = _embed_patches(self.model.patch_embed.proj, images, fast.base)
         embedded: Tensor = self.model.norm_pre(self.model.patch_drop(tokens))
         return embedded
 
@@ -232,7 +338,12 @@ def _attention_width(attention: Any) -> int:
 def _run_block(block: Any, tokens: Tensor, prompt: Prompt | None, read: slice) -> Tensor:
     """Run timm's Block with a prompt in its attention, for the tokens that are read: (B, T or fewer, D)."""
     attended = _attend(block.attn, block.norm1(tokens), prompt, read)  # (B, T or fewer, D)
-    residual = tokens[:, read] + block.drop_path1(block.ls1(attended))
+    return _finish_block(block, tokens[:, read], attended)
+
+
+def _finish_block(block: Any, tokens: Tensor, attended: Tensor) -> Tensor:
+    """What timm's Block does after its attention, for tokens (B, T or fewer, D)."""
+    residual = tokens + block.drop_path1(block.ls1(attended))
     updated: Tensor = residual + block.drop_path2(block.ls2(block.mlp(block.norm2(residual))))
     return updated
 
@@ -262,6 +373,28 @@ def _attend(attention: Any, tokens: Tensor, prompt: Prompt | None, read: slice) 
         mixed = mixed * gate(tokens[:, read]).sigmoid()
     attended: Tensor = attention.proj_drop(attention.proj(mixed))  # (B, T or fewer, D)
     return attended
+
+
+def _expanded(prefix: Prompt | None, batch: int) -> tuple[Tensor, Tensor] | None:
+    """The prefix's keys and values, (B, P, W) each."""
+    if not isinstance(prefix, Prefix):
+        return None
+    return prefix.key.expand(batch, -1, -1), prefix.value.expand(batch, -1, -1)
+
+
+def _embed_patches(projection: nn.Conv2d, images: Tensor, base: Tensor) -> Tensor:
+    """Patches by one product, which is what a convolution without overlap is, put behind the other tokens of base."""
+    high, wide = projection.kernel_size[0], projection.kernel_size[1]
+    batch, colours, height, width = images.shape
+    grid = images.view(batch, colours, height // high, high, width // wide, wide)
+    rows = grid.permute(0, 2, 4, 1, 3, 5).reshape(-1, colours * high * wide)  # (B patches, 3 p p)
+    patches = functional.linear(rows, projection.weight.flatten(1), projection.bias)
+    patches = patches.view(batch, -1, base.shape[2])  # (B, patches, D)
+    tokens = base.new_empty(batch, *base.shape[1:])  # (B, T, D)
+    before = base.shape[1] - patches.shape[1]
+    tokens[:, :before] = base[:, :before]
+    torch.add(patches, base[:, before:], out=tokens[:, before:])
+    return tokens
 
 
 def _shift_class_token(tokens: Tensor, shift: Tensor) -> Tensor:

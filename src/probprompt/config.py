@@ -53,6 +53,9 @@ class BackboneConfig(_Settings):
     normalisation: Literal["backbone", "unit", "cifar100"] = "backbone"
     """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does; ``cifar100``: by
     the mean and spread of that set, as HiDe-Prompt does there."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """What the frozen weights are held and computed in; prompts, statistics and heads always are float32 or more. None:
+    bf16 on a GPU that has it, fp32 elsewhere. A backbone that learns keeps its weights in float32."""
 
 
 class TrainingConfig(_Settings):

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from probprompt import kernels
+
 Key = int | str
 
 
@@ -56,7 +58,45 @@ def permutation(count: int, *key: Key) -> NDArray[np.int64]:
     return stream(*key).permutation(count)
 
 
-def generator(device: torch.device, *key: Key) -> torch.Generator:
-    """A torch generator on the device, for draws too large to make on the CPU (training noise)."""
+def number(*key: Key) -> int:
+    """A whole number below 2**63 for this key."""
     low, high = _words(key)[:2]
-    return torch.Generator(device=device).manual_seed(low | (high & 0x7FFFFFFF) << 32)
+    return low | (high & 0x7FFFFFFF) << 32
+
+
+def generator(device: torch.device, *key: Key) -> torch.Generator:
+    """A torch generator on the device, for draws too large to make on the CPU."""
+    return torch.Generator(device=device).manual_seed(number(*key))
+
+
+class Noise:
+    """Normal numbers for a training step: an image gets the same, whichever part of the batch a process has."""
+
+    def __init__(self, seed: Tensor, first: int = 0, rows: int | None = None) -> None:
+        self.seed = seed
+        """The step's key as one number (1,), on the device, so that a captured step can be given another."""
+        self.first = first
+        """Which row of the whole batch the first one here is."""
+        self.rows = rows
+        """How many rows the whole batch has, where it is more than the ones here."""
+        self._source: torch.Generator | None = None
+
+    @classmethod
+    def of(cls, device: torch.device, *key: Key) -> "Noise":
+        """The noise of this key."""
+        return cls(torch.tensor([number(*key)], device=device))
+
+    def normal(self, shape: tuple[int, int, int, int], place: int) -> Tensor:
+        """Standard normal numbers (B, M, K, D) for M pools; ``place`` numbers the first of them among all.
+
+        Without kernels the pools must be asked for in the order of their numbers.
+        """
+        device = self.seed.device
+        if kernels.usable(device):
+            from probprompt.kernels.sampling import noise
+
+            return noise(*shape, self.seed, self.first, place)
+        if self._source is None:
+            self._source = torch.Generator(device=device).manual_seed(int(self.seed))
+        whole = torch.randn(self.rows or shape[0], *shape[1:], generator=self._source, device=device)
+        return whole[self.first : self.first + shape[0]]

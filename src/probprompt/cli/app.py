@@ -95,6 +95,9 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run's folder; a new one under runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
     device: Device = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Train on so many GPUs of this machine: a process each, as by torchrun.")
+    ] = None,
     track: Track = None,
 ) -> None:
     """Learn a benchmark, or a folder of images, task by task."""
@@ -114,7 +117,7 @@ def train(
     for name, value in (("order", order_seed), ("init", init_seed), ("data", data_seed)):
         if value is not None:
             given["seeds"][name] = value
-    run_train(given, preset, assignments or [], config, out, resume, device, track)
+    run_train(given, preset, assignments or [], config, out, resume, device, track, gpus)
 
 
 @app.command()
@@ -140,14 +143,27 @@ def compare(
     device: Device = None,
     show_only: Annotated[bool, typer.Option("--no-run", help="Only tabulate what is finished.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Cells that run side by side, each in a process.")] = 1,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="ray: started here; ray:auto, ray:HOST:PORT or ray://HOST:PORT: one whose machines share --out.",
+        ),
+    ] = None,
+    gpus_per_cell: Annotated[
+        float | None, typer.Option(min=0, help="On Ray; fractions share a GPU.", show_default="1 where there are any")
+    ] = None,
+    cpus_per_cell: Annotated[float | None, typer.Option(min=0, help="On Ray.", show_default="1")] = None,
     book: Annotated[Path | None, typer.Option(help="Write the records of all runs into one JSONL file.")] = None,
     page: Annotated[Path | None, typer.Option(help="Put the tables into this page of Markdown.")] = None,
 ) -> None:
     """Run a grid of methods, benchmarks, seeds and settings, and set the results side by side."""
     from probprompt.cli.compare import run_compare
+    from probprompt.runs.carry_out import Where
 
+    where = Where(workers, on, gpus_per_cell, cpus_per_cell)
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
-    run_compare(grid, given, assignments or [], vary or [], runs or [], out, device, show_only, book, page, workers)
+    run_compare(grid, given, assignments or [], vary or [], runs or [], out, device, show_only, book, page, where)
 
 
 @app.command()
@@ -175,6 +191,45 @@ def audit(
     from probprompt.cli.audit import run_audit
 
     run_audit(target, method, every, assignments or [], data, images, precision.value, device, out)
+
+
+@app.command()
+def bench(
+    method: Annotated[str | None, typer.Option(help="What to measure.", show_default="probprompt")] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(help="Several methods, with commas between; all: a cost table of every one.")
+    ] = None,
+    grow: Annotated[
+        list[str] | None,
+        typer.Option(help="How cost grows: tasks, classes, components, tokens, samples, batch, image-size or all."),
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="As in training, with random weights.", show_default="demo; on a GPU ViT-B/16")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="published, matched, ridge or flagship.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.", show_default="16; on a GPU 128")] = None,
+    image_size: Annotated[int | None, typer.Option(min=8, help="Side of the images; the backbone's own.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="What the backbone computes in.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.01, help="For each measurement.", show_default="5; 1 where there are many")
+    ] = None,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a record in JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture (PNG).")] = None,
+    against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with an earlier record.")] = None,
+) -> None:
+    """Measure what training and prediction cost on this machine, and how that grows."""
+    from probprompt.cli.bench import run_bench
+
+    given: dict[str, dict[str, Any]] = {
+        "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
+        "training": {"batch": batch},
+    }
+    several, growing = methods or [], grow or []
+    run_bench(given, preset, assignments or [], method, several, growing, device, seconds, out, plot, against)
 
 
 @app.command("list")

@@ -8,10 +8,11 @@ import typer
 from rich.table import Table
 
 from probprompt import methods, presets
+from probprompt.backbone import Precision
 from probprompt.cli.screen import Screen
 from probprompt.config import RunConfig, apply_assignments, merge, parse_config, with_absolute_paths
 from probprompt.errors import UserError
-from probprompt.evaluation.audit import TOLERANCES, Audit, Check, Precision
+from probprompt.evaluation.audit import TOLERANCES, Audit, Check
 from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_json
 from probprompt.runs.proof import Proof, audit_method, audit_saved

@@ -1,19 +1,32 @@
 """What the commands do."""
 
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from probprompt import api, methods, presets
+from probprompt import api, distributed, methods, presets
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
-from probprompt.config import apply_assignments, flatten, merge, parse_config, read_toml, with_absolute_paths
+from probprompt.config import (
+    RunConfig,
+    apply_assignments,
+    flatten,
+    merge,
+    parse_config,
+    read_toml,
+    with_absolute_paths,
+)
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report import save_overview, write_report
 from probprompt.runs.record import Run
+
+_GRACE = 10  # seconds that other processes give the first to say what went wrong
 
 
 def run_demo(out: Path | None, seed: int, device: str | None) -> None:
@@ -49,19 +62,53 @@ def run_train(
     resume: Path | None,
     device: str | None,
     track: str | None,
+    gpus: int | None = None,
 ) -> None:
     """A new run, or the rest of one that was stopped."""
-    screen = Screen()
-    if resume:
-        if preset:
-            raise UserError("--resume goes on with the run's own settings: leave --preset away")
-        _refuse_changes(resume, given, assignments, config, out)
-        with _resumable(resume):
-            run = api.resume(resume, device, screen, track)
-    else:
-        settings = api.with_preset(preset, _gather({}, given, assignments, config))
-        run = _new_run(settings, out, device, track, screen)
-    screen.show(run)
+    with _one_voice():
+        parsed: RunConfig | None = None
+        if resume:
+            if preset:
+                raise UserError("--resume goes on with the run's own settings: leave --preset away")
+            _refuse_changes(resume, given, assignments, config, out)
+            folder = resume
+        else:
+            parsed = parse_config(api.with_preset(preset, _gather({}, given, assignments, config)))
+            folder = out or api.default_folder(parsed)
+        if gpus is not None and distributed.must_launch(gpus, device):
+            _launch(gpus, folder, [] if resume or out else ["--out", str(folder)])
+            return
+        screen = Screen()
+        with _resumable(folder):
+            if parsed:
+                run = api.start(parsed, folder, device, screen, track)
+            else:
+                run = api.resume(folder, device, screen, track)
+        if distributed.from_environment().writes:
+            screen.show(run)
+
+
+def _launch(gpus: int, folder: Path, more: list[str]) -> None:
+    """Give this very command to so many processes."""
+    try:
+        distributed.launch(gpus, "-m", "probprompt", *sys.argv[1:], *more)
+    except distributed.LostError as loss:
+        raise UserError(f"{loss}; {_way_on(folder, f' --gpus {gpus}')}") from None
+
+
+@contextmanager
+def _one_voice() -> Iterator[None]:
+    """Let the first of several processes say what went wrong: all know, and torchrun ends them with it."""
+    try:
+        yield
+    except UserError:
+        if not distributed.from_environment().writes:
+            time.sleep(_GRACE)  # should it be the mistake of this process alone, it is told then
+        raise
+    except Interrupted:
+        if distributed.from_environment().writes:
+            raise
+        sys.exit(128 + signal.SIGINT)
 
 
 def _gather(base: dict[str, Any], given: dict[str, Any], assignments: list[str], config: Path | None) -> dict[str, Any]:
@@ -76,22 +123,22 @@ def _gather(base: dict[str, Any], given: dict[str, Any], assignments: list[str],
     return settings
 
 
-def _new_run(settings: dict[str, Any], out: Path | None, device: str | None, track: str | None, screen: Screen) -> Run:
-    parsed = parse_config(settings)
-    folder = out or api.default_folder(parsed)
-    with _resumable(folder):
-        return api.start(parsed, folder, device, screen, track)
-
-
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
-    """Tell a user who interrupts a run how to go on with it."""
+    """Tell a user who interrupts a run, or whose run loses a process, how to go on with it."""
     try:
         yield
+    except distributed.LostError as loss:
+        raise UserError(f"{loss}; {_way_on(folder)}") from loss
     except KeyboardInterrupt:
-        begun = (folder / "run.json").exists()
-        hint = f"go on with: probprompt train --resume {quote(str(folder))}" if begun else "nothing was written yet"
-        raise Interrupted(f"interrupted; {hint}") from None
+        raise Interrupted(f"interrupted; {_way_on(folder)}") from None
+
+
+def _way_on(folder: Path, options: str = "") -> str:
+    """How to go on with a run that was stopped."""
+    if not (folder / "run.json").exists():
+        return "nothing was written yet"
+    return f"go on with: probprompt train --resume {quote(str(folder))}{options}"
 
 
 def _refuse_changes(

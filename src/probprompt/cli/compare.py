@@ -31,7 +31,8 @@ from probprompt.report.comparison import (
     write_page,
 )
 from probprompt.runs.book import write_book
-from probprompt.runs.grid import Cell, Grid, GridSpec, GridWatcher, Outcome, parse_spec
+from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, parse_spec
 
 
 def run_compare(
@@ -45,7 +46,7 @@ def run_compare(
     show_only: bool,
     book: Path | None = None,
     page: Path | None = None,
-    workers: int = 1,
+    where: Where | None = None,
 ) -> None:
     """Run what a grid lacks, then show and write its tables; a failed cell makes the exit code 1, at the end."""
     screen = GridScreen()
@@ -58,15 +59,15 @@ def run_compare(
     grid = Grid(spec, out or Path("runs") / (file.stem if file else "compare"))
     if grid.left_out:
         screen.say(f"left out, not offered: {grid.left_out}")
-    outcomes = grid.outcomes() if show_only else _carry_out(grid, device, screen, workers)
+    outcomes = grid.outcomes() if show_only else _carry_out(grid, device, screen, where)
     if any(outcome.run for outcome in outcomes):
         _present(screen, gather(grid, outcomes), grid.out, book, page)
     _conclude(screen, outcomes)
 
 
-def _carry_out(grid: Grid, device: str | None, screen: "GridScreen", workers: int) -> list[Outcome]:
+def _carry_out(grid: Grid, device: str | None, screen: "GridScreen", where: Where | None) -> list[Outcome]:
     try:
-        return grid.run(api.start, api.resume, device, screen, workers)
+        return run_grid(grid, Way(api.start, api.resume, device), screen, where)
     except KeyboardInterrupt:
         finished = sum(outcome.run is not None for outcome in grid.outcomes())
         told = f"{finished} of {len(grid.cells)} cells are finished; go on with the same command"
@@ -197,7 +198,8 @@ class GridScreen(Screen, GridWatcher):
 
     def end(self, outcome: Outcome, rest: float | None) -> None:
         """Say what came of the cell."""
-        self._number, self._expected, self._rest = self._number + 1, 0.0, rest
+        self._number += 1
+        self._expected, self._rest, self._begun = rest, 0.0, time.monotonic()  # others may be under way
         if outcome.run:
             told = f"FAA {outcome.run.metrics['FAA']:.2f} %, {duration(outcome.seconds or 0.0)}"
         else:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from probprompt import randomness
 from probprompt.data import emoji_r
-from probprompt.data.images import SUFFIXES, Pixels, read_image
+from probprompt.data.images import SUFFIXES, ImageFiles, Pixels
 from probprompt.errors import UserError, shorten, suggest
 
 
@@ -27,6 +27,15 @@ class ImageSet:
     names: tuple[str, ...]
     labels: NDArray[np.int64]
     read: Callable[[int], Pixels]
+    files: ImageFiles | None = None
+    """All the files of the folder that the images come from, where they do."""
+    rows: NDArray[np.int64] | None = None
+    """Which of the files they are."""
+
+    @classmethod
+    def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
+        """All images of a folder."""
+        return cls(files.names, labels, files.read, files, np.arange(len(files)))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -38,6 +47,8 @@ class ImageSet:
             tuple(self.names[index] for index in chosen),
             self.labels[chosen],
             lambda index: self.read(chosen[index]),
+            self.files,
+            None if self.rows is None else self.rows[chosen],
         )
 
 
@@ -198,7 +209,7 @@ def _list_images(root: Path, classes: Sequence[str], short_side: int | None) -> 
         paths += files
         labels += [label] * len(files)
     names = tuple(path.relative_to(root).as_posix() for path in paths)
-    return ImageSet(names, np.array(labels, dtype=np.int64), lambda index: read_image(paths[index], short_side))
+    return ImageSet.of_files(ImageFiles(root, names, short_side), np.array(labels, dtype=np.int64))
 
 
 def _is_image(path: Path, root: Path) -> bool:

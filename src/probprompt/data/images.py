@@ -1,6 +1,7 @@
 """Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent or CMYK."""
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,29 @@ _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 class UnreadableImageError(Exception):
     """A file that holds no image that can be decoded; the message says why."""
 
+    def __init__(self, reason: str, passing: bool = False) -> None:
+        super().__init__(reason)
+        self.passing = passing
+        """Whether the same file may well be read next time: it was the machine that failed."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Image files of one folder, and how large they are decoded."""
+
+    root: Path
+    names: tuple[str, ...]
+    """Their paths below the folder."""
+    short_side: int | None
+    """What the short side is reduced to at most; None leaves the size as it is."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, row: int) -> Pixels:
+        """Decode one of the files."""
+        return read_image(self.root / self.names[row], self.short_side)
+
 
 def read_image(path: Path, short_side: int | None = None) -> Pixels:
     """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels."""
@@ -29,7 +53,9 @@ def read_image(path: Path, short_side: int | None = None) -> Pixels:
     except UnidentifiedImageError:
         raise UnreadableImageError("no image format that can be read") from None
     except (OSError, EOFError, MemoryError, Image.DecompressionBombError, *_BROKEN) as problem:
-        raise UnreadableImageError(str(problem) or type(problem).__name__) from None
+        # An error of the system has a number; what Pillow says of a damaged file has none.
+        passing = isinstance(problem, MemoryError) or getattr(problem, "errno", None) is not None
+        raise UnreadableImageError(str(problem) or type(problem).__name__, passing) from None
     return np.asarray(reduce_to(image, short_side))
 
 

@@ -1,22 +1,27 @@
-"""Images on the device: decoded once, before training starts, and held there as uint8."""
+"""Images on the device: decoded once, before training starts, and held there as uint8 where they fit."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Self
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from probprompt import kernels
 from probprompt.data.benchmarks import ImageSet
-from probprompt.data.colour import Augmentation, after_crop, before_crop
-from probprompt.data.images import Pixels, UnreadableImageError
+from probprompt.data.cache import Decoded, ImageCache, decode
+from probprompt.data.colour import Augmentation, after_crop, before_crop, draws_needed
+from probprompt.data.images import Pixels
 from probprompt.data.views import Boxes, Kernel, centre_boxes, resample
 from probprompt.errors import UserError
 
 Advance = Callable[[int], None]
-DECODERS = 8  # threads that decode images
+RESIDENT = 0.4  # the share of a GPU's free memory that a set may fill; a larger one stays on the host
+_CHUNK = 2**26  # bytes that go to the device at a time
 
 
 def enlarged(size: int) -> int:
@@ -30,33 +35,144 @@ def enlarged(size: int) -> int:
 
 @dataclass(frozen=True)
 class ImageStore:
-    """Decoded images: one (n, 3, H, W) tensor where all have one size, else a tensor each."""
+    """Decoded images, the bytes of each (H, W, 3) in one flat tensor: on the device, or on the host (a mapped file)."""
 
-    images: Tensor | tuple[Tensor, ...]
-    sizes: Tensor  # (n, 2): height and width
+    pixels: Tensor  # (bytes,) uint8
+    offsets: Tensor  # (n,): where each image begins; on the device
+    sizes: Tensor  # (n, 2): height and width; on the device
+    shape: tuple[int, int] | None = None
+    """The size of all images, where it is one and nothing else lies between them."""
+    resident: bool = True
+    """Whether the pixels, too, are on the device."""
 
     @classmethod
     def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
         """Move decoded images (H, W, 3) to the device."""
-        sizes = torch.tensor([array.shape[:2] for array in arrays], device=device).view(-1, 2)
-        planes = [torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1))) for array in arrays]
-        if len({plane.shape for plane in planes}) == 1:
-            return cls(torch.stack(planes).to(device), sizes)
-        return cls(tuple(plane.to(device) for plane in planes), sizes)
+        return cls.place(decode(lambda row: arrays[row], len(arrays), lambda _: None, 1), device)
+
+    @classmethod
+    def place(
+        cls,
+        decoded: Decoded,
+        device: torch.device,
+        rows: NDArray[np.int64] | None = None,
+        room: float | None = None,
+    ) -> Self:
+        """Put images (some of them by their rows) on the device where there is room for them, else leave them be."""
+        chosen = np.arange(len(decoded.sizes)) if rows is None else rows
+        offsets, sizes = (torch.from_numpy(part[chosen]) for part in (decoded.offsets, decoded.sizes))
+        pixels = _tensor(decoded.pixels)
+        limit = _room(device) if room is None else room
+        needed = 3 * int(sizes.prod(dim=1).sum())
+        if device.type != "cpu" and needed <= limit:
+            pixels, offsets = _send(pixels, offsets, sizes, needed, device)
+        shape = _common_shape(offsets, sizes, len(pixels))
+        return cls(pixels, offsets.to(device), sizes.to(device), shape, needed <= limit)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
+    @property
+    def device(self) -> torch.device:
+        """Where views of the images are made."""
+        return self.sizes.device
+
+    @property
+    def bytes(self) -> int:
+        """How large the images are."""
+        return 3 * int(self.sizes.prod(dim=1).sum())
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pixels on the device that hold these images, where each begins in them (B,), and their sizes (B, 2)."""
+        offsets, sizes = self.offsets[indices], self.sizes[indices]  # (B,), (B, 2)
+        if self.resident:
+            return self.pixels, offsets, sizes
+        places = torch.cat([offsets[:, None], sizes], dim=1).cpu()  # (B, 3), in one transfer
+        pixels, starts = _gather(self.pixels, places[:, 0], places[:, 1:], self.device.type == "cuda")
+        return pixels.to(self.device, non_blocking=True), starts.to(self.device, non_blocking=True), sizes
+
     def canvas(self, indices: Tensor) -> Tensor:
         """The images (B, 3, H, W); smaller ones stand in the top left corner, the rest is never looked at."""
-        if isinstance(self.images, Tensor):
-            return self.images[indices]
-        chosen = [self.images[index] for index in indices.tolist()]
-        height, width = (max(image.shape[axis] for image in chosen) for axis in (1, 2))
-        canvas = torch.zeros(len(chosen), 3, height, width, dtype=torch.uint8, device=self.sizes.device)
-        for row, image in zip(canvas, chosen, strict=True):
-            row[:, : image.shape[1], : image.shape[2]] = image
+        pixels, offsets, sizes = self.batch(indices)
+        if self.shape is not None:
+            height, width = self.shape
+            planes = pixels.view(-1, height * width, 3).transpose(1, 2)  # (n, 3, H W)
+            chosen = planes.index_select(0, offsets // (3 * height * width))  # (B, 3, H W)
+            return chosen.contiguous().view(-1, 3, height, width)
+        places = torch.cat([offsets[:, None], sizes], dim=1).tolist()
+        height, width = (max(place[axis] for place in places) for axis in (1, 2))
+        canvas = torch.zeros(len(places), 3, height, width, dtype=torch.uint8, device=self.device)
+        for row, (start, high, wide) in zip(canvas, places, strict=True):
+            image = pixels[start : start + 3 * high * wide].view(-1, 3).t()  # (3, H W)
+            row[:, :high, :wide] = image.reshape(3, high, wide)
         return canvas
+
+    def only(self, rows: Tensor) -> Self:
+        """Some of the images, in this order, and no pixel of the others."""
+        sizes = self.sizes[rows]  # (B, 2)
+        lengths = 3 * sizes.prod(dim=1)  # (B,)
+        pixels = torch.cat([self.pixels[start:end] for start, end in self._extents(rows)])
+        return replace(self, pixels=pixels, offsets=lengths.cumsum(0) - lengths, sizes=sizes)
+
+    def inverted(self, rows: Tensor) -> Self:
+        """The images, of which these have become their negatives."""
+        pixels = self.pixels.clone()
+        for start, end in self._extents(rows):
+            pixels[start:end] = 255 - self.pixels[start:end]
+        return replace(self, pixels=pixels)
+
+    def _extents(self, rows: Tensor) -> list[tuple[int, int]]:
+        """Where images begin and end."""
+        starts = self.offsets[rows]
+        return list(zip(starts.tolist(), (starts + 3 * self.sizes[rows].prod(dim=1)).tolist(), strict=True))
+
+
+def _tensor(pixels: NDArray[np.uint8]) -> Tensor:
+    """The same bytes as a tensor; a mapped file is read-only, which is as it should be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(pixels)
+
+
+def _room(device: torch.device) -> float:
+    """How many bytes a set may have to be held on the device."""
+    return RESIDENT * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+
+
+def _common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] | None:
+    if not len(sizes) or not bool((sizes == sizes[0]).all()):
+        return None
+    height, width = sizes[0].tolist()
+    length = 3 * height * width
+    return (height, width) if total % length == 0 and bool((offsets.cpu() % length == 0).all()) else None
+
+
+def _gather(pixels: Tensor, offsets: Tensor, sizes: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
+    """Copy images of the host one behind the other; returns their pixels (bytes,) and where each begins (B,)."""
+    lengths = 3 * sizes.prod(dim=1)  # (B,)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    copies = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=pinned)
+    shape = _common_shape(offsets, sizes, len(pixels))
+    if shape is not None:
+        length = 3 * shape[0] * shape[1]
+        torch.index_select(pixels.view(-1, length), 0, offsets // length, out=copies.view(-1, length))
+        return copies, starts
+    for start, end, offset in zip(starts.tolist(), ends.tolist(), offsets.tolist(), strict=True):
+        copies[start:end] = pixels[offset : offset + end - start]
+    return copies, starts
+
+
+def _send(pixels: Tensor, offsets: Tensor, sizes: Tensor, total: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy images of the host to the device one behind the other; returns their pixels and where each begins."""
+    lengths = 3 * sizes.prod(dim=1)  # (n,)
+    starts = lengths.cumsum(0) - lengths
+    sent = torch.empty(total, dtype=torch.uint8, device=device)
+    chunks = torch.unique_consecutive(starts // _CHUNK, return_counts=True)[1].tolist()
+    for first, places, extents in zip(starts.split(chunks), offsets.split(chunks), sizes.split(chunks), strict=True):
+        part = _gather(pixels, places, extents, device.type == "cuda")[0]
+        sent[int(first[0]) :][: len(part)].copy_(part, non_blocking=True)
+    return sent, starts
 
 
 @dataclass(frozen=True)
@@ -67,7 +183,7 @@ class RandomViews:
     augmentation: Augmentation = "crop"
     draws: Tensor | None = None  # (B, draws of the augmentation)
 
-    def __getitem__(self, rows: Tensor) -> "RandomViews":
+    def __getitem__(self, rows: Tensor | slice) -> "RandomViews":
         """The views of some of the images."""
         return RandomViews(self.boxes[rows], self.augmentation, None if self.draws is None else self.draws[rows])
 
@@ -82,29 +198,44 @@ class Viewer:
     std: Tensor  # (3, 1, 1)
     kernel: Kernel = "bilinear"
     """How evaluation views are resized."""
+    dtype: torch.dtype = torch.float32
+    """What kernels write views in: the backbone's own, so that nothing is rounded later; else it is float32."""
 
     @classmethod
     def of(
-        cls, size: int, resized: int, mean: Sequence[float], std: Sequence[float], kernel: Kernel, device: torch.device
+        cls,
+        size: int,
+        resized: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        kernel: Kernel,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> Self:
         """A viewer that normalises by the mean and spread of each colour."""
         centre, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
-        return cls(size, resized, centre, spread, kernel)
+        return cls(size, resized, centre, spread, kernel, dtype)
 
     def evaluation(self, store: ImageStore, indices: Tensor) -> Tensor:
         """The evaluation view of images (B, 3, size, size), normalised."""
         boxes = centre_boxes(store.sizes[indices], self.resized, self.size)
-        return self._normalise(resample(store.canvas(indices), boxes, self.size, self.kernel))
+        return self._cut(store, indices, boxes, self.kernel)
 
     def random(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
         """Given views of images (B, 3, size, size), normalised."""
-        canvas = store.canvas(indices)
-        if views.draws is not None:
-            canvas = before_crop(canvas, store.sizes[indices], views.draws, views.augmentation)
-        images = resample(canvas, views.boxes, self.size)
-        if views.draws is not None:
-            images = after_crop(images, views.draws, views.augmentation)
+        if views.draws is None or draws_needed(views.augmentation) == 0:
+            return self._cut(store, indices, views.boxes)
+        canvas = before_crop(store.canvas(indices), store.sizes[indices], views.draws, views.augmentation)
+        images = after_crop(resample(canvas, views.boxes, self.size), views.draws, views.augmentation)
         return self._normalise(images)
+
+    def _cut(self, store: ImageStore, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
+        """The boxes of images (B, 3, size, size), normalised."""
+        if kernels.usable(store.device):
+            from probprompt.kernels.crop import crop  # late: needs Triton
+
+            return crop(*store.batch(indices), boxes, self.size, self.mean, self.std, kernel, self.dtype)
+        return self._normalise(resample(store.canvas(indices), boxes, self.size, kernel))
 
     def _normalise(self, images: Tensor) -> Tensor:
         return (images - self.mean) / self.std
@@ -118,28 +249,82 @@ class Loaded:
     labels: Tensor  # (n,)
     names: tuple[str, ...]
     unreadable: tuple[tuple[str, str], ...] = ()
+    stored_side: int | None = None
+    """What the short side was reduced to at most."""
+    sha256: str | None = None
+    """Of the pixels of all files of the folder, where they are kept on disk."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a record says of the images."""
+        return {
+            "stored_side": self.stored_side or "full",
+            "bytes": self.store.bytes,
+            "resident": "host" if self.store.pixels.device.type == "cpu" else "device",
+            "resident_share": RESIDENT,
+            "pixels_sha256": self.sha256,
+        }
 
 
-def load(images: ImageSet, device: torch.device, advance: Advance, workers: int = DECODERS) -> Loaded:
-    """Decode a set, all of it; files that cannot be read are left out and named."""
+class Watching(Protocol):
+    """Who is told how loading goes."""
 
-    def decode(index: int) -> Pixels | str:
-        try:
-            return images.read(index)
-        except UnreadableImageError as problem:
-            return str(problem)
-        finally:
-            advance(1)
+    def stage(self, description: str, total: int) -> AbstractContextManager[None]:
+        """Loading begins; it is so many steps."""
 
-    with ThreadPoolExecutor(workers) as pool:
-        decoded = list(pool.map(decode, range(len(images))))
-    kept = [index for index, pixels in enumerate(decoded) if not isinstance(pixels, str)]
-    failed = tuple((images.names[i], pixels) for i, pixels in enumerate(decoded) if isinstance(pixels, str))
+    def advance(self, steps: int) -> None:
+        """Some of them are done."""
+
+    def note(self, text: str) -> None:
+        """Something the user should read."""
+
+
+def load(images: ImageSet, device: torch.device, advance: Advance, workers: int | None = None) -> Loaded:
+    """Decode a set, no more than that, and keep it nowhere; files that cannot be read are left out and named."""
+    return _chosen(images, decode(images.read, len(images), advance, workers), np.arange(len(images)), device)
+
+
+def load_kept(
+    sets: Sequence[ImageSet], device: torch.device, watch: Watching, cache: ImageCache | None, verify: bool = False
+) -> list[Loaded]:
+    """Load sets by way of the cache: the folder of each is decoded whole, once for all sets and all later runs."""
+    folders = {id(images.files): images.files for images in sets if images.files is not None}
+    entries = {key: cache.entry(files) for key, files in folders.items()} if cache else {}
+    kept = {key: entry for key, entry in entries.items() if entry is not None}
+    decoded = {key: entry.read(verify) for key, entry in kept.items()}
+    missing = {key: entry for key, entry in kept.items() if decoded[key] is None}
+    others = [images for images in sets if id(images.files) not in missing]
+    with watch.stage("reading images", sum(map(len, others)) + sum(len(entry.files) for entry in missing.values())):
+        for key, entry in missing.items():
+            decoded[key] = entry.write(watch.advance, watch.note)
+        loaded = []
+        for images in sets:
+            whole = decoded.get(id(images.files))
+            if whole is None or images.rows is None:
+                loaded.append(load(images, device, watch.advance))
+                continue
+            loaded.append(_chosen(images, whole, images.rows, device))
+            if id(images.files) not in missing:
+                watch.advance(len(images))
+    for one in loaded:
+        if not one.store.resident:
+            watch.note(
+                f"{one.store.bytes / 1e9:.1f} GB of images stay on the host: they are more than {100 * RESIDENT:.0f} % "
+                "of the free memory of the device"
+            )
+    return loaded
+
+
+def _chosen(images: ImageSet, decoded: Decoded, rows: NDArray[np.int64], device: torch.device) -> Loaded:
+    """A set, of which all that could be read is among the decoded images, at these rows."""
+    failed = {index: decoded.unreadable[row] for index, row in enumerate(rows.tolist()) if row in decoded.unreadable}
+    kept = [index for index in range(len(images)) if index not in failed]
     return Loaded(
-        store=ImageStore.of([pixels for pixels in decoded if not isinstance(pixels, str)], device),
+        store=ImageStore.place(decoded, device, rows[kept]),
         labels=torch.from_numpy(images.labels[kept]).to(device),
         names=tuple(images.names[index] for index in kept),
-        unreadable=failed,
+        unreadable=tuple((images.names[index], reason) for index, reason in failed.items()),
+        stored_side=images.files.short_side if images.files else None,
+        sha256=decoded.sha256,
     )
 
 

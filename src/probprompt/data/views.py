@@ -29,7 +29,7 @@ class Boxes:
     limits: tuple[Tensor, Tensor, Tensor, Tensor]  # top, bottom, left, right
     flip: Tensor | None = None
 
-    def __getitem__(self, rows: Tensor) -> "Boxes":
+    def __getitem__(self, rows: Tensor | slice) -> "Boxes":
         """The boxes of some of the images."""
         top, bottom, left, right = (limit[rows] for limit in self.limits)
         corner = (self.top[rows], self.left[rows], self.height[rows], self.width[rows])

@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from probprompt import randomness
+from probprompt.backbone import Precision
 from probprompt.errors import UserError
 from probprompt.evaluation.diagnostics import injected_tokens
 from probprompt.methods import Context, Method, Prompted
 from probprompt.training.model import PromptedModel
-
-Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -117,19 +116,6 @@ class Audit:
         return {"passed": self.passed, "leaks": list(self.leaks), **tolerance, **asdict(self)}
 
 
-def precision_of(model: PromptedModel) -> Precision:
-    """The precision of the backbone's weights."""
-    kind = next(model.backbone.parameters()).dtype
-    if kind not in (torch.float32, torch.bfloat16):
-        raise UserError(f"the backbone's weights are {kind}: an audit has tolerances for float32 and bfloat16 only")
-    return "fp32" if kind == torch.float32 else "bf16"
-
-
-def set_precision(model: PromptedModel, precision: Precision) -> None:
-    """Round the backbone's weights; prompts and head stay float32."""
-    model.backbone.model.to(torch.float32 if precision == "fp32" else torch.bfloat16)
-
-
 @torch.no_grad()
 def audit(
     model: PromptedModel,
@@ -147,7 +133,7 @@ def audit(
     if len(images) < 2:
         raise UserError(f"an audit needs at least 2 images, got {len(images)}")
     with _watched(model.method) as told:
-        subject = _Subject(model, images, tasks, TOLERANCES[precision_of(model)])
+        subject = _Subject(model, images, tasks, TOLERANCES[model.precision])
         made: tuple[Callable[[], Check], ...] = (
             partial(_outputs, subject, classes),
             partial(_batch_size, subject),
@@ -164,7 +150,7 @@ def audit(
             checks.append(check())
             advance(1)
     return Audit(
-        precision=precision_of(model),
+        precision=model.precision,
         device=images.device.type,
         images=len(images),
         classes=classes,

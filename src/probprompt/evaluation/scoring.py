@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from probprompt.data.loading import Loaded, Viewer
+from probprompt.distributed import ALONE, World
 from probprompt.training.model import PromptedModel
 
 
@@ -13,11 +14,11 @@ class Scorer:
     """Scores a model on the test images of tasks.
 
     What never changes is computed once: the query of an image, since the backbone is frozen, and its features once
-    the prompts are fixed.
+    the prompts are fixed. Several processes share the images of a task; what else is asked for, each computes.
     """
 
-    def __init__(self, model: PromptedModel, images: Loaded, viewer: Viewer, batch: int) -> None:
-        self.model, self.images, self.viewer, self.batch = model, images, viewer, batch
+    def __init__(self, model: PromptedModel, images: Loaded, viewer: Viewer, batch: int, world: World = ALONE) -> None:
+        self.model, self.images, self.viewer, self.batch, self.world = model, images, viewer, batch, world
         self._queries = Cache(len(images.labels))
         self._features = Cache(len(images.labels))
 
@@ -25,9 +26,23 @@ class Scorer:
         """Accuracy in % on these images; labels in order of appearance."""
         correct = sum(
             int((self.logits(part).argmax(dim=1) == truth).sum())
-            for part, truth in zip(rows.split(self.batch), labels.split(self.batch), strict=True)
+            for part, truth in zip(self._batches(rows), self._batches(labels), strict=True)
         )
-        return 100 * correct / len(rows)
+        return 100 * self.world.total(correct) / len(rows)
+
+    def task_queries(self, rows: Tensor) -> Tensor:
+        """Queries (n, D) of a task's images, in the batches of :meth:`accuracy`; in the end every process knows all."""
+        own = [self.queries(part) for part in self._batches(rows)]
+        found = torch.cat(own) if own else torch.empty(0, self.model.backbone.width, device=rows.device)
+        whole = self.world.gather(found, len(rows))
+        if not self.world.alone and not self.model.method.trains_backbone:
+            self._queries.keep(rows, whole)
+        return whole
+
+    def _batches(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """What this process looks at of rows (n,), a batch at a time."""
+        own = self.world.share(rows)
+        return own.split(self.batch) if len(own) else ()
 
     @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
@@ -76,9 +91,14 @@ class Cache:
         places = rows.cpu()
         missing = (~self._known[places]).nonzero().flatten()
         if len(missing) or self._table is None:
-            new = compute(rows[missing.to(rows.device)])  # (m, D)
-            if self._table is None:
-                self._table = new.new_empty(self.size, new.shape[1])
-            self._table[rows[missing.to(rows.device)]] = new
-            self._known[places[missing]] = True
+            wanted = rows[missing.to(rows.device)]  # (m,)
+            return self.keep(wanted, compute(wanted))[rows]
         return self._table[rows]
+
+    def keep(self, rows: Tensor, values: Tensor) -> Tensor:
+        """Take note of rows that were computed (n, D), and give the table."""
+        if self._table is None:
+            self._table = values.new_empty(self.size, values.shape[1])
+        self._table[rows] = values
+        self._known[rows.cpu()] = True
+        return self._table

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
-import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt.errors import UserError, suggest
 from probprompt.prompts import Prompts, Readout
+from probprompt.randomness import Noise
 
 
 def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Context:
     """Classes of the images (B,), numbered by their appearance in the stream: in a training step only."""
     first: int = 0
     """The number of the task's first class."""
-    generator: torch.Generator | None = None
+    noise: Noise | None = None
     """Source of noise in a training step."""
 
 
@@ -115,6 +115,8 @@ class Method(nn.Module):
     """Whether :meth:`end_task` is given the task's training images as the model sees them."""
     needs_prototypes: ClassVar[bool] = False
     """Whether :meth:`initial_rows` is asked."""
+    sums_loss: bool = False
+    """Whether the method's own loss is a sum over the batch (else a mean, or none of the batch's)."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()

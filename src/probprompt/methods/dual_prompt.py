@@ -93,6 +93,7 @@ class DualPrompt(Method):
         check_blocks(config.general_blocks, shape, "method.general_blocks")
         check_blocks(config.expert_blocks, shape, "method.expert_blocks")
         self.config = config
+        self.sums_loss = config.key_loss == "sum"
         self.register_buffer("anchor", torch.empty(0), persistent=False)  # tells where new experts belong
         general = [
             self._draw((config.general_tokens, shape.width), "general", block) for block in config.general_blocks

@@ -181,6 +181,7 @@ class L2P(PooledPrompts):
 class PrefixPools(PooledPrompts):
     """Chosen entries are prefixes of a block's attention."""
 
+    sums_loss = True
     config: PrefixPoolConfig
 
     def __init__(self, config: PrefixPoolConfig, shape: Shape, seed: int) -> None:

@@ -15,7 +15,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from probprompt import equations, randomness
+from probprompt import equations, kernels, randomness
+from probprompt.kernels.mixture import drift, mixture
 from probprompt.methods.base import (
     Blocks,
     Context,
@@ -115,54 +116,71 @@ class ProbPrompt(Method):
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
         """Sample prompts for each query (B, D); in training also weigh how far the Gaussians moved."""
         assert query is not None
-        injected = {
-            block: Prefix.split(self._tokens(slot, query, context)) for slot, block in enumerate(self.config.blocks)
-        }
+        if self.config.variant == "independent" and self._samples(context):
+            tokens = self._mix_samples(query, context)
+        else:
+            tokens = self._sample_mixture(query, context)
         weight = self.config.regularisation
         loss = weight * self.drift() if context.training and weight else None
-        return Prompted(injected, loss)
+        halves = tokens.unflatten(1, (2 * len(self.config.blocks), -1)).unbind(
+            dim=1
+        )  # (B, M / 2, D): keys, values, ...
+        each = map(Prefix, halves[::2], halves[1::2])
+        return Prompted(dict(zip(self.config.blocks, each, strict=True)), loss)
 
     def drift(self) -> Tensor:
         """L_DR (Eqs. 13-14): KL(cached || current), averaged over tokens and components, summed over blocks."""
-        divergence = equations.gaussian_kl(
-            self.cached_mean, self.cached_log_std, self.mean, self.log_std
-        )  # (blocks, M, N)
-        return divergence.mean(dim=(1, 2)).sum()
+        pools = self.config.tokens * self.config.components  # of a block
+        return drift(self.mean, self.log_std, self.cached_mean, self.cached_log_std) / pools
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Relevance scores s(n) per prompted block: (B, M, N)."""
-        return {block: self._weights(slot, query) for slot, block in enumerate(self.config.blocks)}
+        weights = self._mixture(query)[0].unflatten(1, (len(self.config.blocks), -1))  # (B, blocks, M, N)
+        return dict(zip(self.config.blocks, weights.unbind(dim=1), strict=True))
 
-    def _weights(self, slot: int, query: Tensor) -> Tensor:
-        weights = equations.relevance(query, self.mean[slot], self.log_std[slot], self.temperature)  # (B, M, N)
-        return weights if self.config.top_k is None else equations.top_k(weights, self.config.top_k)
+    def _mixture(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For every pool of every block, relevance (B, pools, N), mean and deviation of the mixture (B, pools, D)."""
+        pools = self.mean.flatten(0, 1), self.log_std.flatten(0, 1)  # (pools, N, D) each
+        return mixture(query, *pools, self.temperature, self.config.top_k)
 
-    def _tokens(self, slot: int, query: Tensor, context: Context) -> Tensor:
-        weights = self._weights(slot, query)  # (B, M, N)
-        if self.config.variant == "independent" and self._samples(context):
-            return self._mix_samples(slot, query, weights, context)
-        mean, std = equations.mixture_moments(weights, self.mean[slot], self.log_std[slot])  # (B, M, D) each
-        return self._draw(slot, mean, std, query, context)
-
-    def _mix_samples(self, slot: int, query: Tensor, weights: Tensor, context: Context) -> Tensor:
-        """Draw from every Gaussian by itself, then weigh the results by relevance (ablation, second row)."""
-        batch, (tokens, components, width) = len(query), self.mean[slot].shape
-        mean = self.mean[slot].flatten(0, 1).expand(batch, -1, -1)  # (B, M N, D)
-        std = self.log_std[slot].exp().flatten(0, 1).expand(batch, -1, -1)  # (B, M N, D)
-        drawn = self._draw(slot, mean, std, query, context).view(batch, tokens, components, width)  # (B, M, N, D)
-        return torch.einsum("bmn,bmnd->bmd", weights, drawn)  # (B, M, D)
-
-    def _draw(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
+    def _sample_mixture(self, query: Tensor, context: Context) -> Tensor:
+        """Prompts (B, pools, D), all blocks one after the other, drawn from the mixtures and averaged."""
+        _, mean, std = self._mixture(query)
         count = self._samples(context)
         if not count:
             return mean
-        noise = self.fixed_noise[slot]  # (M, N_s, D)
+        if context.training and kernels.usable(mean.device):
+            from probprompt.kernels.sampling import sampled_prompt
+
+            assert context.noise is not None
+            noise, equal = context.noise, self.config.aggregation == "mean"
+            return sampled_prompt(mean, std, query, noise.seed, count, noise.first, equal)
+        return self._draw(mean, std, query, context)
+
+    def _mix_samples(self, query: Tensor, context: Context) -> Tensor:
+        """Draw from every Gaussian by itself, then weigh the results by relevance (ablation, second row)."""
+        pools = self.mean.shape[:3]  # blocks, M, N
+        mean, std = (part.flatten(0, 2).expand(len(query), -1, -1) for part in (self.mean, self.log_std.exp()))
+        drawn = self._draw(mean, std, query, context).unflatten(1, (pools[0] * pools[1], -1))  # (B, pools, N, D)
+        return torch.einsum("bmn,bmnd->bmd", self._mixture(query)[0], drawn)  # (B, pools, D)
+
+    def _draw(self, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
+        """Average samples of Gaussians (B, G, D), a block's after the other's, as many in each."""
+        blocks = len(self.config.blocks)
+        parts = zip(mean.chunk(blocks, dim=1), std.chunk(blocks, dim=1), strict=True)
+        drawn = [self._average(slot, *part, query, context) for slot, part in enumerate(parts)]
+        return torch.cat(drawn, dim=1)  # (B, G, D)
+
+    def _average(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
+        count = self._samples(context)
+        noise = self.fixed_noise[slot]  # (G of the block, N_s, D)
         if context.training:
-            shape = (*mean.shape[:2], count, mean.shape[2])
-            noise = torch.randn(shape, generator=context.generator, device=mean.device)  # (B, M, N_s, D)
+            assert context.noise is not None
+            shape = (len(mean), mean.shape[1], count, mean.shape[2])
+            noise = context.noise.normal(shape, slot * mean.shape[1])  # (B, G of the block, N_s, D)
         if self.config.aggregation == "mean":
-            return equations.average(equations.sample_prompts(mean, std, count, noise=noise))  # (B, M, D)
-        return equations.sampled_prompt(mean, std, query, noise)  # (B, M, D)
+            return equations.average(equations.sample_prompts(mean, std, count, noise=noise))
+        return equations.sampled_prompt(mean, std, query, noise)
 
     def _samples(self, context: Context) -> int:
         if self.config.variant == "deterministic":

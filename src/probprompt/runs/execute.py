@@ -3,7 +3,7 @@
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from probprompt import methods
+from probprompt.backbone import DTYPES, Precision
 from probprompt.checkpoints import LoadedBackbone, load_backbone
 from probprompt.config import RunConfig
 from probprompt.data import benchmarks
-from probprompt.data.loading import Loaded, Viewer, enlarged, load, refuse_unreadable
+from probprompt.data.cache import ImageCache
+from probprompt.data.loading import Loaded, Viewer, enlarged, load_kept, refuse_unreadable
 from probprompt.data.stream import Task, build_stream, order_hash
+from probprompt.distributed import ALONE, World, from_environment, join
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
 from probprompt.evaluation.scoring import Scorer
@@ -54,6 +56,11 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def usual_precision(device: torch.device) -> Precision:
+    """What a frozen backbone computes in where nobody says: bf16 on a GPU that has it."""
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
 @dataclass(frozen=True)
 class Workshop:
     """Everything a run works with, in place."""
@@ -71,6 +78,7 @@ class Workshop:
     scorer: Scorer
     split_hash: str
     skipped: list[str]
+    world: World = ALONE
 
 
 def train(
@@ -80,30 +88,39 @@ def train(
     watcher: Watcher | None = None,
     track: str | None = None,
 ) -> Run:
-    """Carry out a new run in a new folder."""
-    watch = watcher or Watcher()
-    refuse_used(out)
+    """Carry out a new run in a new folder; under torchrun, together with the other processes."""
+    watch, writes = _voice(watcher), from_environment().writes
+    if writes:
+        refuse_used(out)
     if track:
         check_tracker(track)
-    workshop = prepare(config, pick_device(device), watch)
-    run = Run.create(out, describe(workshop, out.name))
-    with run.locked():
+    world, place = join(pick_device(device))
+    out = world.agree(out)  # a folder of no name is chosen by what is there
+    with world.in_turn():
+        workshop = prepare(config, place, watch, None, world)
+    run = Run.create(out, describe(workshop, out.name)) if writes else Run(out)
+    with run.locked() if writes else nullcontext():
         return _carry_out(run, workshop, None, watch, track)
 
 
 def resume(out: Path, device: str | None = None, watcher: Watcher | None = None, track: str | None = None) -> Run:
-    """Go on with a run from its last checkpoint; a finished one is returned as it is."""
-    watch = watcher or Watcher()
+    """Go on with a run from its last checkpoint; a finished one is returned as it is.
+
+    So many processes as torchrun started take part, whatever their number before.
+    """
+    watch = _voice(watcher)
     run = Run.open(out)
     if track:
         check_tracker(track)
     if run.finished:
         watch.note(f"{out} is finished already")
         return run
-    with run.locked():
+    with run.locked() if from_environment().writes else nullcontext():
         record = run.record
         begun_on = record["hardware"]["device"]
-        workshop = prepare(run.config, pick_device(device or begun_on), watch, record["backbone"]["sha256"])
+        world, place = join(pick_device(device or begun_on))
+        with world.in_turn():
+            workshop = prepare(run.config, place, watch, record["backbone"]["sha256"], world)
         if workshop.device.type != begun_on:
             watch.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
         _refuse_changed_data(record, workshop)
@@ -112,11 +129,24 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
             saved = load_checkpoint(run.checkpoint, config_hash(run.config), workshop.device)
             saved.restore(workshop.learner, workshop.tasks)
         position = saved.position if saved else Position()
-        run.log("resumed", task=position.task, epoch=position.epoch, device=workshop.device.type)
+        more = {} if world.alone else {"world_size": world.size}
+        if world.writes:
+            run.log("resumed", task=position.task, epoch=position.epoch, device=workshop.device.type, **more)
         return _carry_out(run, workshop, saved, watch, track)
 
 
-def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sha256: str | None = None) -> Workshop:
+def _voice(watcher: Watcher | None) -> Watcher:
+    """Who is told how a run goes: of several processes one alone talks."""
+    return watcher if watcher and from_environment().writes else Watcher()
+
+
+def prepare(
+    config: RunConfig,
+    device: torch.device,
+    watch: Watcher,
+    expected_sha256: str | None = None,
+    world: World = ALONE,
+) -> Workshop:
     """Load images and backbone, check them, and build what learns. Nothing is written."""
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction)
@@ -129,12 +159,12 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
     stream = build_stream(data.class_names, config.data.tasks or source.tasks, config.seeds.order)
-    with watch.stage("reading images", len(data.train) + len(data.test)):
-        train, test = (load(images, device, watch.advance) for images in (data.train, data.test))
+    train, test = load_kept((data.train, data.test), device, watch, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
-    viewer = _viewer(config, backbone, short_side if source.enlarge else size, device)
     model = build_model(config, backbone).to(device)
-    learner = Learner(model, train, viewer, config)
+    model.set_precision(config.backbone.precision or usual_precision(device))
+    viewer = _viewer(config, backbone, short_side if source.enlarge else size, device)
+    learner = Learner(model, train, viewer, config, world)
     joint = model.method.joint
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
     for task in tasks:
@@ -148,9 +178,10 @@ def prepare(config: RunConfig, device: torch.device, watch: Watcher, expected_sh
         tasks=tasks,
         test_tasks=_task_images(stream, test),
         learner=learner,
-        scorer=Scorer(model, test, viewer, config.evaluation_batch),
+        scorer=Scorer(model, test, viewer, config.evaluation_batch, world),
         split_hash=data.split_hash(),
         skipped=skipped,
+        world=world,
     )
 
 
@@ -171,7 +202,8 @@ def _build_method(config: RunConfig, backbone: LoadedBackbone) -> Method:
 def _viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
     wanted = backbone.preprocessing
     mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
-    return Viewer.of(wanted.image_size, resized, mean, std, config.data.interpolation, device)
+    dtype = DTYPES[backbone.model.precision]
+    return Viewer.of(wanted.image_size, resized, mean, std, config.data.interpolation, device, dtype)
 
 
 def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
@@ -209,6 +241,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "source": backbone.source,
             "sha256": backbone.sha256,
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
+            "precision": model.precision,
         },
         "preprocessing": {
             "image_size": viewer.size,
@@ -218,6 +251,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "normalisation": config.backbone.normalisation,
             "interpolation": viewer.kernel,
         },
+        "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
         "stream": {
             "classes": [name for task in names for name in task],
             "tasks": names,
@@ -229,6 +263,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
         },
         "versions": versions(),
         "hardware": hardware(workshop.device),
+        "world_size": workshop.world.size,
         "evaluated_on": "validation" if config.data.validation else "test",
         "head": config.head.kind or model.method.preferred_head,
         "joint": model.method.joint,
@@ -257,17 +292,19 @@ def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
 def _carry_out(run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, track: str | None) -> Run:
     if workshop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(workshop.device)
-    tracker = open_tracker(track, run.folder, workshop.config.model_dump(mode="json")) if track else None
+    settings, wanted = workshop.config.model_dump(mode="json"), track if workshop.world.writes else None
+    tracker = open_tracker(wanted, run.folder, settings) if wanted else None
     try:
         Execution(run, workshop, saved, watch, tracker).run_all()
     finally:
         if tracker:
             tracker.close()
+    workshop.world.barrier()  # whoever comes back from here finds the finished run
     return run
 
 
 class Execution:
-    """A run under way."""
+    """A run under way. Of several processes each has one; the first alone writes, and it alone has a tracker."""
 
     def __init__(
         self, run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, tracker: Tracker | None
@@ -276,13 +313,17 @@ class Execution:
         count = len(workshop.tasks)
         self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
         self.hash = config_hash(workshop.config)
+        self.writes = workshop.world.writes
 
     def run_all(self) -> None:
         """Learn what is left to learn."""
         for task in self.workshop.tasks[self.position.task :]:
             self._learn(task)
         with self._timed("diagnostics_s"):
-            write_json(self.run.folder / "diagnostics.json", diagnose(self.workshop))
+            found = diagnose(self.workshop)
+            if not self.writes:
+                return
+            write_json(self.run.folder / "diagnostics.json", found)
         self.run.update(
             status="finished",
             time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
@@ -315,7 +356,8 @@ class Execution:
         with self._timed("training_s"):
             result = self.workshop.learner.train_epoch(task, epoch, optimiser, self.watch.advance)
         self.watch.describe(f"loss {result.loss:.2f}")
-        self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
+        if self.writes:
+            self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
         if self.tracker:
             step = task.index * self.workshop.config.training.epochs + epoch
             self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
@@ -326,7 +368,8 @@ class Execution:
         joint = self.workshop.learner.model.method.joint
         seen = self.workshop.test_tasks[: None if joint else step + 1]
         scores = [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
-        self.run.log("task", task=step, accuracies=scores)
+        if self.writes:
+            self.run.log("task", task=step, accuracies=scores)
         return [float(np.mean(scores))] if joint else scores  # learned at once, there is one number: the average
 
     def _close_task(self, task: TaskImages, scores: list[float]) -> None:
@@ -336,13 +379,16 @@ class Execution:
         if self.tracker:
             step = (task.index + 1) * self.workshop.config.training.epochs - 1
             self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
-        self.run.write_accuracy(matrix)
-        with self._timed("saving_s"):
-            save_model(self.run.model, self.workshop.learner, self._model_note(task))
+        if self.writes:
+            self.run.write_accuracy(matrix)
+            with self._timed("saving_s"):
+                save_model(self.run.model, self.workshop.learner, self._model_note(task))
         self.position.task, self.position.epoch = task.index + 1, 0
         self._checkpoint(None)
 
     def _checkpoint(self, optimiser: torch.optim.Optimizer | None) -> None:
+        if not self.writes:
+            return
         with self._timed("saving_s"):
             save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimiser)
 
@@ -369,26 +415,28 @@ class Execution:
 
 
 def diagnose(workshop: Workshop) -> dict[str, Any]:
-    """Look inside the trained model with the queries of the evaluated images."""
+    """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
     model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
     names = [name for group in _names(workshop) for name in group]
-    found: dict[str, Any] = {}
-
-    def queries_of(task: TaskImages) -> Tensor:  # in the batches of the scoring: the same after a resume
-        return torch.cat([scorer.queries(rows) for rows in task.rows.split(workshop.config.evaluation_batch)])
-
-    if model.method.needs_query:  # first, so that none is asked for in other batches
-        every = torch.cat([queries_of(task) for task in workshop.test_tasks])  # (n, D)
-        found["relevance"] = diagnostics.component_usage(model.method, every)
     one_each = torch.cat(
         [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
     )
+    asked = workshop.test_tasks if model.method.needs_query else []
+    # First, and in the batches of the scoring, so that none is asked for in others: the same after a resume.
+    every = [scorer.task_queries(task.rows) for task in asked]  # (n, D) each
+    single = scorer.queries(one_each)  # (C, D)
+    mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
+    if not workshop.world.writes:
+        return {}
+    found: dict[str, Any] = {}
+    if every:
+        found["relevance"] = diagnostics.component_usage(model.method, torch.cat(every))
     fresh = _build_method(workshop.config, workshop.backbone).to(workshop.device)
     for task in workshop.tasks:
         if workshop.learner.adapts(task):
             fresh.begin_task(task.index, task.classes)
-    found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, scorer.queries(one_each), names)
-    found["queries"] = diagnostics.query_map(queries_of(first), first.labels, names[: first.classes], 1)
+    found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, single, names)
+    found["queries"] = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
     return {name: part for name, part in found.items() if part is not None}
 
 

@@ -2,20 +2,12 @@
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import product
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import fmean
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -23,9 +15,7 @@ from probprompt import methods, presets
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.data import benchmarks
 from probprompt.errors import UserError, shorten, suggest
-from probprompt.runs.execute import pick_device
-from probprompt.runs.files import read_json, write_error, write_json
-from probprompt.runs.progress import Watcher
+from probprompt.runs.files import read_json
 from probprompt.runs.record import Run, config_hash
 
 CUSTOM = "custom"
@@ -222,66 +212,6 @@ def _folder_name(text: str) -> str:
     return plain if plain == text else f"{plain}~{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-# Progress
-
-
-class GridWatcher(Watcher):
-    """Is told of a grid's cells as well; this one keeps quiet."""
-
-    @contextmanager
-    def grid(self, total: int, finished: int) -> Iterator[None]:
-        """Begin with a grid of so many cells, some of them finished before."""
-        yield
-
-    def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
-        """A cell begins; it and those after it may take so many seconds, as far as is known."""
-
-    def end(self, outcome: Outcome, rest: float | None) -> None:
-        """A cell has ended, well or not; those after it may take so many seconds."""
-
-
-class Pace:
-    """How long cells take, from those that are finished."""
-
-    def __init__(self, outcomes: Iterable[Outcome] = ()) -> None:
-        self._known: dict[tuple[object, ...], list[float]] = {}
-        for outcome in outcomes:
-            self.learn(outcome)
-
-    def learn(self, outcome: Outcome) -> None:
-        """Take note of a cell that has ended."""
-        if outcome.seconds is not None:
-            for key in self._keys(outcome.cell):
-                self._known.setdefault(key, []).append(outcome.seconds)
-
-    def expect(self, cells: Iterable[Cell]) -> float | None:
-        """Seconds that these cells may take: each as the cells most like it did; None before any is known."""
-        if not self._known:
-            return None
-        nearest = (next(key for key in self._keys(cell) if key in self._known) for cell in cells)
-        return sum(fmean(self._known[key]) for key in nearest)
-
-    @staticmethod
-    def _keys(cell: Cell) -> tuple[tuple[object, ...], ...]:
-        """What a cell shares with others, from nearly all to nothing."""
-        row = (cell.method, *describe(cell.varied))
-        return (cell.benchmark, cell.preset, row), (cell.benchmark, cell.method), (cell.method,), ()
-
-
-class Start(Protocol):
-    """Carries out a new run."""
-
-    def __call__(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None, /) -> Run:
-        """Give back the finished run."""
-
-
-class Resume(Protocol):
-    """Goes on with a run."""
-
-    def __call__(self, out: Path, device: str | None, watcher: Watcher | None, /) -> Run:
-        """Give back the finished run."""
-
-
 # The grid
 
 
@@ -311,25 +241,6 @@ class Grid:
     def outcomes(self) -> list[Outcome]:
         """How things stand, cell by cell."""
         return [cell.outcome for cell in self.cells]
-
-    def run(
-        self, start: Start, resume: Resume, device: str | None, watcher: GridWatcher | None, workers: int = 1
-    ) -> list[Outcome]:
-        """Run what is not finished; a cell that fails is recorded and does not stop the rest.
-
-        With several workers, so many cells run side by side, each in a process of its own.
-        """
-        watch = watcher or GridWatcher()
-        pick_device(device)
-        before = self.outcomes()
-        waiting = [outcome.cell for outcome in before if not outcome.run]
-        pace = Pace(before)
-        with watch.grid(len(before), len(before) - len(waiting)):
-            if workers > 1:
-                _side_by_side(waiting, (start, resume, device), watch, pace, workers)
-            else:
-                _one_by_one(waiting, (start, resume, device), watch, pace)
-        return self.outcomes()
 
     def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings by their dotted names; all that are unknown are refused at once."""
@@ -461,81 +372,3 @@ def _differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
     names = dict.fromkeys((*before, *after))
     told = {name: [brief(side[name]) if name in side else "absent" for side in (before, after)] for name in names}
     return [f"{name} is {there}, wanted {here}" for name, (there, here) in told.items() if there != here]
-
-
-Way = tuple[Start, Resume, str | None]  # how a cell is begun, how it goes on, and on which device
-
-
-def _one_by_one(waiting: list[Cell], way: Way, watch: GridWatcher, pace: Pace) -> None:
-    for number, cell in enumerate(waiting, start=1):
-        watch.begin(cell, pace.expect([cell]), pace.expect(waiting[number:]))
-        outcome = _carry_out(cell, *way, watch)
-        pace.learn(outcome)
-        watch.end(outcome, pace.expect(waiting[number:]))
-
-
-def _side_by_side(waiting: list[Cell], way: Way, watch: GridWatcher, pace: Pace, workers: int) -> None:
-    """A new process per cell: one that dies takes nobody with it."""
-    context = multiprocessing.get_context("spawn")  # a copy of this process could not use a GPU
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    left, running = list(waiting), dict[BaseProcess, Cell]()
-    try:
-        while left or running:
-            while left and len(running) < workers:
-                cell = left.pop(0)
-                process = context.Process(target=_carry_out_alone, args=(cell, way, threads), daemon=True)
-                process.start()
-                running[process] = cell
-            connection.wait([process.sentinel for process in running])
-            for ended in [process for process in running if not process.is_alive()]:
-                outcome = _ended(running.pop(ended), ended.exitcode)
-                pace.learn(outcome)
-                rest = pace.expect([*running.values(), *left])
-                watch.end(outcome, None if rest is None else rest / workers)
-    finally:
-        for other in running:
-            other.terminate()
-        for other in running:
-            other.join()
-
-
-def _carry_out_alone(cell: Cell, way: Way, threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
-    with suppress(KeyboardInterrupt):  # the process that waits for this one tells what to do
-        _carry_out(cell, *way, GridWatcher())
-
-
-def _ended(cell: Cell, code: int | None) -> Outcome:
-    """What a process left behind; one that was killed has left nothing."""
-    outcome = cell.outcome
-    if outcome.run or outcome.problem:
-        return outcome
-    problem = RuntimeError(f"its process ended with exit code {code} (killed, or out of memory?)")
-    return Outcome(cell, problem=_record_failure(cell.folder, problem))
-
-
-def _carry_out(cell: Cell, start: Start, resume: Resume, device: str | None, watch: GridWatcher) -> Outcome:
-    try:
-        (cell.folder / FAILED).unlink(missing_ok=True)  # a new run wants an empty folder
-        begun = cell.run is not None
-        resume(cell.folder, device, watch) if begun else start(cell.config, cell.folder, device, watch)
-    except Exception as problem:  # noqa: BLE001 (whatever happens to one cell, the others go on)
-        return Outcome(cell, problem=_record_failure(cell.folder, problem))
-    return cell.outcome
-
-
-def _record_failure(folder: Path, problem: Exception) -> dict[str, str]:
-    told = {
-        "type": type(problem).__name__,
-        "message": str(problem),
-        "traceback": "".join(traceback.format_exception(problem)),
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as trouble:
-        raise write_error(folder, trouble) from trouble
-    write_json(folder / FAILED, told)
-    return told

@@ -14,21 +14,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from probprompt import randomness
+from probprompt.backbone import Precision
 from probprompt.config import DataConfig, RunConfig
 from probprompt.data import benchmarks
 from probprompt.data.benchmarks import ImageData
-from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged, load
+from probprompt.data.loading import Loaded, Viewer, enlarged, load
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation.audit import (
     CHECKS,
     TOLERANCES,
     Audit,
     Check,
-    Precision,
     Tolerance,
     audit,
     compare,
-    set_precision,
     spread_of,
 )
 from probprompt.runs.execute import Workshop, prepare
@@ -122,7 +121,7 @@ def _audit_loaded(
         sample = _run_sample(run, loaded, count, device, watch)
     else:
         sample = _noise(loaded, count, device)
-    set_precision(loaded.model, precision)
+    loaded.model.set_precision(precision)
     with watch.stage("auditing", CHECKS):
         outcome = audit(
             loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, watch.advance
@@ -243,7 +242,7 @@ def audit_method(
         known = sum(task.classes for task in first.tasks[:common])
         same = _future(models, sample, device)
         model = models[_FUTURES[0]]
-        set_precision(model, precision)
+        model.set_precision(precision)
         outcome = audit(model, sample.images, sample.tasks, known, sample.strangers, watcher.advance).also(same)
         watcher.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
     about = {
@@ -307,20 +306,13 @@ def _renumbered(task: TaskImages, kept: Tensor) -> TaskImages:
 
 def _only(images: Loaded, rows: Tensor) -> Loaded:
     """A set without all other images."""
-    store, chosen = images.store, rows.tolist()
-    pictures = store.images[rows] if isinstance(store.images, Tensor) else tuple(store.images[row] for row in chosen)
-    names = tuple(images.names[row] for row in chosen)
-    return Loaded(ImageStore(pictures, store.sizes[rows]), images.labels[rows], names)
+    names = tuple(images.names[row] for row in rows.tolist())
+    return Loaded(images.store.only(rows), images.labels[rows], names)
 
 
 def _negatives(images: Loaded, rows: Tensor) -> Loaded:
     """A set in which these images have become their negatives."""
-    store, chosen = images.store, set(rows.tolist())
-    if isinstance(store.images, Tensor):
-        pictures: Tensor | tuple[Tensor, ...] = store.images.index_copy(0, rows, 255 - store.images[rows])
-    else:
-        pictures = tuple(255 - image if row in chosen else image for row, image in enumerate(store.images))
-    return replace(images, store=ImageStore(pictures, store.sizes))
+    return replace(images, store=images.store.inverted(rows))
 
 
 def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, watch: Watcher) -> None:

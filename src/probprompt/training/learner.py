@@ -2,22 +2,27 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from probprompt import randomness
 from probprompt.alignment import ClassStatistics, align
+from probprompt.backbone import Embedded
 from probprompt.config import RunConfig
 from probprompt.data.colour import draws_needed
 from probprompt.data.loading import Loaded, RandomViews, Viewer
 from probprompt.data.views import DRAWS, random_boxes
+from probprompt.distributed import ALONE, World
 from probprompt.errors import UserError
 from probprompt.heads import ClosedFormHead, LinearHead
-from probprompt.methods import EVALUATION, Context, TaskSummary
+from probprompt.methods import EVALUATION, Context, Method, TaskSummary
+from probprompt.randomness import Noise
 from probprompt.training.model import PromptedModel
 from probprompt.training.schedule import Schedule
+from probprompt.training.step import Captured, Inputs, look_ahead
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,16 @@ Advance = Callable[[int], None]
 
 
 class Learner:
-    """Teaches a model one task after another."""
+    """Teaches a model one task after another.
 
-    def __init__(self, model: PromptedModel, images: Loaded, viewer: Viewer, config: RunConfig) -> None:
-        self.model, self.images, self.viewer, self.config = model, images, viewer, config
+    Several processes share the work: each computes its part of every batch and of every pass over a task's images.
+    What they then make of all parts, they make alike, and go on with what the first has.
+    """
+
+    def __init__(
+        self, model: PromptedModel, images: Loaded, viewer: Viewer, config: RunConfig, world: World = ALONE
+    ) -> None:
+        self.model, self.images, self.viewer, self.config, self.world = model, images, viewer, config, world
         self.device = images.labels.device
         width, seed = model.backbone.width, config.seeds.init
         head = model.head
@@ -59,6 +70,7 @@ class Learner:
         self.statistics = ClassStatistics.empty(width, self.device, config.alignment.centroids)
         self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, where a method asks
         self._frozen: tuple[int, tuple[Tensor, Tensor | None]] | None = None  # of which task; features and queries
+        self._current: Step | None = None
 
     def begin(self, task: TaskImages) -> None:
         """Make room for the task's classes."""
@@ -68,6 +80,7 @@ class Learner:
             self.trained.grow(task.classes)
         if self.model.method.needs_prototypes and self.adapts(task):
             self._place_rows(task)
+        self._agree()
 
     def begin_method(self, task: TaskImages) -> None:
         """Tell the method of the task; once the prompts are fixed, it is not told and nothing of it changes."""
@@ -88,7 +101,9 @@ class Learner:
         return self.model.head.trained or (self.adapts(task) and self.model.method.learns)
 
     def check(self, task: TaskImages) -> None:
-        """Refuse what cannot be learned: one class has nothing to be told apart from."""
+        """Refuse what cannot be learned: one class has nothing to be told apart from; processes need equal parts."""
+        if not self.world.alone:
+            self._check_parts(task)
         if task.classes > 1 or not self.learns_head(task):
             return
         if task.index == 0:
@@ -99,6 +114,25 @@ class Learner:
             raise UserError(
                 f"task {task.index + 1} has only one class: it can be learned by the alignment alone, "
                 "which is switched off (alignment.enabled)"
+            )
+
+    def _check_parts(self, task: TaskImages) -> None:
+        """Refuse what so many processes cannot share out, or would not learn as one does."""
+        size, batch, settings = self.world.size, self.config.training.batch, self.config.method
+        for mark in settings.marks():  # all of these mistakes mix the images of a batch
+            raise UserError(f"{settings.name} cannot be trained by {size} processes, only by one: {mark}")
+        if not self.epochs(task):
+            return
+        if batch % size:
+            near = [str(number) for number in (batch - batch % size, batch - batch % size + size) if number]
+            raise UserError(
+                f"{size} processes cannot share a batch of {batch} equally: set training.batch to {' or '.join(near)}, "
+                f"or start {' or '.join(str(n) for n in range(1, batch + 1) if batch % n == 0)} process(es)"
+            )
+        if len(task) < size:
+            raise UserError(
+                f"task {task.index + 1} has only {len(task)} training image(s), not one for each of {size} processes: "
+                f"start at most {len(task)}"
             )
 
     def epochs(self, task: TaskImages) -> int:
@@ -118,52 +152,65 @@ class Learner:
         groups += [{"params": _learning(part), "base": rate * factor} for part, factor in model.method.groups()]
         if model.method.trains_backbone:
             groups.append({"params": _learning(model.backbone.parameters()), "base": rate})
-        return torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=settings.weight_decay)
+        groups = [group for group in groups if group["params"]]
+        if self.device.type == "cpu":
+            return torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
+        for group in groups:  # on the device, so that a captured step can be given another rate
+            group["lr"] = torch.zeros((), device=self.device)
+        return torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True, capturable=True)
 
     def train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW, advance: Advance) -> EpochResult:
         """Go once over the task's images."""
         self.model.method.begin_epoch()
-        schedule = self._schedule(task)
-        first = task.first if self.model.method.masked else 0
-        total, correct = torch.zeros(2, device=self.device)
-        seen, rate = 0, 0.0
-        for step, batch in enumerate(self._batches(task, epoch), start=epoch * self.steps(task)):
-            rate = schedule.rate(step, self.config.training.head_rate)
+        schedule, rate = self._schedule(task), 0.0
+        step = self._step(task, optimiser)
+        step.tally.zero_()
+        for number, batch in enumerate(step.ahead(self._batches(task, epoch)), start=epoch * self.steps(task)):
+            rate = schedule.rate(number, self.config.training.head_rate)
             for group in optimiser.param_groups:
-                group["lr"] = schedule.rate(step, group["base"])
-            noise = randomness.generator(self.device, self.config.seeds.data, "noise", task.index, step)
-            context = Context(True, task.index, batch.labels, task.first, noise)
-            features, loss = self._features(batch, context)
-            logits = self._logits(features, first)  # (B, new), or (B, C) where old classes are compared with
-            labels = batch.labels - first  # (B,)
-            objective = nn.functional.cross_entropy(logits, labels)
-            optimiser.zero_grad()
-            (objective if loss is None else objective + loss).backward()
-            self._clip(optimiser)
-            self.model.method.before_step()
-            optimiser.step()
-            total += objective.detach() * len(labels)
-            correct += (logits.argmax(dim=1) == labels).sum()
-            seen += len(labels)
+                _set_rate(group, schedule.rate(number, group["base"]))
+            step.learn(*batch)
             advance(1)
-        result = EpochResult(total.item() / seen, 100 * correct.item() / seen, rate)
+        self.world.average([step.tally])
+        loss, correct = (step.tally / self.steps(task)).tolist()
+        result = EpochResult(loss, 100 * correct, rate)
         self._refuse_divergence(result, task, epoch)
         return result
+
+    def _step(self, task: TaskImages, optimiser: torch.optim.AdamW) -> "Step":
+        """The step of this task under this optimiser, kept from epoch to epoch."""
+        if self._current is None or self._current.optimiser is not optimiser:
+            self._current = None  # lets go of the last task's memory first
+            self._current = Step(self, task, optimiser)
+        return self._current
 
     def finish(self, task: TaskImages, advance: Advance) -> None:
         """Tell the method that the task is trained; then solve the head, or realign it to all classes."""
         if self.adapts(task):
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
+            self._agree()
         if isinstance(self.model.head, ClosedFormHead):
             seen = self.model.head_input(*self._evaluation_pass(task, advance))  # (n, D or 2 D)
             self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
             self._align(task, advance)
+        self._agree()
         if not all(bool(value.isfinite().all()) for value in self.model.head.parameters()):
             raise UserError(
                 f"the refit of the head diverged after task {task.index + 1}: lower alignment.rate "
                 f"({self.config.alignment.rate})"
             )
+
+    def _agree(self) -> None:
+        """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
+        if self.world.alone:
+            return
+        model, statistics = self.model, self.statistics
+        parts = [model.method, model.head, *([] if self.trained is model.head else [self.trained])]
+        if model.method.trains_backbone:
+            parts.append(model.backbone)
+        values = [value for part in parts for value in part.state_dict().values()]
+        self.world.broadcast([*values, statistics.mean, statistics.variance, self.prototypes])
 
     @property
     def aligns(self) -> bool:
@@ -206,12 +253,6 @@ class Learner:
             with torch.no_grad():
                 weight[task.first :] = rows
 
-    def _clip(self, optimiser: torch.optim.AdamW) -> None:
-        limit = self.config.training.clip
-        if limit is not None:
-            parts = [part for group in optimiser.param_groups for part in group["params"] if part.grad is not None]
-            torch.nn.utils.clip_grad_norm_(parts, limit)
-
     def _batch(self, task: TaskImages) -> int:
         return min(self.config.training.batch, len(task))
 
@@ -226,24 +267,22 @@ class Learner:
         head = self.trained
         return head.logits(features, head.weight[first:], head.bias[first:])
 
-    def _batches(self, task: TaskImages, epoch: int) -> Iterator["Batch"]:
-        seed, batch = self.config.seeds.data, self._batch(task)
-        order = randomness.permutation(len(task), seed, "order", task.index, epoch)
-        if self.model.static:
-            views: RandomViews | Tensor = self._evaluation_features(task, lambda _: None)
-        else:
-            views = self._random_views(task, "views", epoch)
-        for step in range(self.steps(task)):
-            chosen = torch.from_numpy(order[step * batch : (step + 1) * batch]).to(self.device)
-            yield Batch(task.rows[chosen], task.labels[chosen], views[chosen])
-
-    def _features(self, batch: "Batch", context: Context) -> tuple[Tensor, Tensor | None]:
-        """Features of a batch, and what the method adds to the loss."""
-        if isinstance(batch.view, Tensor):
-            return batch.view, None
-        features, loss = self.model.features(self.viewer.random(self.images.store, batch.rows, batch.view), context)
-        more = self.model.method.feature_loss(features, context)
-        return features, loss if more is None else more if loss is None else loss + more
+    def _batches(self, task: TaskImages, epoch: int) -> Iterator[Inputs]:
+        seed, batch, steps = self.config.seeds.data, self._batch(task), self.steps(task)
+        order = torch.from_numpy(randomness.permutation(len(task), seed, "order", task.index, epoch)).to(self.device)
+        seeds = [randomness.number(seed, "noise", task.index, epoch * steps + step) for step in range(steps)]
+        noise = torch.tensor(seeds, device=self.device)[:, None]  # (steps, 1)
+        rows, labels = task.rows[order], task.labels[order]  # (n,)
+        static = self.model.static
+        views = self._evaluation_features(task, lambda _: None) if static else self._random_views(task, "views", epoch)
+        views = views[order]
+        own = self.world.part(batch)
+        for step in range(steps):
+            part = slice(step * batch + own.start, step * batch + own.stop)
+            view = views[part]
+            if isinstance(view, RandomViews):
+                view = self.viewer.random(self.images.store, rows[part], view)
+            yield Inputs(view, labels[part], noise[step])
 
     def _random_views(self, task: TaskImages, purpose: str, epoch: int) -> RandomViews:
         settings = self.config.training
@@ -274,21 +313,26 @@ class Learner:
         method = self.model.method
         context = method.statistics_context(task.index) if self.adapts(task) else EVALUATION
         features, queries = [], []
-        for rows in torch.arange(len(task), device=self.device).split(self.config.evaluation_batch):
+        own = self.world.share(torch.arange(len(task), device=self.device))
+        for rows in own.split(self.config.evaluation_batch) if len(own) else ():
             store, indices = self.images.store, task.rows[rows]
             if views is None:
                 images = self.viewer.evaluation(store, indices)
             else:
                 images = self.viewer.random(store, indices, views[rows])
-            query = self.model.query(images)
+            seen = self.model.embed(images)
+            query = self.model.query(seen)
             if query is not None:
                 queries.append(query)
             if not only_queries:
-                features.append(self.model.features(images, context, query)[0])
+                features.append(self.model.features(seen, context, query)[0])
             advance(1)
-        width = self.model.backbone.width
-        found = torch.cat(features) if features else torch.empty(0, width, device=self.device)
-        return found, torch.cat(queries) if queries else None
+        nothing = torch.empty(0, self.model.backbone.width, device=self.device)
+        found, asked = (torch.cat(parts) if parts else nothing for parts in (features, queries))
+        return (
+            nothing if only_queries else self.world.gather(found, len(task)),
+            self.world.gather(asked, len(task)) if method.needs_query else None,
+        )
 
     def _refuse_divergence(self, result: EpochResult, task: TaskImages, epoch: int) -> None:
         trained = [*self.model.adaptable(), *self.trained.parameters()]
@@ -302,13 +346,102 @@ class Learner:
             )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A batch: which images, their labels, and how to look at them (or their frozen features)."""
+class Step:
+    """What is done with a batch of a task: forward, backward, and a step of the optimiser."""
 
-    rows: Tensor
-    labels: Tensor
-    view: RandomViews | Tensor
+    def __init__(self, learner: Learner, task: TaskImages, optimiser: torch.optim.AdamW) -> None:
+        self.learner, self.task, self.optimiser = learner, task, optimiser
+        self.first = task.first if learner.model.method.masked else 0
+        self.tally = torch.zeros(2, device=learner.device)
+        """Sums over the steps so far: the loss, and the share that was right."""
+        self.batch, self.world = learner._batch(task), learner.world
+        self.own = self.world.part(self.batch)
+        """Which rows of the whole batch are here."""
+        self.weight = (self.own.stop - self.own.start) * self.world.size / self.batch
+        """What a mean over the images here counts in the mean over all processes: 1 where parts are equal."""
+        captured = learner.device.type == "cuda" and self.world.alone
+        looks = not learner.model.static and not learner.model.backbone.learns
+        self.learn, self._look = Captured(self._learn, captured), Captured(self._see, captured and looks)
+
+    def ahead(self, batches: Iterator[Inputs]) -> Iterator[tuple[Tensor, ...]]:
+        """What :attr:`learn` is to be called with, batch by batch."""
+        return look_ahead(batches, self._look, self.learn)
+
+    def _see(self, images: Tensor) -> tuple[Tensor, ...]:
+        """What the backbone makes of images before any prompt; nothing where it learns, or features are frozen."""
+        model = self.learner.model
+        if images.ndim == 2 or model.backbone.learns:
+            return (images,)
+        seen = model.backbone.embed(images)
+        parts = (seen.tokens, seen.qkv, model.query(seen))
+        self._parts = tuple(part is not None for part in parts)
+        return tuple(part for part in parts if part is not None)
+
+    def _learn(self, labels: Tensor, seed: Tensor, *seen: Tensor) -> tuple[Tensor, ...]:
+        noise = Noise(seed, self.own.start, self.batch)
+        context = Context(True, self.task.index, labels, self.task.first, noise)
+        features, loss = self._features(seen, context)
+        logits = self.learner._logits(features, self.first)  # (B, new), or (B, C) where old classes are compared with
+        labels = labels - self.first  # (B,)
+        objective = self._weighed(nn.functional.cross_entropy(logits, labels))
+        self.optimiser.zero_grad()
+        (objective if loss is None else objective + loss).backward()
+        self._settle_gradients()
+        self.learner.model.method.before_step()
+        self.optimiser.step()
+        right = self._weighed((logits.argmax(dim=1) == labels).float().mean())
+        self.tally += torch.stack([objective.detach(), right])
+        return ()
+
+    def _features(self, seen: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor | None]:
+        """Features of a batch, and what the method adds to the loss."""
+        model = self.learner.model
+        if seen[0].ndim == 2:  # frozen features
+            return seen[0], None
+        if model.backbone.learns:
+            features, loss = model.features(seen[0], context)
+        else:
+            parts = iter(seen)
+            tokens, qkv, query = (next(parts) if there else None for there in self._parts)
+            assert tokens is not None
+            features, loss = model.features(Embedded(tokens, qkv), context, query)
+        if loss is not None:
+            loss = self.world.size * loss if getattr(model.method, "sums_loss", False) else self._weighed(loss)
+        more = self._feature_loss(features, context)
+        return features, loss if more is None else more if loss is None else loss + more
+
+    def _feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
+        """What the method says to the features of the whole batch, which it may compare with each other."""
+        method, world = self.learner.model.method, self.world
+        if world.alone or type(method).feature_loss is Method.feature_loss:
+            return method.feature_loss(features, context)
+        assert context.labels is not None
+        others, labels = (world.gather(part, self.batch) for part in (features, context.labels))
+        every = torch.cat([others[: self.own.start], features, others[self.own.stop :]])  # (B of all, D)
+        loss = method.feature_loss(every, replace(context, labels=labels))
+        # The gradient goes through the features that are here alone, and gradients are averaged, not added.
+        return None if loss is None else world.size * loss
+
+    def _weighed(self, mean: Tensor) -> Tensor:
+        """A mean over the images here, as its part of the mean over all."""
+        return mean if self.weight == 1 else self.weight * mean
+
+    def _settle_gradients(self) -> None:
+        """Average gradients over the processes, then clip them."""
+        limit = self.learner.config.training.clip
+        if self.world.alone and limit is None:
+            return
+        parts = [part for group in self.optimiser.param_groups for part in group["params"] if part.grad is not None]
+        self.world.average([part.grad for part in parts])
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(parts, limit)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from probprompt.backbone import FrozenViT
+from probprompt.backbone import DTYPES, Embedded, FrozenViT, Precision
 from probprompt.heads import Head
 from probprompt.methods import EVALUATION, Context, Method
 
@@ -16,8 +16,21 @@ class PromptedModel(nn.Module):
     def __init__(self, backbone: FrozenViT, method: Method, head: Head) -> None:
         super().__init__()
         self.backbone, self.method, self.head = backbone, method, head
+        self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
         if method.trains_backbone:
             backbone.unfreeze()
+
+    def set_precision(self, precision: Precision) -> None:
+        """Compute in this precision; weights that learn stay float32 all the same."""
+        if self.method.trains_backbone:
+            self._mixed = precision
+        else:
+            self.backbone.set_precision(precision)
+
+    @property
+    def precision(self) -> Precision:
+        """What the backbone computes in."""
+        return self._mixed if self.method.trains_backbone else self.backbone.precision
 
     def adaptable(self) -> Iterator[nn.Parameter]:
         """What decides the features of an image and may learn: never the backbone, but in full fine-tuning."""
@@ -35,20 +48,28 @@ class PromptedModel(nn.Module):
         """Whether the features of an image never change, so that only the head learns."""
         return not any(parameter.requires_grad for parameter in self.adaptable())
 
-    def query(self, images: Tensor) -> Tensor | None:
+    def embed(self, images: Tensor) -> Tensor | Embedded:
+        """What the passes over the same images share, where the backbone does not learn."""
+        return images if self.backbone.learns else self.backbone.embed(images)
+
+    def query(self, images: Tensor | Embedded) -> Tensor | None:
         """What the method asks the backbone about images, without prompts: (B, D), or nothing."""
         return self.backbone.query(images, self.method.query_readout) if self.method.needs_query else None
 
     def features(
-        self, images: Tensor, context: Context = EVALUATION, query: Tensor | None = None
+        self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Features (B, D) of images, and the method's own loss; a query computed before may be given."""
+        if isinstance(images, Tensor) and query is None:
+            images = self.embed(images)
         if query is None:
             query = self.query(images)  # (B, D)
         prompted = self.method.prompts(query, context)
         if not prompted.prompts and not self.method.trains_backbone:
             return self.backbone.query(images), prompted.loss
-        return self.backbone.features(images, prompted.prompts, self.method.readout), prompted.loss
+        device = next(self.backbone.parameters()).device
+        with torch.autocast(device.type, DTYPES[self._mixed], enabled=self._mixed != "fp32"):
+            return self.backbone.features(images, prompted.prompts, self.method.readout), prompted.loss
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
         """What the head is given: features (B, D), or these beside the query (B, 2 D) where it is built for both."""
@@ -60,6 +81,7 @@ class PromptedModel(nn.Module):
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """Logits (B, C) over the classes seen so far, at evaluation."""
-        query = self.query(images) if query is None else query
-        logits: Tensor = self.head(self.head_input(self.features(images, EVALUATION, query)[0], query))
+        seen = self.embed(images)
+        query = self.query(seen) if query is None else query
+        logits: Tensor = self.head(self.head_input(self.features(seen, EVALUATION, query)[0], query))
         return logits

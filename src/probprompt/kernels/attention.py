@@ -1,0 +1,538 @@
+"""Attention of a frozen block over short sequences: read out of the packed projection, written where it is needed.
+
+Keys stand in the order own tokens, then prefix; softmax does not mind. The sequences of a ViT are a few blocks and a
+little more (197 = 3 * 64 + 5, and a prefix of 4). What is left over after the whole blocks, prefix included, makes one
+small block of its own, so that little is computed in vain, and whole blocks need no masks. Exponentials are powers of
+two, which is what the GPU computes; the logarithms that are kept are to base 2 as well.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from probprompt.errors import UserError
+
+WIDEST = 128
+"""The widest head."""
+LEAST = 16
+"""The fewest rows that a product of blocks takes."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+Prefixed = tuple[Tensor, Tensor]
+"""Keys and values before the sequence's own, (B, P, W) each."""
+
+
+class Tuning(NamedTuple):
+    """How a kernel cuts its work: rows of queries and of keys at a time, warps of a program, stages of its loops."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None  # at most, of a thread: fewer let more programs share a processor
+
+
+FORWARD = {64: Tuning(128, 32, 4, 3), WIDEST: Tuning(128, 64, 8, 2)}
+"""By head width, at most; a program holds a block of queries, and sees the keys block by block."""
+QUERIES_BACKWARD = {64: Tuning(64, 64, 4, 2), WIDEST: Tuning(64, 64, 4, 2)}
+"""The same for the gradient of the queries."""
+KEYS_BACKWARD = {64: Tuning(64, 64, 4, 2, 168), WIDEST: Tuning(64, 64, 8, 2)}
+"""For the gradients of keys and values: a program holds a block of keys, and sees the queries block by block."""
+PREFIX_BACKWARD = {64: Tuning(64, 16, 2, 2), WIDEST: Tuning(64, 64, 4, 2)}
+"""For the gradients of the prefix alone."""
+SINGLE = Tuning(32, 32, 4, 1)
+"""For float32, whose products run without tensor cores."""
+SHORT = 64
+"""Sequences up to this length are one block, for which four warps are enough."""
+
+
+class Plan(NamedTuple):
+    """What a kernel is compiled for."""
+
+    heads: int
+    head: int  # the width of a head, and that width as a power of two
+    padded: int
+    length: int  # own tokens, and tokens of the prefix
+    prefix: int
+    key_image: int  # strides of the prefix
+    key_row: int
+    value_image: int
+    value_row: int
+    queries: int  # rows of a whole block, whole blocks, rows of the block that is left over
+    query_blocks: int
+    query_tail: int
+    keys: int
+    key_blocks: int
+    key_tail: int
+    key_start: int  # where the keys begin that are left over
+    programs: int  # of a head
+
+
+class Head(NamedTuple):
+    """Where the parts of one head of one image begin."""
+
+    query: tl.tensor
+    key: tl.tensor
+    value: tl.tensor
+    prefix_key: tl.tensor
+    prefix_value: tl.tensor
+    mixed: tl.tensor
+    logsumexp: tl.tensor
+    grad: tl.tensor
+    delta: tl.tensor
+
+
+@triton.jit
+def _head(
+    qkv: tl.tensor,
+    prefix_key: tl.tensor,
+    prefix_value: tl.tensor,
+    mixed: tl.tensor,
+    logsumexp: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    plan: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, Head]:
+    """Block, column and image of this program, and where its head is; programs of a head are neighbours in time."""
+    width: tl.constexpr = plan.heads * plan.head
+    program = tl.program_id(0)
+    head = program // plan.programs % plan.heads
+    image = (program // (plan.programs * plan.heads)).to(tl.int64)
+    column = head * plan.head
+    packed = qkv + image * (plan.length * 3 * width) + column
+    plain = image * (plan.length * width) + column
+    single = (image * plan.heads + head) * plan.length
+    where = Head(
+        query=packed,
+        key=packed + width,
+        value=packed + 2 * width,
+        prefix_key=prefix_key + image * plan.key_image + column,
+        prefix_value=prefix_value + image * plan.value_image + column,
+        mixed=mixed + plain,
+        logsumexp=logsumexp + single,
+        grad=grad + plain,
+        delta=delta + single,
+    )
+    return program % plan.programs, column, image, where
+
+
+@triton.jit
+def _rows(
+    pointer: tl.tensor,
+    start: tl.tensor,
+    stride: tl.constexpr,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> tl.tensor:
+    """Rows of a head (size, padded), zero beyond the sequence and beyond the head's width."""
+    row = start + tl.arange(0, size)
+    column = tl.arange(0, plan.padded)
+    place = pointer + row[:, None] * stride + column[None, :]
+    if whole and plan.head == plan.padded:
+        return tl.load(place)
+    mask = (column < plan.head)[None, :]
+    if not whole:
+        mask = mask & (row < plan.length)[:, None]
+    return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _keys(
+    own: tl.tensor,
+    prefix: tl.tensor,
+    start: tl.tensor,
+    stride: tl.constexpr,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> tl.tensor:
+    """Keys or values of a head (size, padded): own ones, then the prefix, then zeros."""
+    block = _rows(own, start, 3 * plan.heads * plan.head, plan, size, whole)
+    if not whole and plan.prefix > 0:
+        row = start - plan.length + tl.arange(0, size)
+        column = tl.arange(0, plan.padded)
+        mask = ((row >= 0) & (row < plan.prefix))[:, None] & (column < plan.head)[None, :]
+        block += tl.load(prefix + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(block.dtype)
+    return block
+
+
+@triton.jit
+def _write(
+    pointer: tl.tensor,
+    values: tl.tensor,
+    start: tl.tensor,
+    first: tl.constexpr,
+    last: tl.constexpr,
+    stride: tl.constexpr,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+) -> None:
+    """Write those rows of a block (size, padded) that lie from first to last, the pointer standing at first."""
+    row = start + tl.arange(0, size)
+    column = tl.arange(0, plan.padded)
+    mask = ((row >= first) & (row < last))[:, None] & (column < plan.head)[None, :]
+    place = pointer + (row - first)[:, None] * stride + column[None, :]
+    tl.store(place, values.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _logits(
+    query: tl.tensor, key: tl.tensor, start: tl.tensor, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
+) -> tl.tensor:
+    """Products (queries, size) of queries and a block of keys, minus infinity where there is no key."""
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if whole:
+        return logits
+    known = start + tl.arange(0, size) < plan.length + plan.prefix
+    return tl.where(known[None, :], logits, float("-inf"))
+
+
+@triton.jit
+def _attend(
+    where: Head,
+    query: tl.tensor,
+    start: tl.tensor,
+    scale: tl.tensor,
+    state: tl.tuple,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> tl.tuple:
+    """Take in one more block of keys: highest logit, sum of weights and weighted sum of values so far."""
+    peak, total, mixed = state
+    key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
+    value = _keys(where.value, where.prefix_value, start, plan.value_row, plan, size, whole)
+    logits = _logits(query, key, start, plan, size, whole)  # (queries, size)
+    higher = tl.maximum(peak, tl.max(logits, axis=1) * scale)
+    weights = tl.exp2(logits * scale - higher[:, None])
+    shrink = tl.exp2(peak - higher)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+    return higher, total, mixed
+
+
+@triton.jit
+def _mix(
+    where: Head, start: tl.tensor, scale: tl.tensor, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
+) -> None:
+    """One block of queries against all keys."""
+    padded: tl.constexpr = plan.padded
+    query = _rows(where.query, start, 3 * plan.heads * plan.head, plan, size, whole)  # (size, padded)
+    peak = tl.full((size,), float("-inf"), tl.float32)
+    state = (peak, tl.zeros((size,), tl.float32), tl.zeros((size, padded), tl.float32))
+    for begin in range(0, plan.key_start, plan.keys):
+        state = _attend(where, query, begin, scale, state, plan, plan.keys, True)
+    for begin in range(plan.key_start, plan.length + plan.prefix, plan.key_tail):
+        state = _attend(where, query, begin, scale, state, plan, plan.key_tail, False)
+    peak, total, mixed = state
+    row = start + tl.arange(0, size)
+    tl.store(where.logsumexp + row, peak + tl.log2(total), mask=row < plan.length)
+    _write(where.mixed, mixed * (1.0 / total)[:, None], start, 0, plan.length, plan.heads * plan.head, plan, size)
+
+
+@triton.jit
+def _forward(
+    qkv: tl.tensor,
+    prefix_key: tl.tensor,
+    prefix_value: tl.tensor,
+    mixed: tl.tensor,
+    logsumexp: tl.tensor,
+    scale: tl.tensor,
+    plan: tl.constexpr,
+) -> None:
+    block, _, _, where = _head(qkv, prefix_key, prefix_value, mixed, logsumexp, mixed, logsumexp, plan)
+    if plan.query_blocks > 0 and block < plan.query_blocks:
+        _mix(where, block * plan.queries, scale * LOG2E, plan, plan.queries, True)
+    else:
+        _mix(where, block * plan.queries, scale * LOG2E, plan, plan.query_tail, False)
+
+
+@triton.jit
+def _query_step(
+    where: Head,
+    given: tl.tuple,
+    start: tl.tensor,
+    scale: tl.tensor,
+    gradient: tl.tensor,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> tl.tensor:
+    """Add to the gradient of a block of queries what comes through one block of keys."""
+    query, grad, logsumexp, delta = given
+    key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
+    value = _keys(where.value, where.prefix_value, start, plan.value_row, plan, size, whole)
+    weights = tl.exp2(_logits(query, key, start, plan, size, whole) * scale - logsumexp[:, None])  # (queries, size)
+    slope = tl.dot(grad, tl.trans(value), input_precision="ieee")  # (queries, size)
+    inner = (weights * (slope - delta[:, None])).to(key.dtype)
+    return tl.dot(inner, key, gradient, input_precision="ieee")
+
+
+@triton.jit
+def _query_gradient(
+    where: Head,
+    result: tl.tensor,
+    start: tl.tensor,
+    scale: tl.tensor,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> None:
+    """The gradient of one block of queries; the products of gradient and result are kept for the keys."""
+    width: tl.constexpr = plan.heads * plan.head
+    padded: tl.constexpr = plan.padded
+    row = start + tl.arange(0, size)
+    query = _rows(where.query, start, 3 * width, plan, size, whole)  # (size, padded)
+    grad = _rows(where.grad, start, width, plan, size, whole)
+    mixed = _rows(where.mixed, start, width, plan, size, whole)
+    delta = tl.sum(grad.to(tl.float32) * mixed.to(tl.float32), axis=1)  # (size,)
+    tl.store(where.delta + row, delta, mask=row < plan.length)
+    given = (query, grad, tl.load(where.logsumexp + row, mask=row < plan.length, other=0.0), delta)
+    gradient = tl.zeros((size, padded), tl.float32)
+    for begin in range(0, plan.key_start, plan.keys):
+        gradient = _query_step(where, given, begin, scale * LOG2E, gradient, plan, plan.keys, True)
+    for begin in range(plan.key_start, plan.length + plan.prefix, plan.key_tail):
+        gradient = _query_step(where, given, begin, scale * LOG2E, gradient, plan, plan.key_tail, False)
+    _write(result, gradient * scale, start, 0, plan.length, 3 * width, plan, size)
+
+
+@triton.jit
+def _queries_backward(
+    qkv: tl.tensor,
+    prefix_key: tl.tensor,
+    prefix_value: tl.tensor,
+    mixed: tl.tensor,
+    logsumexp: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    result: tl.tensor,
+    scale: tl.tensor,
+    plan: tl.constexpr,
+) -> None:
+    block, column, image, where = _head(qkv, prefix_key, prefix_value, mixed, logsumexp, grad, delta, plan)
+    result += image * (plan.length * 3 * plan.heads * plan.head) + column
+    if plan.query_blocks > 0 and block < plan.query_blocks:
+        _query_gradient(where, result, block * plan.queries, scale, plan, plan.queries, True)
+    else:
+        _query_gradient(where, result, block * plan.queries, scale, plan, plan.query_tail, False)
+
+
+@triton.jit
+def _key_step(
+    where: Head,
+    given: tl.tuple,
+    start: tl.tensor,
+    scale: tl.tensor,
+    gradients: tl.tuple,
+    own: tl.constexpr,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> tl.tuple:
+    """Add to the gradients of a block of keys and values what comes through one block of queries."""
+    width: tl.constexpr = plan.heads * plan.head
+    key, value = given
+    row = start + tl.arange(0, size)
+    query = _rows(where.query, start, 3 * width, plan, size, whole)  # (size, padded)
+    grad = _rows(where.grad, start, width, plan, size, whole)
+    logsumexp = tl.load(where.logsumexp + row, mask=row < plan.length, other=0.0)  # (size,)
+    if own:
+        delta = tl.load(where.delta + row, mask=row < plan.length, other=0.0)
+    else:
+        mixed = _rows(where.mixed, start, width, plan, size, whole)
+        delta = tl.sum(grad.to(tl.float32) * mixed.to(tl.float32), axis=1)
+    # Keys are the rows here, so that what is exponentiated enters the next product from registers.
+    logits = tl.dot(key, tl.trans(query), input_precision="ieee")  # (keys, size)
+    weights = tl.exp2(logits * scale - logsumexp[None, :])
+    value_gradient = tl.dot(weights.to(grad.dtype), grad, gradients[1], input_precision="ieee")
+    slope = tl.dot(value, tl.trans(grad), input_precision="ieee")
+    inner = (weights * (slope - delta[None, :])).to(query.dtype)
+    return tl.dot(inner, query, gradients[0], input_precision="ieee"), value_gradient
+
+
+@triton.jit
+def _key_gradient(
+    where: Head,
+    results: tl.tuple,
+    start: tl.tensor,
+    scale: tl.tensor,
+    own: tl.constexpr,
+    plan: tl.constexpr,
+    size: tl.constexpr,
+    whole: tl.constexpr,
+) -> None:
+    """The gradients of one block of keys and values."""
+    width: tl.constexpr = plan.heads * plan.head
+    padded: tl.constexpr = plan.padded
+    rest: tl.constexpr = plan.query_blocks * plan.queries
+    key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
+    value = _keys(where.value, where.prefix_value, start, plan.value_row, plan, size, whole)
+    zeros = tl.zeros((size, padded), tl.float32)
+    gradients = (zeros, zeros)
+    for begin in range(0, rest, plan.queries):
+        gradients = _key_step(where, (key, value), begin, scale * LOG2E, gradients, own, plan, plan.queries, True)
+    if rest < plan.length:
+        gradients = _key_step(where, (key, value), rest, scale * LOG2E, gradients, own, plan, plan.query_tail, False)
+    packed, prefix_key, prefix_value = results
+    if own:
+        _write(packed + width, gradients[0] * scale, start, 0, plan.length, 3 * width, plan, size)
+        _write(packed + 2 * width, gradients[1], start, 0, plan.length, 3 * width, plan, size)
+    if not whole and plan.prefix > 0:
+        last: tl.constexpr = plan.length + plan.prefix
+        _write(prefix_key, gradients[0] * scale, start, plan.length, last, width, plan, size)
+        _write(prefix_value, gradients[1], start, plan.length, last, width, plan, size)
+
+
+@triton.jit
+def _keys_backward(
+    qkv: tl.tensor,
+    prefix_key: tl.tensor,
+    prefix_value: tl.tensor,
+    mixed: tl.tensor,
+    logsumexp: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    result: tl.tensor,
+    result_key: tl.tensor,
+    result_value: tl.tensor,
+    scale: tl.tensor,
+    own: tl.constexpr,
+    plan: tl.constexpr,
+) -> None:
+    block, column, image, where = _head(qkv, prefix_key, prefix_value, mixed, logsumexp, grad, delta, plan)
+    place = image * (plan.prefix * plan.heads * plan.head) + column
+    packed = result + image * (plan.length * 3 * plan.heads * plan.head) + column
+    results = (packed, result_key + place, result_value + place)
+    if plan.key_blocks > 0 and block < plan.key_blocks:
+        _key_gradient(where, results, block * plan.keys, scale, own, plan, plan.keys, True)
+    else:
+        start = plan.key_start + (block - plan.key_blocks) * plan.key_tail
+        _key_gradient(where, results, start, scale, own, plan, plan.key_tail, False)
+
+
+def attention(qkv: Tensor, heads: int, scale: float, prefix: Prefixed | None = None) -> tuple[Tensor, Tensor]:
+    """Mix the values of packed queries, keys and values (B, T, 3 W), and of a prefix before them, (B, P, W) each.
+
+    Returns what is mixed (B, T, W), and the logarithm to base 2 of the sum of exponentiated logits (B, heads, T) that
+    the way back needs, in float32. A prefix may be shared by all images (its first stride 0) and of any dtype.
+    """
+    _check(qkv, heads, scale)
+    images, length, packed = qkv.shape
+    mixed = qkv.new_empty(images, length, packed // 3)  # (B, T, W)
+    logsumexp = torch.empty(images, heads, length, dtype=torch.float32, device=qkv.device)  # (B, heads, T)
+    key, value = (qkv, qkv) if prefix is None else prefix
+    tuning = _tuning(FORWARD, qkv, heads)
+    plan = _plan(qkv, heads, prefix, tuning)
+    _forward[_grid(qkv, plan)](qkv, key, value, mixed, logsumexp, scale, plan=plan, **_options(tuning))
+    return mixed, logsumexp
+
+
+def attention_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    mixed: Tensor,
+    logsumexp: Tensor,
+    heads: int,
+    scale: float,
+    prefix: Prefixed | None = None,
+    own: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of :func:`attention` for a gradient (B, T, W) of what it mixed, from what it was given and gave.
+
+    Returns that of the packed queries, keys and values (B, T, 3 W), and of the prefix's keys and values for
+    each image (B, P, W), in float32. Without ``own`` only the prefix's are computed, which costs far less.
+    """
+    _check(qkv, heads, scale, grad, mixed, logsumexp)
+    key, value = (qkv, qkv) if prefix is None else prefix
+    result = torch.empty_like(qkv) if own else None  # (B, T, 3 W)
+    delta = torch.empty_like(logsumexp) if own else logsumexp  # (B, heads, T)
+    result_key, result_value = (None, None) if prefix is None else (_fresh(key), _fresh(value))  # (B, P, W) each
+    given = (qkv, key, value, mixed, logsumexp, grad, delta)
+    if result is not None:
+        tuning = _tuning(QUERIES_BACKWARD, qkv, heads)
+        plan = _plan(qkv, heads, prefix, tuning)
+        _queries_backward[_grid(qkv, plan)](*given, result, scale, plan=plan, **_options(tuning))
+    if result is not None or prefix is not None:
+        tuning = _tuning(KEYS_BACKWARD if own else PREFIX_BACKWARD, qkv, heads)
+        plan = _keys_plan(_plan(qkv, heads, prefix, tuning), own)
+        unused = qkv if result is None else result
+        results = [unused if tensor is None else tensor for tensor in (result, result_key, result_value)]
+        _keys_backward[_grid(qkv, plan)](*given, *results, scale, own=own, plan=plan, **_options(tuning))
+    return result, result_key, result_value
+
+
+def _check(qkv: Tensor, heads: int, scale: float, *others: Tensor) -> None:
+    if qkv.shape[2] % (3 * heads) or qkv.shape[2] > 3 * heads * WIDEST:
+        raise UserError(
+            f"the attention's kernel cannot cut {qkv.shape[2]} columns into queries, keys and values of {heads} heads "
+            f"of at most {WIDEST}: switch the kernels off"
+        )
+    if not all(tensor.is_contiguous() for tensor in (qkv, *others)):
+        raise UserError("the attention's kernel reads tensors that lie in order in memory: call contiguous() before it")
+    if scale <= 0:
+        raise UserError(f"attention's scale must be above 0, not {scale}")
+
+
+def _fresh(part: Tensor) -> Tensor:
+    """Room for a gradient (B, P, W)."""
+    return torch.empty(part.shape, dtype=torch.float32, device=part.device)
+
+
+def _tuning(table: dict[int, Tuning], qkv: Tensor, heads: int) -> Tuning:
+    if qkv.dtype == torch.float32:
+        return SINGLE
+    tuning = table[min(width for width in table if width >= qkv.shape[2] // (3 * heads))]
+    return tuning if qkv.shape[1] > SHORT else tuning._replace(queries=min(tuning.queries, SHORT), warps=4)
+
+
+def _plan(qkv: Tensor, heads: int, prefix: Prefixed | None, tuning: Tuning) -> Plan:
+    """For a program per block of queries."""
+    length, head = qkv.shape[1], qkv.shape[2] // (3 * heads)
+    extra, strides = (0, (0, 0, 0, 0)) if prefix is None else (prefix[0].shape[1], _strides(*prefix))
+    query_blocks, key_blocks = length // tuning.queries, length // tuning.keys
+    key_start = key_blocks * tuning.keys
+    query_tail = _tail(length - query_blocks * tuning.queries, tuning.queries)
+    key_tail = _tail(length + extra - key_start, tuning.keys)
+    return Plan(
+        *(heads, head, max(LEAST, _power(head)), length, extra, *strides),
+        *(tuning.queries, query_blocks, query_tail, tuning.keys, key_blocks, key_tail, key_start),
+        programs=-(-length // tuning.queries),
+    )
+
+
+def _keys_plan(plan: Plan, own: bool) -> Plan:
+    """For a program per block of keys: of all keys, or of the prefix alone."""
+    if not own:
+        plan = plan._replace(key_blocks=0, key_start=plan.length, key_tail=_tail(plan.prefix, plan.keys))
+    left = plan.length + plan.prefix - plan.key_start
+    return plan._replace(programs=plan.key_blocks + -(-left // plan.key_tail))
+
+
+def _strides(key: Tensor, value: Tensor) -> tuple[int, int, int, int]:
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise UserError("the attention's kernel reads prefixes whose columns lie side by side: call contiguous()")
+    return key.stride(0), key.stride(1), value.stride(0), value.stride(1)
+
+
+def _tail(left: int, most: int) -> int:
+    """Rows of the block for what is left over."""
+    return max(LEAST, min(most, _power(left)))
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _grid(qkv: Tensor, plan: Plan) -> tuple[int]:
+    return (qkv.shape[0] * plan.heads * plan.programs,)
+
+
+def _options(tuning: Tuning) -> dict[str, int | None]:
+    return {"num_warps": tuning.warps, "num_stages": tuning.stages, "maxnreg": tuning.registers}

@@ -1,0 +1,155 @@
+"""Views of images straight from their stored pixels: cut out, resized, flipped and normalised in one pass.
+
+What :func:`probprompt.data.views.resample` says, for images of different sizes that lie one after another in memory.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from probprompt.data.views import Boxes, Kernel
+from probprompt.errors import UserError, suggest
+
+RADIUS = {"bilinear": 1, "bicubic": 2}
+"""How far a kernel reaches, in pixels of the output or of the input, whichever are larger."""
+ROWS, COLUMNS, WARPS = 16, 32, 4
+"""Pixels of the output that a program finds, and its warps."""
+
+
+@triton.jit
+def _start(
+    index: tl.tensor, begin: tl.tensor, length: tl.tensor, size: tl.constexpr, radius: tl.constexpr
+) -> tl.tensor:
+    """The first input pixel under the kernel of output pixels, where it is in the kernel, the step, and their number.
+
+    In float64, for few numbers: what is left to the many is relative to the kernel, and short enough for float32.
+    """
+    scale = length / size
+    wide = tl.maximum(scale, 1.0)
+    centre = begin + (index.to(tl.float64) + 0.5) * scale
+    first = tl.floor(centre - radius * wide + 0.5)
+    offset = ((first + 0.5 - centre) / wide).to(tl.float32)
+    return first.to(tl.int32), offset, (1 / wide).to(tl.float32), tl.ceil(2 * radius * wide).to(tl.int32)
+
+
+@triton.jit
+def _limits(low: tl.tensor, high: tl.tensor, pixels: tl.tensor) -> tl.tensor:
+    """The first pixel whose middle lies between limits, and the one after the last."""
+    return tl.maximum(tl.floor(low + 0.5).to(tl.int32), 0), tl.minimum(tl.ceil(high - 0.5).to(tl.int32), pixels)
+
+
+@triton.jit
+def _kernel(distance: tl.tensor, radius: tl.constexpr) -> tl.tensor:
+    """A triangle, or Keys' piecewise cubic with a = -1/2."""
+    distance = tl.abs(distance)
+    if radius == 1:
+        weight = tl.maximum(1 - distance, 0.0)
+    else:
+        near = (1.5 * distance - 2.5) * distance * distance + 1
+        far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+        weight = tl.where(distance < 1, near, tl.where(distance < 2, far, 0.0))
+    return weight
+
+
+@triton.jit
+def _put(
+    sums: tl.tensor, total: tl.tensor, mean: tl.tensor, std: tl.tensor, target: tl.tensor, mask: tl.tensor
+) -> None:
+    """Store a colour of the output, clamped and normalised; sums are of weighted grey levels, total of weights."""
+    level = tl.minimum(tl.maximum(sums / (255 * total), 0.0), 1.0)
+    tl.store(target, ((level - tl.load(mean)) / tl.load(std)).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _crop(
+    pixels: tl.tensor,
+    offsets: tl.tensor,
+    sizes: tl.tensor,
+    boxes: tl.tensor,
+    flip: tl.tensor,
+    mean: tl.tensor,
+    std: tl.tensor,
+    result: tl.tensor,
+    size: tl.constexpr,
+    radius: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    image = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    column = tl.program_id(2) * columns + tl.arange(0, columns)
+    seen = tl.minimum(column, size - 1)
+    if flip is not None:
+        seen = tl.where(tl.load(flip + image) != 0, size - 1 - seen, seen)
+    box = boxes + 8 * image  # top, left, height, width; limits: top, bottom, left, right
+    y, along_y, step_y, taps_y = _start(tl.minimum(row, size - 1), tl.load(box), tl.load(box + 2), size, radius)
+    x, along_x, step_x, taps_x = _start(seen, tl.load(box + 1), tl.load(box + 3), size, radius)
+    height, width = tl.load(sizes + 2 * image).to(tl.int32), tl.load(sizes + 2 * image + 1).to(tl.int32)
+    top, bottom = _limits(tl.load(box + 4), tl.load(box + 5), height)
+    left, right = _limits(tl.load(box + 6), tl.load(box + 7), width)
+    source = pixels + tl.load(offsets + image)
+    red = tl.zeros((rows, columns), tl.float32)
+    green, blue, total = red, red, red
+    down = 0
+    while down < taps_y:  # the interpreter has no range of a tensor
+        line = y + down  # (rows,)
+        weight_y = tl.where((line >= top) & (line < bottom), _kernel(along_y + down * step_y, radius), 0.0)
+        # What lies outside weighs nothing, but must not be read either.
+        start = (tl.minimum(tl.maximum(line, 0), height - 1) * width)[:, None]
+        reds = tl.zeros((rows, columns), tl.float32)
+        greens, blues, sums = reds, reds, tl.zeros((columns,), tl.float32)
+        across = 0
+        while across < taps_x:
+            place = x + across  # (columns,)
+            weight_x = tl.where((place >= left) & (place < right), _kernel(along_x + across * step_x, radius), 0.0)
+            colours = source + (start + tl.minimum(tl.maximum(place, 0), width - 1)[None, :]) * 3  # (rows, columns)
+            reds += weight_x[None, :] * tl.load(colours).to(tl.float32)
+            greens += weight_x[None, :] * tl.load(colours + 1).to(tl.float32)
+            blues += weight_x[None, :] * tl.load(colours + 2).to(tl.float32)
+            sums += weight_x
+            across += 1
+        red += weight_y[:, None] * reds
+        green += weight_y[:, None] * greens
+        blue += weight_y[:, None] * blues
+        total += weight_y[:, None] * sums[None, :]
+        down += 1
+    target = result + image * 3 * size * size + row[:, None] * size + column[None, :]
+    mask = (row[:, None] < size) & (column[None, :] < size)
+    _put(red, total, mean, std, target, mask)
+    _put(green, total, mean + 1, std + 1, target + size * size, mask)
+    _put(blue, total, mean + 2, std + 2, target + 2 * size * size, mask)
+
+
+def crop(
+    pixels: Tensor,
+    offsets: Tensor,
+    sizes: Tensor,
+    boxes: Boxes,
+    size: int,
+    mean: Tensor,
+    std: Tensor,
+    kernel: Kernel = "bilinear",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Cut boxes out of images, resize them with antialiasing and normalise them: (B, 3, size, size) in ``dtype``.
+
+    pixels: images (H, W, 3) of uint8, one after another in one flat tensor; offsets (B,) in int64: where each begins;
+    sizes (B, 2) in int64: height and width; mean and std (3, 1, 1) of values in [0, 1].
+    """
+    if kernel not in RADIUS:
+        raise UserError(f"unknown kernel {kernel!r}: {suggest(kernel, RADIUS)}")
+    if pixels.dtype != torch.uint8 or offsets.dtype != torch.int64 or sizes.dtype != torch.int64:
+        given = f"{pixels.dtype}, {offsets.dtype} and {sizes.dtype}"
+        raise ValueError(f"pixels must be uint8, offsets and sizes int64; got {given}")
+    corners = (boxes.top, boxes.left, boxes.height, boxes.width, *boxes.limits)
+    places = torch.stack(corners, dim=1).double()  # (B, 8)
+    flip = None if boxes.flip is None else boxes.flip.contiguous()  # (B,)
+    colour = (mean.float().contiguous(), std.float().contiguous())  # (3, 1, 1)
+    result = torch.empty(len(places), 3, size, size, dtype=dtype, device=pixels.device)
+    grid = (len(places), triton.cdiv(size, ROWS), triton.cdiv(size, COLUMNS))
+    tiles = {"size": size, "radius": RADIUS[kernel], "rows": ROWS, "columns": COLUMNS, "num_warps": WARPS}
+    _crop[grid](pixels, offsets.contiguous(), sizes.contiguous(), places, flip, *colour, result, **tiles)
+    return result

@@ -1,0 +1,101 @@
+"""Steps on a GPU: captured once per task and then replayed, the frozen pass of the next beside the learning of this.
+
+A small backbone spends more time in launching kernels than in running them. A CUDA graph launches a whole step at
+once: the same kernels on the same memory, so what goes in is copied to where the captured step looks for it.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SWITCH = "PROBPROMPT_GRAPHS"
+"""The environment variable that keeps steps from being captured when it is ``off``."""
+
+WARM_UP = 3
+"""Calls that are made the plain way before one is captured: kernels are compiled and moments allocated in them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A batch: images (or frozen features), their labels, and the key of the step's noise as one number."""
+
+    images: Tensor  # (B, 3, H, W) or (B, D)
+    labels: Tensor  # (B,)
+    seed: Tensor  # (1,)
+
+
+class Captured:
+    """A function of tensors that is called plainly at first, then captured and replayed.
+
+    What a replay gives lies in captured memory until the next one: who needs it longer must copy it.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], wanted: bool) -> None:
+        self._function, self._wanted = function, wanted and os.environ.get(SWITCH) != "off"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._outputs: tuple[Tensor, ...] = ()
+        self._calls = 0
+        self.taken: torch.cuda.Event | None = None
+        """When the inputs of the last call had been copied."""
+
+    @property
+    def warm(self) -> bool:
+        """Whether the next call is captured or replayed."""
+        return self._wanted and self._calls >= WARM_UP
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call the function, one way or the other."""
+        if not self._wanted:
+            return self._function(*inputs)
+        if not self.warm:
+            self._calls += 1
+            return self._aside(*inputs)
+        if self._graph is None:
+            self._graph = self._capture(*inputs)
+        for mine, given in zip(self._inputs, inputs, strict=True):
+            mine.copy_(given)
+        self.taken = torch.cuda.current_stream().record_event()
+        self._graph.replay()
+        return self._outputs
+
+    def _aside(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """A plain call on a stream of its own, as capturing asks for."""
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            outputs = self._function(*inputs)
+        current.wait_stream(side)
+        return outputs
+
+    def _capture(self, *inputs: Tensor) -> torch.cuda.CUDAGraph:
+        self._inputs, graph = tuple(given.clone() for given in inputs), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph has memory of its own: what the plain calls needed is given back
+        with torch.cuda.graph(graph):
+            self._outputs = self._function(*self._inputs)
+        return graph
+
+
+def look_ahead(batches: Iterator[Inputs], look: Captured, learn: Captured) -> Iterator[tuple[Tensor, ...]]:
+    """What ``learn`` is to be called with, batch by batch: labels, seed, and what ``look`` makes of the images.
+
+    Where both are captured, looking runs beside the learning from the batch before, which it does not depend on.
+    """
+    side = torch.cuda.Stream() if look.warm or learn.warm else None
+    while True:
+        if side is None or not (look.warm and learn.warm) or learn.taken is None:
+            inputs = next(batches, None)
+            seen = look(inputs.images) if inputs else ()
+        else:
+            side.wait_event(learn.taken)
+            with torch.cuda.stream(side):
+                inputs = next(batches, None)
+                seen = look(inputs.images) if inputs else ()
+            torch.cuda.current_stream().wait_stream(side)
+        if inputs is None:
+            return
+        yield inputs.labels, inputs.seed, *seen

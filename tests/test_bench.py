@@ -1,0 +1,627 @@
+"""What the benchmark measures, counts, writes and draws."""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from probprompt import methods
+from probprompt.backbone import FrozenViT
+from probprompt.bench import flops, grow, measure, memory, record, stages, timing, workshop
+from probprompt.bench.grow import AXES, Point
+from probprompt.bench.workshop import Scale, Workshop
+from probprompt.checkpoints import load_backbone
+from probprompt.cli.bench import _settings
+from probprompt.config import BackboneConfig, RunConfig, parse_config
+from probprompt.errors import UserError
+from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Readout, Tokens
+from probprompt.training.step import SWITCH
+
+TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
+CPU = torch.device("cpu")
+Command = Callable[..., Any]
+
+
+def config(named: str = "probprompt", **groups: dict[str, Any]) -> RunConfig:
+    base: dict[str, Any] = {
+        "method": {"name": named},
+        "backbone": TINY,
+        "training": {"batch": 4},
+        "data": {"tasks": [3, 2, 3]},
+    }
+    return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
+
+
+def build(named: str = "probprompt", **groups: dict[str, Any]) -> Workshop:
+    return workshop.build(config(named, **groups), CPU)
+
+
+# Operations -----------------------------------------------------------------------------------------------------
+
+
+def counted(work: Callable[[], Any]) -> int:
+    """What PyTorch itself counts, with attention as plain products: a fused one is counted with what it repeats."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        work()
+    return int(counter.get_total_flops())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> FrozenViT:
+    return load_backbone("test_vit", "random", 32).model
+
+
+def learned(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
+def prefix(length: int, width: int = 64) -> Prefix:
+    return Prefix(learned(2, length, width), learned(2, length, width))
+
+
+PROMPTED: list[tuple[dict[int, Prompt], Readout]] = [
+    ({0: prefix(3), 1: prefix(5)}, "class"),
+    ({2: prefix(4), 4: prefix(1)}, "class"),
+    ({5: prefix(2)}, "class before norm"),  # the last block, which computes the class token alone
+    ({0: Tokens(learned(2, 7, 64))}, "tokens"),
+    ({index: Tokens(learned(2, 2, 64)) for index in range(6)}, "class"),
+    ({1: ClassTokenShift(learned(2, 64), learned(2, 64))}, "class"),
+]
+
+
+@pytest.mark.parametrize(("name", "size"), [("test_vit", 32), ("test_vit", 64), ("vit_tiny_patch16_224", 32)])
+def test_a_frozen_pass_costs_what_pytorch_counts(name: str, size: int) -> None:
+    backbone = load_backbone(name, "random", size).model
+    images = torch.zeros(2, 3, size, size)
+    assert 2 * flops.flops(backbone).query == counted(lambda: backbone.query(images))
+
+
+@pytest.mark.parametrize(("prompts", "readout"), PROMPTED)
+def test_prompts_and_the_way_back_to_them_cost_what_pytorch_counts(
+    tiny: FrozenViT, prompts: dict[int, Prompt], readout: Readout
+) -> None:
+    images, count = torch.zeros(2, 3, 32, 32), flops.flops(tiny, prompts, readout=readout)
+    with torch.no_grad():
+        assert 2 * count.prompted == counted(lambda: tiny.features(images, prompts, readout))
+    both = counted(lambda: tiny.features(images, prompts, readout).sum().backward())
+    assert 2 * (count.prompted + count.backward) == both
+    assert count.training == count.inference + count.backward == count.query + count.prompted + count.backward
+
+
+def test_a_backbone_that_learns_costs_what_pytorch_counts() -> None:
+    backbone = load_backbone("test_vit", "random", 32).model
+    backbone.unfreeze()
+    count = flops.flops(backbone, query=False, learns=True)
+    both = counted(lambda: backbone.features(torch.zeros(2, 3, 32, 32)).sum().backward())
+    assert (count.query, 2 * count.training) == (0, both)
+
+
+def test_without_prompts_nothing_goes_back(tiny: FrozenViT) -> None:
+    assert flops.flops(tiny).backward == 0
+
+
+def test_the_operations_of_the_paper_s_backbone_are_known() -> None:
+    shape = flops.ViTShape(12, 768, 768, 197, 196, 768, 2 * 768 * 3072)
+    block = 2 * 197 * (12 * 768**2) + 4 * 197**2 * 768
+    last = 2 * (2 * 197 * 768**2 + 10 * 768**2) + 4 * 197 * 768  # keys and values of all tokens, the rest of one
+    assert flops.forward(shape) == 2 * 196 * 768**2 + 11 * block + last
+
+
+def test_a_method_s_own_prompts_are_counted() -> None:
+    count = measure.count_flops(build("probprompt", method={"tokens": 6, "blocks": [1, 2]}))
+    backbone = load_backbone("test_vit", "random", 32).model
+    assert count == flops.flops(backbone, {1: prefix(3), 2: prefix(3)})
+
+
+# Time -----------------------------------------------------------------------------------------------------------
+
+
+def test_images_and_steps_are_those_of_the_measurement_without_its_warm_up() -> None:
+    calls = []
+
+    def work() -> tuple[int, int]:
+        calls.append(time.perf_counter())
+        time.sleep(0.004)
+        return 7, 2
+
+    begun = time.perf_counter()
+    found = timing.rate(work, 0.1, CPU)
+    whole = time.perf_counter() - begun
+    assert found.images == 7 * found.steps / 2
+    assert len(calls) - 3 <= found.steps / 2 <= len(calls) - 2  # two or three calls came before
+    assert 0.004 <= found.first_s <= found.warm_up_s < whole - found.seconds + 1e-3
+    assert found.seconds >= 0.004 * found.steps / 2
+    assert (
+        1 < len(found.rounds) <= timing.ROUNDS
+        and min(found.rounds) <= found.images_per_s <= max(found.rounds) < 7 / 0.004
+    )
+
+
+def test_a_round_that_something_else_slows_down_does_not_count() -> None:
+    pauses = iter([0.01] * 4 + [0.6] + [0.01] * 100)
+
+    def work() -> tuple[int, int]:
+        time.sleep(next(pauses))
+        return 1, 1
+
+    found = timing.rate(work, 0.1, CPU)
+    assert found.images_per_s > 1.3 * found.images / found.seconds
+
+
+def test_latency_has_a_median_and_a_tail() -> None:
+    slow = timing.latency(lambda number: time.sleep(0.05 if number % 5 == 4 else 0.001), 0.3, CPU)
+    assert 1 <= slow.median_ms < 40 and slow.p99_ms > 45 and slow.count >= 5
+
+
+def test_the_peak_is_that_of_products() -> None:
+    peak = timing.matrix_peak(CPU, "fp32", 0.01)
+    square = torch.ones(256, 256)
+    one = min(timing.timed(lambda: square @ square, CPU) for _ in range(5))
+    assert peak.size in timing.PEAK_SIZES["cpu"] and peak.precision == "fp32"
+    assert peak.flops > 2 * 256**3 / one / 10
+
+
+def test_an_epoch_trains_the_images_it_says(count_queries: Callable[[Any], list[int]]) -> None:
+    place = build()
+    seen = count_queries(place)
+    before = [parameter.detach().clone() for parameter in place.model.method.parameters()]
+    assert measure.Epochs(place)(3) == (12, 3)
+    assert seen == [4, 4, 4]
+    assert any(not torch.equal(old, new) for old, new in zip(before, place.model.method.parameters(), strict=True))
+
+
+def test_training_is_counted_in_whole_batches() -> None:
+    found = measure.training(build(), 0.02)
+    assert found is not None and found.rate.images == 4 * found.rate.steps > 0
+
+
+@pytest.mark.parametrize("method", ["nearest-mean", "ranpac"])
+def test_what_is_not_trained_has_no_training(method: str) -> None:
+    assert measure.training(build(method), 0.02) is None
+
+
+# Stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_shares_of_the_stages_are_all_of_the_time_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = build()
+    monkeypatch.setenv(SWITCH, "on")
+    backward, own = torch.autograd.backward, [set(vars(part)) for part in (place.learner.viewer, place.model.backbone)]
+    shares = stages.shares(place, 2)
+    assert tuple(shares) == stages.STAGES and sum(shares.values()) == pytest.approx(1)
+    assert all(share > 0 for share in shares.values())
+    assert torch.autograd.backward is backward and os.environ[SWITCH] == "on"
+    assert [set(vars(part)) for part in (place.learner.viewer, place.model.backbone)] == own
+
+
+@pytest.mark.parametrize(("stage", "part", "name"), [("prompts", "method", "prompts"), ("query", "backbone", "query")])
+def test_a_slow_stage_is_found(stage: str, part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = build()
+    owner = getattr(place.model, part)
+    original = getattr(owner, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, slow)
+    assert stages.shares(place, 1)[stage] > 0.5
+
+
+def test_a_call_inside_a_stage_belongs_to_that_stage() -> None:
+    watch = stages.Stopwatch(CPU)
+    inner = watch.around("prompted forward", lambda: time.sleep(0.01))
+    watch.around("query", inner)()
+    assert watch.seconds["query"] >= 0.01 and watch.seconds["prompted forward"] == 0
+
+
+# Memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_followed_from_birth_to_death() -> None:
+    old = torch.ones(500)
+    with memory.LiveTensors() as live:
+        first = old + 1  # 2000 bytes
+        first.add_(1)
+        first[10:].view(49, 10)
+        old.mul_(2)
+        second = first * first  # 2000 more
+        del first
+        third = torch.zeros(250)  # 1000, in the place of the first
+    assert (live.peak, live.now) == (4000, 3000)
+    del second, third
+    assert live.now == 0
+
+
+def test_the_way_back_is_followed_too() -> None:
+    weight = nn.Parameter(torch.ones(100, 100))
+    with memory.LiveTensors() as live:
+        (weight * weight).sum().backward()
+    assert live.now == 40_000  # the gradient
+    assert live.peak >= 80_000
+
+
+def test_memory_grows_with_the_batch_from_what_is_always_held() -> None:
+    peaks = []
+    for batch in (4, 8, 12):
+        place = build(training={"batch": batch})
+        found = measure.training(place, 0.01)
+        assert found is not None and found.memory.reserved is None
+        peaks.append(found.memory.peak)
+    weights = memory.size_of(place.model.parameters())
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
+    assert 2 * peaks[0] - peaks[1] > weights
+
+
+def test_shared_memory_is_counted_once() -> None:
+    whole = torch.ones(10)
+    assert memory.size_of([whole, whole[:5], torch.ones(3)]) == 52
+
+
+# What is measured -----------------------------------------------------------------------------------------------
+
+
+def test_images_have_the_shapes_of_photographs_and_are_noise() -> None:
+    images = workshop.random_images(10, 20)
+    assert {min(image.shape[:2]) for image in images} == {20}
+    assert {image.shape[:2] for image in images} == {(20, 20), (20, 25), (20, 30), (25, 20), (30, 20)}
+    assert len({image.tobytes() for image in images}) == 10 and images[0].std() > 60
+
+
+def test_tasks_before_the_measured_one_have_been() -> None:
+    place = build("coda-prompt")
+    assert (place.task.index, place.task.first, place.task.classes, place.later) == (2, 5, 3, 0)
+    assert len(place.model.method.get_parameter("keys.2")) == 5  # blocks; a slice for every task
+    assert len(place.model.head) == 8 and len(place.learner.statistics) == 5
+    place.close()
+    assert len(place.learner.statistics) == 8
+
+
+def test_a_task_has_as_many_images_as_are_asked_for_of_its_own_classes() -> None:
+    place = build()
+    task = place.steps_of(20)
+    assert len(task) == 80 and place.learner.steps(task) == 20
+    assert set(task.labels.tolist()) == {5, 6, 7} and int(task.rows.max()) < workshop.STORED["cpu"]
+
+
+def test_where_prompts_learn_in_the_first_task_that_one_is_measured() -> None:
+    place = build("probprompt", head={"kind": "ridge", "projections": 32})
+    assert (place.task.index, place.task.classes, place.later) == (0, 3, 5)
+    place.close()
+    assert measure.inference(place, 0.01).images_per_s > 0 and len(place.model.head) == 8
+
+
+def test_all_at_once_is_one_task() -> None:
+    assert build("joint").task.classes == 8
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sizes"), [(None, (20,) * 10), (3, (67, 67, 66)), ([4, 2], (4, 2)), ([["a", "b"], ["c", "d"]], (2, 2))]
+)
+def test_the_scale_is_what_is_set(tasks: Any, sizes: tuple[int, ...]) -> None:
+    assert Scale.of(config(data={"tasks": tasks})).sizes == sizes
+
+
+def test_more_tasks_than_classes_are_refused() -> None:
+    with pytest.raises(UserError, match="2 classes cannot be cut into 3 tasks"):
+        Scale.even(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "expected"),
+    [
+        ("sup1k", None, ("vit_base_patch16_224", "random")),
+        ("vit_tiny_patch16_224.augreg_in21k", None, ("vit_tiny_patch16_224", "random")),
+        ("test_vit", None, ("test_vit", "random")),
+        ("demo", None, ("demo", None)),
+        ("vit_tiny_patch16_224", "mine.safetensors", ("vit_tiny_patch16_224", "mine.safetensors")),
+    ],
+)
+def test_nothing_is_downloaded(name: str, weights: str | None, expected: tuple[str, str | None]) -> None:
+    chosen = workshop.without_download(BackboneConfig(name=name, weights=weights))
+    assert (chosen.name, chosen.weights) == expected
+
+
+@pytest.mark.parametrize("method", methods.registered())
+def test_every_method_is_measured(method: str) -> None:
+    peaks = measure.Peaks(CPU)
+    peaks.found["fp32"] = timing.Peak(1e9, 512, "fp32")
+    entry = measure.measure(config(method, data={"tasks": [2, 2]}), 0.002, peaks)
+    made = methods.find(method)
+    assert (entry["training"] is None) == (made.preferred_head not in ("linear", "normalised"))
+    assert (entry["stages"] is None) == (not made.learns)
+    assert entry["inference"]["images"] == 4 * entry["inference"]["steps"] > 0
+    assert entry["latency"]["p99_ms"] >= entry["latency"]["median_ms"] > 0
+    needed, speed = entry["flops_per_image"]["inference"], entry["inference"]["images_per_s"]
+    assert entry["share_of_peak"]["inference"] == pytest.approx(needed * speed / 1e9)
+    assert ("training" in entry["share_of_peak"]) == made.learns
+    if entry["training"]:
+        assert entry["cost"]["epoch_s"] == pytest.approx(24_000 / entry["training"]["images_per_s"])
+    assert entry["cost"]["fps"] == pytest.approx(1000 / entry["latency"]["median_ms"])
+    json.dumps(entry, allow_nan=False)
+
+
+def test_the_memory_of_prompts_is_that_of_the_method() -> None:
+    place = build("probprompt", method={"tokens": 4, "components": 3, "blocks": [0, 1]})
+    entry = measure._memory(place, None)
+    assert entry["prompts"] == 2 * 2 * 4 * 3 * 64 * 4  # means and deviations, blocks, tokens, components, width, bytes
+    assert entry["images"] == sum(array.nbytes for array in workshop.random_images(64, 37))
+
+
+# How cost grows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [-0.5, 0.0, 1.0, 2.3])
+def test_the_exponent_of_a_power_law_is_found(power: float) -> None:
+    assert grow.fit([(x, 3 * x**power) for x in (1.0, 2.0, 5.0, 30.0)]) == pytest.approx(power, abs=1e-9)
+
+
+def law(axis: str, values: tuple[int, ...], seconds: Callable[[int], float]) -> dict[str, grow.Exponent]:
+    """The exponents where one image takes so many seconds in training, and half of it in inference."""
+    points = [Point(value, 1 / seconds(value), 2 / seconds(value), memory=1000 * value) for value in values]
+    return grow.exponents(AXES[axis], points)
+
+
+def test_times_and_memory_are_fitted_each() -> None:
+    found = law("components", (5, 10, 20, 40), lambda value: value**1.5)
+    assert set(found) == {"training_s", "inference_s", "memory"}
+    assert found["training_s"].whole == pytest.approx(1.5) and found["training_s"].worse_than_linear
+    assert found["memory"].whole == pytest.approx(1.0) and not found["memory"].worse_than_linear
+
+
+def test_a_fixed_cost_does_not_hide_the_end() -> None:
+    found = law("classes", (100, 300, 1000, 3000, 10_000), lambda value: 10 + (value / 1000) ** 3)["training_s"]
+    assert found.whole < 1 < grow.WORSE < found.end and found.worse_than_linear
+
+
+def test_a_batch_is_paid_as_a_whole_and_a_side_by_its_pixels() -> None:
+    assert law("batch", (8, 16, 32), lambda value: 0.5)["training_s"].whole == pytest.approx(1.0)
+    assert law("batch", (8, 16, 32), lambda value: 0.5 * value)["training_s"].worse_than_linear
+    assert law("image-size", (32, 64, 128), lambda value: value**2)["inference_s"].whole == pytest.approx(1.0)
+    assert law("image-size", (32, 64, 128), lambda value: value**4)["inference_s"].worse_than_linear
+
+
+def test_what_was_not_measured_is_not_fitted() -> None:
+    points = [Point(5, 4.0, 8.0), Point(10, None, 4.0, note="out of memory"), Point(20, 1.0, 2.0)]
+    found = grow.exponents(AXES["tokens"], points)
+    assert found["training_s"].whole == pytest.approx(1.0) and set(found) == {"training_s", "inference_s"}
+
+
+def test_one_setting_grows_and_no_other() -> None:
+    base = config("coda-prompt")
+    tokens, scale = grow.variant(AXES["tokens"], 64, base)
+    assert scale is None and tokens.method.model_dump() == {**base.method.model_dump(), "tokens": 64}
+    assert tokens.model_dump(exclude={"method"}) == base.model_dump(exclude={"method"})
+    assert grow.variant(AXES["components"], 7, base)[0].method.model_dump()["components_per_task"] == 7
+    assert grow.variant(AXES["batch"], 9, base)[0].training.batch == 9
+    assert grow.variant(AXES["image-size"], 64, base)[0].backbone.image_size == 64
+    assert grow.variant(AXES["tasks"], 100, base) == (base, Scale((2,) * 100))
+    assert grow.variant(AXES["classes"], 100, base) == (base, Scale((10,) * 10))
+
+
+def test_sides_are_whole_patches() -> None:
+    assert grow.values_of(AXES["image-size"], config(), CPU) == (16, 32, 48, 64)
+
+
+def test_all_are_those_that_the_method_has() -> None:
+    assert [axis.name for axis in grow.find_axes(["all"], config())] == list(AXES)
+    assert "samples" not in [axis.name for axis in grow.find_axes(["all", "batch"], config("coda-prompt"))]
+
+
+def test_a_task_is_closed_only_where_that_is_quick() -> None:
+    place = AXES["classes"]
+    assert grow._affordable(place, [], 100, CPU) and grow._affordable(place, [Point(100, closing_s=0.1)], 300, CPU)
+    assert not grow._affordable(place, [Point(100, closing_s=0.1)], 10_000, CPU)
+    assert not grow._affordable(place, [Point(100)], 300, CPU)
+    assert grow._affordable(AXES["tasks"], [Point(5, closing_s=1.0)], 100, CPU)
+
+
+def test_a_curve_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis = grow.Axis("classes", "classes", (20, 40))
+    curve = grow.measure_curve(axis, config(), CPU, 0.002)
+    assert [point["value"] for point in curve["points"]] == [20, 40]
+    for point in curve["points"]:
+        assert min(point["training_images_per_s"], point["inference_images_per_s"], point["closing_s"]) > 0
+    assert curve["points"][1]["memory"] > curve["points"][0]["memory"]
+    assert set(curve["exponents"]) == set(grow.COSTS)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(measure, "training", full)
+    point = grow.measure_point(axis, 20, config(), CPU, 0.002, closing=False)
+    assert point == Point(20, note="out of memory")
+
+
+# Records --------------------------------------------------------------------------------------------------------
+
+
+def entry(method: str, speed: float, **more: Any) -> dict[str, Any]:
+    return {
+        "method": method,
+        "backbone": "demo",
+        "image_size": 64,
+        "batch": 16,
+        "precision": "fp32",
+        "classes": 200,
+        "task": 10,
+        "training": {"images_per_s": speed},
+        "inference": {"images_per_s": 2 * speed},
+        "frozen_pass": {"images_per_s": 4 * speed},
+        "latency": {"median_ms": 100 / speed, "p99_ms": 200 / speed},
+        "memory": {"training_peak": 1000},
+        **more,
+    }
+
+
+@functools.cache
+def empty_record() -> dict[str, Any]:
+    return record.make_record([], [], {"fp32": timing.Peak(1e9, 512, "fp32")}, CPU, 1.0)
+
+
+def made(*results: dict[str, Any], growth: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    return {**empty_record(), "results": list(results), "growth": list(growth)}
+
+
+def test_a_record_says_all_and_is_read_again(tmp_path: Path) -> None:
+    written = made(entry("apt", 10.0))
+    record.write_record(tmp_path / "bench.json", written)
+    found = record.read_record(tmp_path / "bench.json")
+    assert found == written and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
+    assert found["matrix_peak"] == {"fp32": {"flops": 1e9, "size": 512, "precision": "fp32"}}
+
+
+def test_ratios_are_now_over_before() -> None:
+    before = made(entry("apt", 10.0), entry("l2p", 10.0, training=None))
+    found = record.ratios(before, made(entry("apt", 15.0), entry("l2p", 5.0), entry("vq-prompt", 1.0)))
+    of = {(ratio.subject, ratio.words): ratio for ratio in found}
+    assert len(found) == 6 + 5  # nothing was trained before, and one method was not there
+    assert of["apt", "training, images/s"].ratio == pytest.approx(1.5) and of["apt", "training, images/s"].better
+    shorter = of["apt", "latency of one image, median, ms"]
+    assert shorter.ratio == pytest.approx(2 / 3) and shorter.better
+    assert not of["l2p", "inference, images/s"].better and not of["l2p", "latency of one image, 99 %, ms"].better
+    assert of["l2p", "peak memory in training, bytes"].better
+
+
+def test_the_most_similar_entry_is_compared_with_and_what_differs_is_said() -> None:
+    before = made(entry("apt", 1.0, batch=64, precision="bf16"), entry("apt", 10.0, batch=64))
+    now = made(entry("apt", 10.0))
+    ((old, new),) = record.matched(before, now)
+    assert record.differences(old, new) == ["batch 64 before, 16 now"]
+    assert record.ratios(before, now)[0].ratio == pytest.approx(1)
+
+
+def test_growing_settings_are_compared_where_both_were_measured() -> None:
+    def curve(*speeds: float | None) -> dict[str, Any]:
+        points = [
+            {"value": 2**place, "training_images_per_s": speed, "inference_images_per_s": None}
+            for place, speed in enumerate(speeds)
+        ]
+        return {"axis": "batch", "method": "apt", "points": points}
+
+    (found,) = record.ratios(made(growth=(curve(1.0, 2.0, None),)), made(growth=(curve(2.0, 16.0, 7.0),)))
+    assert found.ratio == pytest.approx(4.0)  # the geometric mean of 2 and 8
+
+
+# The command ----------------------------------------------------------------------------------------------------
+
+QUICK = ("--backbone", "test_vit", "--image-size", "32", "--batch", "4", "--seconds", "0.01", "--set", "tasks=[3, 2]")
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def test_a_method_is_measured_recorded_drawn_and_compared(probprompt: Command, here: Path) -> None:
+    answer = probprompt("bench", *QUICK, "--out", "first.json", "--plot", "first.png")
+    assert answer.code == 0, answer.err
+    assert "probprompt on test_vit, fp32" in answer.out and "images of 32 px in batches of 4" in answer.out
+    for words in ("training", "inference, two passes", "one image alone", "of the peak", "warm-up", "backward"):
+        assert words in answer.out
+    (found,) = record.read_record(here / "first.json")["results"]
+    assert found["config"]["data"]["tasks"] == [3, 2] and found["classes"] == 5
+    picture = (here / "first.png").read_bytes()
+    assert picture.startswith(PNG) and len(picture) > 5000
+    again = probprompt("bench", *QUICK, "--batch", "6", "--against", "first.json")
+    assert again.code == 0, again.err
+    assert "ratio" in again.out and "not the same, probprompt: batch 4 before, 6 now" in again.out
+
+
+def test_a_cost_table_of_several_methods(probprompt: Command, here: Path) -> None:
+    answer = probprompt("bench", *QUICK, "--methods", "apt,linear-probe", "--methods", "lda", "--plot", "costs.png")
+    assert answer.code == 0, answer.err
+    lines = {line.split()[0]: line.split() for line in answer.out.splitlines() if line.strip()}
+    assert lines["apt"][1] == "0.00" and lines["lda"].count("-") == 3
+    assert "24,000 images" in answer.out and "head alone" in answer.out
+    assert (here / "costs.png").read_bytes().startswith(PNG)
+
+
+def test_growth_is_measured_recorded_and_drawn(
+    probprompt: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grow, "SMALL_BATCHES", (2, 8))
+    monkeypatch.setattr(grow, "SIDES", (1.0, 2.0))
+    options = ("--grow", "batch,image-size", "--out", "grown.json", "--plot", "grown.png")
+    answer = probprompt("bench", *QUICK, *options)
+    assert answer.code == 0, answer.err
+    assert "batch: probprompt on test_vit" in answer.out and "memory in training: exponent" in answer.out
+    grown = record.read_record(here / "grown.json")
+    assert [curve["axis"] for curve in grown["growth"]] == ["batch", "image-size"]
+    assert 0 < grown["growth"][0]["exponents"]["memory"]["whole"] < 1.1
+    picture = (here / "grown.png").read_bytes()
+    assert picture.startswith(PNG) and len(picture) > 10_000
+
+
+def test_what_is_worse_than_linear_is_said(probprompt: Command, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def point(axis: grow.Axis, value: int, *_: object, **__: object) -> Point:
+        return Point(value, 1 / value**2, 1.0, 1000)
+
+    monkeypatch.setattr(grow, "measure_point", point)
+    answer = probprompt("bench", *QUICK, "--grow", "samples")
+    assert "training: exponent 2.00, at the end 2.00  WORSE THAN LINEAR" in answer.out
+    assert answer.out.count("WORSE THAN LINEAR") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "prob-prompt"), "did you mean 'probprompt'"),
+        (("--methods", "apt,vqprompt"), "did you mean 'vq-prompt'"),
+        (("--grow", "task"), "did you mean 'tasks'?"),
+        (("--grow", "samples", "--method", "coda-prompt"), "coda-prompt has no samples that could grow"),
+        (("--methods", "all", "--grow", "tasks"), "--methods goes neither with --method nor with --grow"),
+        (("--backbone", "vit_bse_patch16_224"), "vit_base_patch16_224"),
+        (("--out", "nowhere/bench.json"), "there is no folder"),
+        (("--plot", "nowhere/bench.png"), "there is no folder"),
+        (("--against", "absent.json"), "cannot be read"),
+        (("--against", "other.json"), "is no record of probprompt bench"),
+        (("--against", "later.json"), "has format 99"),
+        (("--set", "sample=3"), "did you mean"),
+        (("--preset", "flagship", "--method", "apt"), "for probprompt alone"),
+    ],
+)
+def test_mistakes_are_answered_in_words(
+    probprompt: Command, here: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (here / "other.json").write_text("[1]")
+    (here / "later.json").write_text(json.dumps({"kind": record.KIND, "format": 99}))
+    answer = probprompt("bench", *arguments)
+    assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
+
+
+def test_a_preset_gives_its_settings_and_options_go_over_it() -> None:
+    given: dict[str, dict[str, Any]] = {"backbone": {"name": None, "precision": "fp32"}, "training": {"batch": 6}}
+    found = _settings("vq-prompt", given, "published", ["data.benchmark=cub200"], CPU)
+    assert found.method.model_dump()["temperature"] == 5.0 and found.training.batch == 6
+    assert found.backbone.name == "sup21k" and found.backbone.precision == "fp32"
+    usual = _settings("vq-prompt", {"backbone": {"name": None}, "training": {"batch": None}}, None, [], CPU)
+    assert (usual.backbone.name, usual.training.batch) == ("demo", 16)
+
+
+def test_predictions_are_the_engine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, seen = build(), list[int]()
+    original = place.model.predict
+
+    def watched(images: Tensor) -> Tensor:
+        seen.append(len(images))
+        return original(images)
+
+    monkeypatch.setattr(place.model, "predict", watched)
+    found = measure.inference(place, 0.01)
+    assert sum(seen) >= found.images + 8 and set(seen) == {4}
+    seen.clear()
+    assert measure.latency(place, 0.01).count == len(seen) - 3 and set(seen) == {1}

@@ -1,0 +1,403 @@
+"""Several processes train as one does: the same gradients, the same result, one writer, and a way on when one dies.
+
+The file is also what torchrun runs in the tests: see :func:`work`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from probprompt import methods
+from probprompt.config import parse_config
+from probprompt.distributed import ALONE, World, from_environment, join
+from probprompt.errors import UserError
+from probprompt.runs import execute
+from probprompt.runs.checkpoint import learner_tensors
+from probprompt.runs.progress import Watcher
+from probprompt.runs.record import Run
+from probprompt.runs.tensors import read_tensors
+from probprompt.training.learner import Learner, TaskImages
+
+CPU = torch.device("cpu")
+SMALL: dict[str, dict[str, Any]] = {
+    "probprompt": {"samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1},
+    "vq-prompt": {"tokens": 4, "blocks": [0, 2]},
+    "coda-prompt": {"tokens": 4, "components_per_task": 3, "blocks": [0, 2], "orthogonality_weight": 0.1},
+    "dual-prompt": {"expert_blocks": [2], "expert_tokens": 4, "general_tokens": 4},
+    "l2p++": {"components": 5, "tokens": 4, "top_k": 2},
+    "deep-l2p++": {"components": 5, "tokens": 4, "top_k": 2, "blocks": [0, 2]},
+    "hide-prompt": {"tokens": 4, "blocks": [0, 2], "identity_alignment": {"epochs": 2, "centroids": 2}},
+    "evo-prompt": {"tokens": 2, "hidden": 4, "blocks": [0, 2]},
+}
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    **{name: {"method": {"name": name, **SMALL.get(name, {})}} for name in methods.registered()},
+    **{name: {"method": {"name": name}, "training": {"head_rate": 0.0002}} for name in ("ft", "ft++", "joint")},
+    "clipped": {"method": {"name": "probprompt", **SMALL["probprompt"]}, "training": {"clip": 0.01}},
+    "equal parts": {
+        "method": {"name": "probprompt", **SMALL["probprompt"]},
+        "training": {"batch": 8, "epochs": 2, "weight_decay": 0.01},
+    },
+    "ridge and query": {
+        "method": {"name": "probprompt", **SMALL["probprompt"]},
+        "head": {"kind": "ridge", "projections": 20, "with_query": True},
+    },
+}
+"""What learns in both ways. A task has 21 images, so that most have parts of 10 and 11."""
+
+
+def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run of less than a second; groups given by name are laid over them."""
+    base: dict[str, dict[str, Any]] = {
+        "data": {"benchmark": str(pictures), "tasks": 2, "test_fraction": 0.3},
+        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+        "training": {"epochs": 1, "batch": 32, "head_rate": 0.01},
+        "alignment": {"epochs": 2, "rate": 0.01},
+    }
+    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+
+
+RUNS = {
+    "linear": {"method": {"name": "probprompt", **SMALL["probprompt"]}, "training": {"epochs": 3, "batch": 8}},
+    "ridge": {**CASES["ridge and query"], "training": {"epochs": 2, "batch": 8}},
+}
+
+
+def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
+    """All that two tasks leave behind, and the gradients of the very first epoch."""
+    workshop = execute.prepare(parse_config(given), CPU, Watcher(), world=world)
+    learner, found = workshop.learner, dict[str, Tensor]()
+    for task in workshop.tasks:
+        if task.index and not world.writes:  # a process that went astray is put right when a task begins
+            for value in learner_tensors(learner).values():
+                value.fill_(1)
+        learner.begin(task)
+        optimiser = learner.optimiser()
+        for epoch in range(learner.epochs(task)):
+            result = learner.train_epoch(task, epoch, optimiser, lambda _: None)
+            found[f"result.{task.index}.{epoch}"] = torch.tensor([result.loss, result.accuracy])
+            if task.index == 0 and epoch == 0:
+                learning = [part for group in optimiser.param_groups for part in group["params"]]
+                found |= {
+                    f"gradient.{i}": part.grad.clone() for i, part in enumerate(learning) if part.grad is not None
+                }
+        learner.finish(task, lambda _: None)
+    scores = [workshop.scorer.accuracy(task.rows, task.labels) for task in workshop.test_tasks]
+    queries = [workshop.scorer.task_queries(task.rows) for task in workshop.test_tasks]
+    found |= {"scores": torch.tensor(scores), "queries": torch.cat(queries)}
+    return {name: value.contiguous() for name, value in {**found, **learner_tensors(learner)}.items()}
+
+
+# What torchrun runs ----------------------------------------------------------------------------------------------
+
+
+def work(folder: Path) -> None:
+    """Exchange some tensors; learn in every way; carry out runs; then begin one more and die."""
+    asked = json.loads((folder / "asked.json").read_text())
+    world, _ = join(CPU)
+    save_file(exchange(world), folder / f"exchange-{world.rank}.safetensors")
+    for name, given in asked["cases"].items():
+        save_file(learn(given, world), folder / f"{name}-{world.rank}.safetensors")
+    opened = written_below(folder / "runs")
+    for name, given in asked["runs"].items():
+        run = execute.train(parse_config(given), folder / "runs" / (name if world.writes else "elsewhere"))
+        assert run.finished and run.folder.name == name
+    (folder / f"opened-{world.rank}.json").write_text(json.dumps(opened))
+    if world.rank == 1:
+        die_in(task=1, epoch=1)
+    from probprompt.cli import main
+
+    sys.argv = ["probprompt", *asked["command"]]
+    main()
+
+
+def exchange(world: World) -> dict[str, Tensor]:
+    """What becomes of tensors that differ from process to process."""
+    found = {}
+    for count in (1, 2, 7):
+        rows = torch.arange(3 * count).view(count, 3)  # (n, 3)
+        found[f"gathered {count}"] = world.gather(world.share(rows), count)
+    mean = [torch.full((2, 2), float(world.rank)), torch.tensor(10.0 * world.rank)]
+    world.average(mean)
+    same = [torch.tensor(world.rank > 0), torch.full((3,), world.rank), torch.tensor([[0.1 + world.rank]]).double()]
+    world.broadcast([*same, torch.empty(0, 4)])
+    found |= {f"mean {i}": value for i, value in enumerate(mean)} | {f"same {i}": value for i, value in enumerate(same)}
+    return {**found, "total": torch.tensor(world.total(5 + world.rank)), "said": torch.tensor(world.agree(world.rank))}
+
+
+def written_below(folder: Path) -> list[str]:
+    """Names of files of a folder that this process opens for writing, from now on."""
+    opened: list[str] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(str(folder)):
+            mode, flags = arguments[1] or "", arguments[2] or 0
+            if set(mode) & set("wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                opened.append(Path(str(arguments[0])).name)
+
+    sys.addaudithook(note)
+    return opened
+
+
+def die_in(task: int, epoch: int) -> None:
+    """Let this process be killed when it comes to an epoch."""
+    original = Learner.train_epoch
+
+    def train_epoch(learner: Learner, images: TaskImages, number: int, *rest: Any) -> Any:
+        if (images.index, number) == (task, epoch):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(learner, images, number, *rest)
+
+    Learner.train_epoch = train_epoch  # type: ignore[method-assign, assignment]
+
+
+# Started once ----------------------------------------------------------------------------------------------------
+
+
+def run(*command: object, timeout: float = 120) -> tuple[int, str, str, float]:
+    """Exit code, output, errors and seconds of a command."""
+    begun = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment)
+    return done.returncode, done.stdout, done.stderr, time.perf_counter() - begun
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+
+
+def options(given: dict[str, Any]) -> list[str]:
+    """The same settings for the command line."""
+    pairs = [(f"{group}.{name}", value) for group, values in given.items() for name, value in values.items()]
+    return [part for name, value in pairs for part in ("--set", f"{name}={json.dumps(value)}")]
+
+
+class Worked:
+    """What two processes left behind."""
+
+    def __init__(self, folder: Path, pictures: Path) -> None:
+        self.folder = folder
+        self.settings = {name: configure(pictures, **groups) for name, groups in {**CASES, **RUNS}.items()}
+        command = ["train", "--device", "cpu", *options(self.settings["linear"]), "--out", str(folder / "killed")]
+        asked = {
+            name: {case: self.settings[case] for case in group} for name, group in (("cases", CASES), ("runs", RUNS))
+        }
+        (folder / "asked.json").write_text(json.dumps({**asked, "command": command}))
+        self.code, self.out, self.err, _ = run(*TORCHRUN, __file__, folder)
+
+    def of(self, name: str, rank: int) -> dict[str, Tensor]:
+        path = self.folder / f"{name}-{rank}.safetensors"
+        assert path.exists(), self.err
+        return load_file(path)
+
+
+@pytest.fixture(scope="module")
+def worked(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Worked:
+    return Worked(tmp_path_factory.mktemp("distributed"), pictures)
+
+
+# What is exchanged -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensors_are_gathered_averaged_and_agreed_upon(worked: Worked, rank: int) -> None:
+    found = worked.of("exchange", rank)
+    for count in (1, 2, 7):
+        assert found[f"gathered {count}"].tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(count)]
+    assert found["mean 0"].tolist() == [[0.5, 0.5], [0.5, 0.5]] and found["mean 1"].item() == 5
+    assert found["same 0"].item() is False and found["same 1"].tolist() == [0, 0, 0]
+    assert found["same 2"].dtype == torch.float64 and found["same 2"].item() == torch.tensor(0.1).double().item()
+    assert found["total"].item() == 11 and found["said"].item() == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_parts_cover_every_row_once_and_are_nearly_equal(size: int) -> None:
+    for count in range(20):
+        parts = [list(range(count)[World(rank, size).part(count)]) for rank in range(size)]
+        assert [row for part in parts for row in part] == list(range(count))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_single_process_exchanges_nothing() -> None:
+    rows = torch.ones(3, 2)
+    assert ALONE.gather(rows, 3) is rows and ALONE.total(4) == 4 and ALONE.agree("here") == "here"
+    ALONE.average([rows])
+    ALONE.broadcast([rows])
+    assert torch.equal(rows, torch.ones(3, 2))
+
+
+# Two processes learn as one does ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_learn_as_one(worked: Worked, case: str) -> None:
+    alone = learn(worked.settings[case], ALONE)
+    first, second = worked.of(case, 0), worked.of(case, 1)
+    assert alone.keys() == first.keys() == second.keys()
+    assert torch.equal(alone["scores"], first["scores"])
+    for name, value in alone.items():
+        assert torch.equal(first[name], second[name]), f"{name} differs between processes"
+        ours, expected = first[name].double(), value.double()
+        largest = max(expected.abs().max().item(), 1e-6) if expected.numel() else 1.0
+        # Adam makes full steps of gradients near zero, so that parameters may differ by more than their gradients.
+        tolerance = 1e-5 * largest if name.startswith("gradient") else 2e-3
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=tolerance), name
+
+
+def test_the_cases_have_gradients_to_compare(worked: Worked) -> None:
+    compared = {case for case in CASES if any(name.startswith("gradient") for name in worked.of(case, 0))}
+    assert set(CASES) - compared == {"nearest-mean", "lda", "ranpac"}
+    assert min(worked.of("clipped", 0)["result.0.0"].shape) == 2
+    norm = sum(value.square().sum() for name, value in worked.of("clipped", 0).items() if name.startswith("gradient"))
+    assert float(norm) ** 0.5 == pytest.approx(0.01, rel=1e-3)  # clipped for all processes together
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_two_processes_is_that_of_one(worked: Worked, tmp_path: Path, name: str) -> None:
+    both, alone = Run.open(worked.folder / "runs" / name), execute.train(parse_config(worked.settings[name]), tmp_path)
+    assert np.array_equal(both.matrix, alone.matrix, equal_nan=True)
+    assert (both.record["world_size"], alone.record["world_size"]) == (2, 1)
+    left, right = (read_tensors(run.checkpoint, CPU)[0] for run in (both, alone))
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.allclose(value, right[key], rtol=1e-3, atol=2e-3), key
+    ours, theirs = (json.loads((run.folder / "diagnostics.json").read_text()) for run in (both, alone))
+    assert ours.keys() == theirs.keys()
+
+
+def test_one_process_writes(worked: Worked) -> None:
+    writer, other = (json.loads((worked.folder / f"opened-{rank}.json").read_text()) for rank in (0, 1))
+    assert "events.jsonl" in writer and other == []
+    assert sorted(path.name for path in (worked.folder / "runs").iterdir()) == sorted(RUNS)
+    for name in RUNS:
+        lines = (worked.folder / "runs" / name / "events.jsonl").read_text().splitlines()
+        assert len(lines) == len(set(lines)) > 3
+        assert not list((worked.folder / "runs" / name).rglob("*.part"))
+
+
+# When something goes wrong ---------------------------------------------------------------------------------------
+
+
+def outcome(run: Run) -> dict[str, bytes]:
+    """Everything that a run ends with."""
+    tensors, _ = read_tensors(run.checkpoint, CPU)
+    found = {name: value.numpy().tobytes() for name, value in tensors.items()}
+    files = (run.folder / "accuracy.json", run.folder / "diagnostics.json", *run.model.iterdir())
+    return {**found, **{path.name: path.read_bytes() for path in files}}
+
+
+def test_a_killed_process_ends_the_run_which_then_goes_on(worked: Worked) -> None:
+    folder = worked.folder / "killed"
+    assert worked.code != 0
+    assert "another process of this run has ended" in worked.err and f"--resume {folder}" in worked.err
+    assert "Signal 9 (SIGKILL)" in worked.err
+    left = read_tensors(Run(folder).checkpoint, CPU)[1]["position"]
+    assert (left["task"], left["epoch"]) == (1, 1) and not Run(folder).finished
+    code, out, err, _ = run(
+        sys.executable, "-m", "probprompt", "train", "--resume", folder, "--gpus", 2, "--device", "cpu"
+    )
+    assert code == 0, err
+    assert out.count("FAA: ") == out.count("task 2 of 2: done") == 1 and "task 1 of 2" not in out
+    assert outcome(Run.open(folder)) == outcome(Run.open(worked.folder / "runs" / "linear"))
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["world_size"] for event in events if event["event"] == "resumed"] == [2]
+    assert (folder / "report.html").exists()
+
+
+def test_a_mistake_is_told_once_and_ends_all_processes(worked: Worked, tmp_path: Path) -> None:
+    given = worked.settings["linear"]
+    odd = {**given, "training": {**given["training"], "batch": 9}}
+    code, out, err, _ = run(
+        *TORCHRUN, "-m", "probprompt", "train", *options(odd), "--device", "cpu", "--out", tmp_path / "r"
+    )
+    assert code != 0 and err.count("error: ") == 1
+    assert "2 processes cannot share a batch of 9 equally: set training.batch to 8 or 10, or start 1 or 3 or 9" in err
+    assert not (tmp_path / "r").exists() and out.count("reading images") == 1
+
+
+def prepared(given: dict[str, Any], size: int) -> None:
+    execute.prepare(parse_config(given), CPU, Watcher(), world=World(0, size))
+
+
+def test_what_processes_cannot_share_is_refused(pictures: Path) -> None:
+    with pytest.raises(UserError, match=r"set training.batch to 20, or start 1 or 2 or 4 or 8 process"):
+        prepared(configure(pictures, training={"batch": 8}), 20)
+    with pytest.raises(UserError, match=r"task 1 has only 21 training image.* each of 22 .* at most 21"):
+        prepared(configure(pictures, training={"batch": 44}), 22)
+    prepared(configure(pictures, method={"name": "lda"}, training={"batch": 7}), 3)  # learns from no batches
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"name": "l2p", "batchwise": True},
+        {"name": "l2p++", "legacy_key_loss": True},
+        {"name": "dual-prompt", "batchwise": True},
+        {"name": "dual-prompt", "legacy_reshape": True},
+        {"name": "hide-prompt", "legacy_reshape": True},
+    ],
+    ids=str,
+)
+def test_methods_that_mix_the_images_of_a_batch_are_refused(pictures: Path, method: dict[str, Any]) -> None:
+    given = configure(pictures, method=method)
+    prepared(given, 1)
+    with pytest.raises(UserError, match=f"{method['name'].replace('+', '.')} cannot be trained by 2 processes"):
+        prepared(given, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=2, WORLD_SIZE=2.* fits no set"),
+        ({"RANK": "0", "WORLD_SIZE": "0", "LOCAL_RANK": "0"}, "fits no set"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "fits no set"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=one.* not all numbers.* torchrun"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(variables: dict[str, str], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        from_environment(variables)
+
+
+def test_the_world_is_that_of_the_environment() -> None:
+    assert from_environment({}) == from_environment({"WORLD_SIZE": "8"}) == ALONE
+    assert from_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == World(
+        3, 4, 1, 2
+    )
+    assert [World(rank, 2).writes for rank in range(2)] == [True, False]
+
+
+def test_more_gpus_than_there_are(probprompt: Callable[..., Any], pictures: Path, tmp_path: Path) -> None:
+    there = torch.cuda.device_count()
+    wanted = there + 2
+    answer = probprompt("train", pictures, "--gpus", wanted, "--out", tmp_path / "run")
+    assert answer.code == 2 and not (tmp_path / "run").exists()
+    assert f"--gpus {wanted} was given, but this machine has {there} GPU(s)" in answer.err
+    answer = probprompt("train", pictures, "--gpus", 2, "--device", "cuda:0", "--out", tmp_path / "run")
+    assert answer.code == 2 and "contradict" in answer.err
+    with pytest.raises(UserError, match=f"{wanted} processes were started on this machine, but it has {there} GPU"):
+        World(0, wanted, 0, wanted).place(torch.device("cuda"))
+
+
+def test_gpus_that_are_not_as_many_as_torchrun_started(
+    probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    answer = probprompt("train", pictures, "--gpus", 4, "--device", "cpu", "--out", tmp_path / "run")
+    assert answer.code == 2 and "--gpus 4 was given, but torchrun started 2 process(es)" in answer.err
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(Path(sys.argv[1]))

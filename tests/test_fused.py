@@ -1,0 +1,170 @@
+"""The fused blocks give what the plain ones give, and the same gradients; on a GPU, or in Triton's interpreter."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from probprompt import fused, kernels
+from probprompt.backbone import FrozenViT
+from probprompt.prompts import ClassTokenShift, Prefix, Prompts, Tokens
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WIDTH, BATCH = 32, 2
+
+
+def vit(**settings: object) -> FrozenViT:
+    """Four blocks of width 32, or another small one."""
+    chosen = {"img_size": 16, "patch_size": 4, "embed_dim": WIDTH, "depth": 4, "num_heads": 2, "num_classes": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = FrozenViT(VisionTransformer(**{**chosen, **settings}))  # type: ignore[arg-type]
+        for name, parameter in model.named_parameters():  # norms and scales that do something
+            if "norm" in name or "gamma" in name:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    return model.to(DEVICE)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels count as usable here; without a GPU the interpreter runs them."""
+    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    yield
+
+
+def of_kind(kind: str) -> tuple[Prompts, list[Tensor]]:
+    """Prompts of a kind, and what learns in them."""
+    learning = [drawn(BATCH, 2, 3, WIDTH, seed=seed).requires_grad_() for seed in range(3)]
+    first, second = learning[:2]
+    if kind == "one for all":
+        return {0: Prefix(first[0, 0], first[0, 1]), 2: Prefix(second[0, 0], second[0, 1])}, learning[:2]
+    if kind == "tokens":
+        return {0: Tokens(first[:, 0], positioned=True), 1: Prefix(second[:, 0], second[:, 1])}, learning[:2]
+    if kind == "tokens later":
+        return {0: Prefix(first[:, 0], first[:, 1]), 2: Tokens(second[:, 0])}, learning[:2]
+    if kind == "shift":
+        return {1: ClassTokenShift(first[:, 0, 0], first[:, 1, 0]), 2: Prefix(second[:, 0], second[:, 1])}, learning[:2]
+    blocks = {"first blocks": (0, 1), "later blocks": (1, 2), "last block": (0, 3), "none": ()}[kind]
+    return {block: Prefix(part[:, 0], part[:, 1]) for block, part in zip(blocks, learning, strict=False)}, learning
+
+
+def outcome(model: FrozenViT, kind: str, readout: str = "class") -> list[Tensor]:
+    """Query, features, and the gradients of all that learns."""
+    images, (prompts, learning) = drawn(BATCH, 3, 16, 16, seed=9), of_kind(kind)
+    seen = model.embed(images)
+    query = model.query(seen)
+    features = model.features(seen, prompts, readout)  # type: ignore[arg-type]
+    if prompts:
+        (features * drawn(*features.shape, seed=4)).sum().backward()
+    return [query, features.detach(), *(part.grad for part in learning if part.grad is not None)]
+
+
+def close(found: list[Tensor], wanted: list[Tensor], most: float) -> bool:
+    assert len(found) == len(wanted)
+    return all(float((one - two).norm() / two.norm()) < most for one, two in zip(found, wanted, strict=True))
+
+
+KINDS = ("first blocks", "later blocks", "last block", "one for all", "tokens", "tokens later", "shift", "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_the_plain_blocks(kind: str, everywhere: None) -> None:
+    model = vit()
+    wanted = outcome(model, kind)
+    assert model._fast() is None  # float32 goes the plain way
+    model.model.half()
+    found = outcome(model, kind)
+    assert model._fast() is not None
+    assert close(found, wanted, 5e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {"init_values": 0.5},
+        {"qkv_bias": False},
+        {"reg_tokens": 2},
+        {"no_embed_class": True, "reg_tokens": 1},
+        {"pre_norm": True},
+        {"embed_dim": 48, "num_heads": 3, "depth": 5},
+    ),
+    ids=str,
+)
+def test_other_plain_models_are_fused_too(settings: dict[str, int], everywhere: None) -> None:
+    model = vit(**settings)
+    if model.width != WIDTH:
+        images = drawn(BATCH, 3, 16, 16)
+        wanted = [model.query(images)]
+        model.model.half()
+        found = [model.query(images)]
+    else:
+        wanted = outcome(model, "first blocks")
+        model.model.half()
+        found = outcome(model, "first blocks")
+    assert model._fast() is not None
+    assert close(found, wanted, 5e-3)
+
+
+@pytest.mark.parametrize("settings", ({"qk_norm": True}, {"act_layer": nn.SiLU}, {"dynamic_img_size": True}), ids=str)
+def test_what_the_kernels_do_not_know_goes_the_plain_way(settings: dict[str, object], everywhere: None) -> None:
+    model = vit(**settings)
+    model.model.half()
+    assert model._fast() is None
+    assert outcome(model, "first blocks")[1].isfinite().all()
+
+
+def test_a_backbone_that_learns_goes_the_plain_way(everywhere: None) -> None:
+    model = vit()
+    model.model.half()
+    model.unfreeze()
+    assert model._fast() is None
+
+
+@pytest.mark.parametrize("readout", ("class before norm", "tokens"))
+def test_other_readouts_agree(readout: str, everywhere: None) -> None:
+    model = vit()
+    wanted = outcome(model, "tokens", readout)
+    model.model.half()
+    assert close(outcome(model, "tokens", readout), wanted, 5e-3)
+
+
+def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> None:
+    model = vit()
+    model.model.half()
+    seen = model.embed(drawn(BATCH, 3, 16, 16))
+    assert seen.qkv is not None and seen.qkv.shape == (BATCH, 17, 3 * WIDTH)
+    alone = model.query(drawn(BATCH, 3, 16, 16))
+    assert torch.equal(model.query(seen), alone)
+
+
+def test_exact_in_float32() -> None:
+    """The blocks by themselves in float32, where nothing is lost to rounding; gradients of the tokens included."""
+    model = vit(init_values=0.7)
+    blocks = fused.fuse(model.model.blocks)
+    assert blocks is not None
+    prefix = [drawn(BATCH, 3, WIDTH, seed=seed).requires_grad_() for seed in (1, 2)]
+    tokens = drawn(BATCH, 17, WIDTH, seed=3).requires_grad_()
+    plain = tokens
+    for index, block in enumerate(model.model.blocks[:-1]):
+        plain = run_plain(block, plain, Prefix(*prefix) if index == 1 else None)
+    weight = drawn(BATCH, 17, WIDTH, seed=4)
+    wanted = torch.autograd.grad((plain * weight).sum(), [tokens, *prefix])
+    found, mixed = fused.run(blocks[:-1], tokens, [None, (prefix[0], prefix[1]), None])
+    assert mixed is None
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    for one, two in zip(torch.autograd.grad((found * weight).sum(), [tokens, *prefix]), wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+def run_plain(block: nn.Module, tokens: Tensor, prompt: Prefix | None) -> Tensor:
+    from probprompt.backbone import _run_block
+
+    return _run_block(block, tokens, prompt, slice(None))

@@ -1,0 +1,130 @@
+"""The kernel that cuts views out of stored pixels against the plain way; without a GPU in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from probprompt import randomness
+from probprompt.data.views import DRAWS, Boxes, Kernel, centre_boxes, random_boxes, resample
+from probprompt.errors import UserError
+
+pytest.importorskip("triton")
+
+from probprompt.kernels.crop import crop
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
+MEAN, STD = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.25, 1.0]).view(3, 1, 1)
+RAGGED = torch.tensor([[9, 13], [21, 11], [24, 30]])
+
+
+def paint(sizes: Tensor) -> list[Tensor]:
+    """Noise, (H, W, 3) each: nothing that a wrong weight could hide in."""
+    source = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (h, w, 3), generator=source, dtype=torch.uint8) for h, w in sizes.tolist()]
+
+
+def cut(
+    images: list[Tensor], boxes: Boxes, size: int, kernel: Kernel = "bilinear", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """By the kernel; the images lie in the reverse order, with bytes between them that belong to none."""
+    gap = torch.full((7,), 255, dtype=torch.uint8)
+    pieces = [part for image in reversed(images) for part in (gap, image.flatten())]
+    lengths = torch.tensor([len(gap) + image.numel() for image in reversed(images)])
+    offsets = (lengths.cumsum(0) - lengths + len(gap)).flip(0)
+    sizes = torch.tensor([image.shape[:2] for image in images])
+    corner = [part.to(DEVICE) for part in (boxes.top, boxes.left, boxes.height, boxes.width)]
+    low, high, left, right = (limit.to(DEVICE) for limit in boxes.limits)
+    flip = None if boxes.flip is None else boxes.flip.to(DEVICE)
+    there = Boxes(corner[0], corner[1], corner[2], corner[3], (low, high, left, right), flip)
+    pixels, offsets, sizes = (part.to(DEVICE) for part in (torch.cat(pieces), offsets, sizes))
+    return crop(pixels, offsets, sizes, there, size, MEAN.to(DEVICE), STD.to(DEVICE), kernel, dtype).cpu()
+
+
+def expected(images: list[Tensor], boxes: Boxes, size: int, kernel: Kernel = "bilinear") -> Tensor:
+    """The plain way."""
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    canvas = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+    for row, image in zip(canvas, images, strict=True):
+        row[:, : image.shape[0], : image.shape[1]] = image.permute(2, 0, 1)
+    return (resample(canvas, boxes, size, kernel) - MEAN) / STD
+
+
+def drawn(sizes: Tensor, key: str, flip: bool = True) -> Boxes:
+    return random_boxes(sizes, randomness.uniform((len(sizes), DRAWS), 0, key), (0.4, 1.0), flip=flip)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel"), [(8, "bilinear"), (8, "bicubic"), (18, "bilinear"), (18, "bicubic"), (34, "bilinear")]
+)
+def test_random_views_of_ragged_images(size: int, kernel: Kernel) -> None:
+    """Down to 8, up and down to 18, up to 34, which is more than one block in both directions."""
+    images, boxes = paint(RAGGED), drawn(RAGGED, "ragged")
+    scale = torch.cat([boxes.height, boxes.width])
+    assert scale.min() < 9 and scale.max() > 19
+    assert boxes.flip is not None and boxes.flip.any() and not boxes.flip.all()
+    view = cut(images, boxes, size, kernel)
+    assert view.shape == (3, 3, size, size)
+    torch.testing.assert_close(view, expected(images, boxes, size, kernel), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_evaluation_views_begin_between_pixels(kernel: Kernel) -> None:
+    images, boxes = paint(RAGGED), centre_boxes(RAGGED, 16, 14)
+    assert (boxes.top % 1 != 0).any()
+    torch.testing.assert_close(cut(images, boxes, 14, kernel), expected(images, boxes, 14, kernel), rtol=0, atol=2e-5)
+
+
+def test_some_are_flipped() -> None:
+    sizes = RAGGED[:2]
+    images, boxes = paint(sizes), drawn(sizes, "flips", flip=False)
+    plain = cut(images, boxes, 12)
+    flags = torch.tensor([True, False])
+    corner = (boxes.top, boxes.left, boxes.height, boxes.width)
+    flipped = cut(images, Boxes(*corner, boxes.limits, flags), 12)
+    torch.testing.assert_close(flipped[0], plain[0].flip(-1), rtol=0, atol=2e-6)
+    torch.testing.assert_close(flipped[1], plain[1], rtol=0, atol=0)
+
+
+def test_no_grey_level_is_lost_in_large_images() -> None:
+    """In float32 a position near 4000 is known to 1/4096 of a pixel: 1e-4 of the whole range in this image."""
+    image = torch.zeros(3, 4000, 3, dtype=torch.uint8)
+    image[:, ::2] = 255
+    one = torch.tensor([1.0], dtype=torch.float64)
+    boxes = Boxes(0 * one, 3981.3 * one, 3 * one, 14.4 * one, (0 * one, 3 * one, 0 * one, 4000 * one))
+    torch.testing.assert_close(cut([image], boxes, 16), expected([image], boxes, 16), rtol=0, atol=1e-5)
+
+
+def test_what_lies_outside_the_limits_is_never_seen() -> None:
+    image = torch.full((12, 14, 3), 255, dtype=torch.uint8)
+    image[3:8, 4:11] = 51
+    top, left, height, width, bottom, right = torch.tensor([[3], [4], [5], [7], [8], [11]], dtype=torch.float64)
+    boxes = Boxes(top, left, height, width, (top, bottom, left, right))
+    for kernel in KERNELS:
+        grey = ((0.2 - MEAN) / STD).expand(1, 3, 9, 9)
+        torch.testing.assert_close(cut([image], boxes, 9, kernel), grey, rtol=0, atol=2e-6)
+
+
+def test_bicubic_overshoot_is_cut_off_before_it_is_normalised() -> None:
+    edge = torch.zeros(8, 8, 3, dtype=torch.uint8)
+    edge[:, 4:] = 255
+    view = cut([edge], centre_boxes(torch.tensor([[8, 8]]), 20, 20), 20, "bicubic")
+    assert view[0, 2].min() == (0 - MEAN[2]) / STD[2]
+    torch.testing.assert_close(view[0, 2].max(), ((1 - MEAN[2]) / STD[2])[0, 0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "ulps"), [(torch.float16, 0), (torch.bfloat16, 1)])
+def test_narrow_results(dtype: torch.dtype, ulps: int) -> None:
+    """The interpreter cuts the digits off that bfloat16 has not; a GPU rounds."""
+    images, boxes = paint(RAGGED[:1]), drawn(RAGGED[:1], "narrow")
+    view, exact = cut(images, boxes, 8, dtype=dtype), cut(images, boxes, 8)
+    assert view.dtype == dtype
+    torch.testing.assert_close(view, exact.to(dtype), rtol=ulps * torch.finfo(dtype).eps, atol=0)
+
+
+def test_what_is_given_must_fit() -> None:
+    images, boxes = paint(RAGGED[:1]), drawn(RAGGED[:1], "errors")
+    with pytest.raises(UserError, match="did you mean 'bicubic'"):
+        cut(images, boxes, 8, "bicubical")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pixels must be uint8"):
+        cut([images[0].int()], boxes, 8)

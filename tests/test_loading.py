@@ -1,0 +1,399 @@
+"""Image sets in memory: by way of the cache or not, on the device or on the host, they are the same images."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from probprompt import kernels, randomness
+from probprompt.config import parse_config
+from probprompt.data import loading
+from probprompt.data.benchmarks import ImageSet, find
+from probprompt.data.cache import ImageCache, decode
+from probprompt.data.colour import Augmentation, draws_needed
+from probprompt.data.images import ImageFiles, Pixels
+from probprompt.data.loading import ImageStore, Loaded, RandomViews, Viewer, load, load_kept
+from probprompt.data.views import DRAWS, Kernel, random_boxes
+from probprompt.runs import execute
+from probprompt.runs.progress import Watcher
+
+CPU = torch.device("cpu")
+Settings = Callable[..., dict[str, Any]]
+ONE_SIZE = ((12, 20),) * 7
+RAGGED = ((12, 20), (9, 7), (30, 11), (12, 20), (5, 40), (16, 16), (12, 20))
+
+
+def pictures(sizes: tuple[tuple[int, int], ...]) -> list[Pixels]:
+    random = np.random.RandomState(5)
+    return [random.randint(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+
+
+def stores(sizes: tuple[tuple[int, int], ...], rows: list[int] | None = None) -> tuple[ImageStore, ImageStore]:
+    """The same images held by the device, and by the host."""
+    arrays = pictures(sizes)
+    decoded = decode(lambda row: arrays[row], len(arrays), lambda _: None)
+    chosen = None if rows is None else np.array(rows)
+    resident, hosted = (ImageStore.place(decoded, CPU, chosen, room) for room in (None, 0))
+    assert resident.resident and not hosted.resident
+    return resident, hosted
+
+
+# The store
+
+
+@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+@pytest.mark.parametrize("rows", [None, [6, 1, 4, 3]])
+def test_a_canvas_holds_the_decoded_images(sizes: tuple[tuple[int, int], ...], rows: list[int] | None) -> None:
+    arrays, chosen = pictures(sizes), rows or list(range(7))
+    for store in stores(sizes, rows):
+        assert len(store) == len(chosen) and store.bytes == sum(arrays[row].size for row in chosen)
+        for batch in ([0], [2, 0, 2], list(range(len(chosen)))):
+            canvas = store.canvas(torch.tensor(batch))
+            assert canvas.dtype == torch.uint8 and canvas.is_contiguous()
+            for image, index in zip(canvas, batch, strict=True):
+                expected = arrays[chosen[index]]
+                found = image[:, : expected.shape[0], : expected.shape[1]].permute(1, 2, 0).numpy()
+                np.testing.assert_array_equal(found, expected)
+
+
+def test_images_of_one_size_are_known_as_such() -> None:
+    assert all(store.shape == (12, 20) for store in stores(ONE_SIZE))
+    assert all(store.shape is None for store in stores(RAGGED))
+    # Of one size, but with others between them: they cannot be numbered through.
+    for store in stores(RAGGED, [0, 3, 6]):
+        expected = torch.stack([torch.from_numpy(pictures(RAGGED)[row]).permute(2, 0, 1) for row in (3, 0, 6)])
+        assert torch.equal(store.canvas(torch.tensor([1, 0, 2])), expected)
+    assert ImageStore.of(pictures(((4, 6), (6, 4))), CPU).shape is None
+
+
+def test_no_images_are_a_store_too() -> None:
+    store = ImageStore.of([], CPU)
+    assert len(store) == 0 and store.bytes == 0 and store.sizes.shape == (0, 2)
+    for full in stores(ONE_SIZE):
+        assert full.canvas(torch.empty(0, dtype=torch.long)).shape == (0, 3, 12, 20)
+
+
+@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+def test_a_batch_says_where_its_images_are(sizes: tuple[tuple[int, int], ...]) -> None:
+    arrays = pictures(sizes)
+    for store in stores(sizes):
+        pixels, offsets, extents = store.batch(torch.tensor([5, 1, 1, 2]))
+        assert offsets.dtype == torch.int64 and extents.tolist() == [list(sizes[row]) for row in (5, 1, 1, 2)]
+        for row, start in zip((5, 1, 1, 2), offsets.tolist(), strict=True):
+            np.testing.assert_array_equal(pixels[start : start + arrays[row].size].numpy(), arrays[row].reshape(-1))
+        if not store.resident:
+            assert len(pixels) == sum(arrays[row].size for row in (5, 1, 1, 2))  # what travels: no more
+
+
+@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+@pytest.mark.parametrize("chunk", [1, 1500, 10**6])
+def test_images_are_sent_in_pieces(
+    sizes: tuple[tuple[int, int], ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_CHUNK", chunk)
+    store, rows, arrays = stores(sizes)[0], torch.tensor([6, 2, 3, 0]), pictures(sizes)
+    total = sum(arrays[row].size for row in rows.tolist())
+    sent, starts = loading._send(store.pixels, store.offsets[rows], store.sizes[rows], total, CPU)
+    expected = np.concatenate([arrays[row].reshape(-1) for row in rows.tolist()])
+    np.testing.assert_array_equal(sent.numpy(), expected)
+    assert starts.tolist() == np.cumsum([0] + [arrays[row].size for row in rows.tolist()])[:-1].tolist()
+
+
+@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+def test_some_of_the_images_and_negatives_of_some(sizes: tuple[tuple[int, int], ...]) -> None:
+    for store in stores(sizes):
+        before = store.canvas(torch.arange(7))
+        few = store.only(torch.tensor([4, 2]))
+        assert len(few) == 2 and few.resident == store.resident
+        assert len(few.pixels) == few.bytes == sum(3 * high * wide for high, wide in (sizes[4], sizes[2]))
+        assert torch.equal(few.canvas(torch.tensor([1, 0])), store.canvas(torch.tensor([2, 4])))
+        inverted = store.inverted(torch.tensor([1, 6])).canvas(torch.arange(7))
+        for row, (high, wide) in enumerate(sizes):
+            was = before[row, :, :high, :wide]
+            assert torch.equal(inverted[row, :, :high, :wide], 255 - was if row in (1, 6) else was)
+        assert torch.equal(store.canvas(torch.arange(7)), before)
+
+
+# Views
+
+
+def viewer(kernel: Kernel = "bicubic", device: torch.device = CPU) -> Viewer:
+    return Viewer.of(16, 18, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), kernel, device)
+
+
+def views(store: ImageStore, indices: Tensor, augmentation: Augmentation) -> RandomViews:
+    draws = randomness.uniform((len(indices), DRAWS), 0, "test").to(store.device)
+    colours = randomness.uniform((len(indices), draws_needed(augmentation)), 0, "colour").to(store.device)
+    return RandomViews(random_boxes(store.sizes[indices], draws), augmentation, colours)
+
+
+@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+def test_views_of_images_on_the_host_are_those_of_resident_ones(sizes: tuple[tuple[int, int], ...]) -> None:
+    resident, hosted = stores(sizes)
+    rows = torch.tensor([3, 6, 1, 1, 0])
+    expected = viewer().evaluation(resident, rows)
+    assert expected.shape == (5, 3, 16, 16) and torch.equal(viewer().evaluation(hosted, rows), expected)
+    augmentations: tuple[Augmentation, ...] = ("crop", "crop+colour", "autoaugment+crop")
+    seen = []
+    for augmentation in augmentations:
+        given = views(resident, rows, augmentation)
+        seen.append(viewer().random(resident, rows, given))
+        assert torch.equal(viewer().random(hosted, rows, given), seen[-1])
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+
+
+def test_views_are_normalised_colour_by_colour() -> None:
+    store = ImageStore.of([np.full((20, 20, 3), (51, 102, 204), np.uint8)], CPU)
+    row = torch.tensor([0])
+    expected = torch.tensor([(0.2 - 0.5) / 0.2, (0.4 - 0.4) / 0.3, (0.8 - 0.3) / 0.4])
+    given = views(store, row, "crop")
+    for seen in (
+        viewer().evaluation(store, row),
+        viewer().random(store, row, given),
+        viewer().random(store, row, RandomViews(given.boxes)),
+    ):
+        assert torch.allclose(seen[0], expected[:, None, None].expand(3, 16, 16), atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+@pytest.mark.parametrize("room", [None, 0])
+def test_views_on_a_gpu_are_those_of_the_cpu(
+    sizes: tuple[tuple[int, int], ...], room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, arrays = torch.device("cuda"), pictures(sizes)
+    plain = stores(sizes)[0]
+    store = ImageStore.place(decode(lambda row: arrays[row], 7, lambda _: None), device, room=room)
+    assert store.pixels.device.type == ("cuda" if room is None else "cpu") and store.device.type == "cuda"
+    rows = torch.tensor([3, 6, 1, 1, 0])
+    for switch in ("on", "off"):
+        monkeypatch.setenv(kernels.SWITCH, switch)
+        for augmentation in ("crop", "crop+colour"):
+            expected = viewer().random(plain, rows, views(plain, rows, augmentation))
+            found = viewer(device=device).random(store, rows.to(device), views(store, rows.to(device), augmentation))
+            assert torch.allclose(found.cpu(), expected, atol=2e-3), (switch, augmentation)
+        for kernel in ("bilinear", "bicubic"):
+            seen = viewer(kernel, device).evaluation(store, rows.to(device))
+            assert torch.allclose(seen.cpu(), viewer(kernel).evaluation(plain, rows), atol=2e-3), (switch, kernel)
+
+
+# By way of the cache
+
+
+@dataclass(frozen=True)
+class Counted(ImageFiles):
+    """Files that count how often each is decoded."""
+
+    reads: list[int] = field(default_factory=list)
+
+    def read(self, row: int) -> Pixels:
+        """Decode one of the files."""
+        self.reads.append(row)
+        return super().read(row)
+
+
+class Watch:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+        self.notes: list[str] = []
+
+    @contextmanager
+    def stage(self, description: str, total: int) -> Iterator[None]:
+        assert description == "reading images"
+        self.total += total
+        yield
+
+    def advance(self, steps: int) -> None:
+        self.done += steps
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+NAMES = tuple(f"{'ant' if index < 3 else 'bee'}/{index}.png" for index in range(7))
+LABELS = np.array([0, 0, 0, 1, 1, 1, 1], dtype=np.int64)
+SIDES = ([0, 2, 4, 5], [6, 1, 3])
+
+
+@pytest.fixture(params=[ONE_SIZE, RAGGED], ids=["one size", "ragged"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Seven pictures; the sixth is none."""
+    for name, array in zip(NAMES, pictures(request.param), strict=True):
+        (tmp_path / "pictures" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(tmp_path / "pictures" / name)
+    (tmp_path / "pictures" / NAMES[5]).write_bytes(b"no picture")
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ImageCache:
+    """A cache that keeps the smallest folder."""
+    return ImageCache(tmp_path / "cache", worth=0)
+
+
+def sides(files: ImageFiles) -> list[ImageSet]:
+    """A training and a test set out of one folder."""
+    every = ImageSet.of_files(files, LABELS)
+    return [every.subset(rows) for rows in SIDES]
+
+
+def entries(cache: ImageCache) -> list[Path]:
+    return [path for path in cache.folder.iterdir() if path.is_dir()]
+
+
+def assert_same(found: Loaded, expected: Loaded) -> None:
+    assert (found.names, found.unreadable) == (expected.names, expected.unreadable)
+    assert torch.equal(found.labels, expected.labels) and torch.equal(found.store.sizes, expected.store.sizes)
+    every = torch.arange(len(found.labels))
+    assert torch.equal(found.store.canvas(every), expected.store.canvas(every))
+    assert found.stored_side == expected.stored_side
+
+
+def test_the_sides_of_a_folder_share_what_is_decoded_once(folder: Path, cache: ImageCache) -> None:
+    expected = [load(images, CPU, lambda _: None) for images in sides(ImageFiles(folder, NAMES, None))]
+    for round_, reads in enumerate((7, 0, 0)):
+        files, watch = Counted(folder, NAMES, None), Watch()
+        found = load_kept(sides(files), CPU, watch, cache, verify=round_ == 2)
+        assert len(files.reads) == reads and watch.done == watch.total == 7 and watch.notes == []
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+            assert one.sha256 is not None and other.sha256 is None
+    assert len(entries(cache)) == 1
+    assert found[0].names == ("ant/0.png", "ant/2.png", "bee/4.png") and found[0].labels.tolist() == [0, 0, 1]
+    assert found[0].unreadable == (("bee/5.png", "no image format that can be read"),)
+    assert found[1].names == ("bee/6.png", "ant/1.png", "bee/3.png") and found[1].unreadable == ()
+    for one in found:
+        for index, name in enumerate(one.names):
+            expected_pixels = np.asarray(Image.open(folder / name))
+            image = one.store.only(torch.tensor([index])).canvas(torch.tensor([0]))[0].permute(1, 2, 0)
+            np.testing.assert_array_equal(image.numpy(), expected_pixels)
+
+
+def test_a_part_of_a_folder_has_all_of_it_kept_for_later(folder: Path, cache: ImageCache) -> None:
+    first, second = Counted(folder, NAMES, None), Counted(folder, NAMES, None)
+    watches = Watch(), Watch()
+    load_kept(sides(first)[1:], CPU, watches[0], cache)
+    load_kept(sides(second)[:1], CPU, watches[1], cache)
+    assert sorted(first.reads) == list(range(7)) and second.reads == []
+    assert (watches[0].done, watches[0].total) == (7, 7) and (watches[1].done, watches[1].total) == (4, 4)
+
+
+def test_a_changed_picture_is_seen(folder: Path, cache: ImageCache) -> None:
+    load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
+    Image.fromarray(np.full((12, 20, 3), 9, np.uint8)).save(folder / NAMES[0])
+    train, _ = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
+    assert (train.store.canvas(torch.tensor([0]))[0, :, :12, :20] == 9).all()
+
+
+def test_another_stored_side_is_kept_beside_the_first(folder: Path, cache: ImageCache) -> None:
+    for side in (None, 8):
+        train, _ = load_kept(sides(ImageFiles(folder, NAMES, side)), CPU, Watch(), cache)
+        assert train.describe()["stored_side"] == (side or "full")
+        assert train.store.sizes[0].tolist() == ([8, 13] if side else [12, 20])
+    assert len(entries(cache)) == 2
+
+
+def test_a_damaged_cache_is_decoded_again(folder: Path, cache: ImageCache) -> None:
+    expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), None)
+    load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
+    (pixels,) = cache.folder.glob("*/pixels.u8")
+    content = bytearray(pixels.read_bytes())
+    content[5] ^= 255
+    pixels.write_bytes(content)
+    for verify in (False, True):
+        found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache, verify)
+        canvases = [one.store.canvas(torch.tensor([0])) for one in (found[0], expected[0])]
+        assert torch.equal(*canvases) is verify
+
+
+def test_without_a_cache_nothing_is_written(folder: Path, cache: ImageCache) -> None:
+    expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
+    for other in (None, ImageCache(folder.parent / "other")):  # off; too few files to be worth it
+        files, watch = Counted(folder, NAMES, None), Watch()
+        for one, kept in zip(load_kept(sides(files), CPU, watch, other), expected, strict=True):
+            assert_same(one, kept)
+            assert one.sha256 is None
+        assert len(files.reads) == watch.done == watch.total == 7
+    assert not (folder.parent / "other").exists()
+
+
+def test_where_nothing_can_be_kept_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"a file")
+    watch = Watch()
+    found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, ImageCache(tmp_path / "taken", worth=0))
+    for one, expected in zip(found, load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), None), strict=True):
+        assert_same(one, expected)
+    assert watch.done == watch.total == 7 and len(watch.notes) == 1 and found[0].sha256 is None
+
+
+def test_images_that_come_from_no_files_are_not_cached(cache: ImageCache) -> None:
+    data, watch = find("emoji-r").load(None), Watch()
+    train, test = load_kept((data.train, data.test), CPU, watch, cache)
+    assert not cache.folder.exists() and watch.done == watch.total == len(data.train) + len(data.test)
+    assert train.store.shape == test.store.shape == (64, 64)
+    for loaded, images in ((train, data.train), (test, data.test)):
+        canvas = loaded.store.canvas(torch.tensor([3, 0])).permute(0, 2, 3, 1).numpy()
+        np.testing.assert_array_equal(canvas, np.stack([images.read(3), images.read(0)]))
+    assert train.describe() == {
+        "stored_side": "full",
+        "bytes": len(data.train) * 64 * 64 * 3,
+        "resident": "host",
+        "resident_share": loading.RESIDENT,
+        "pixels_sha256": None,
+    }
+
+
+def test_validation_and_test_images_of_a_folder_share_one_entry(cache: ImageCache, tmp_path: Path) -> None:
+    for label in ("ant", "bee"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for index in range(10):
+            Image.new("RGB", (6, 5), (index, 0, 0)).save(tmp_path / "data" / label / f"{index}.png")
+    source = find(str(tmp_path / "data"))
+    data = source.load(4)
+    held = source.hold_out(data, 0.25)
+    for one in (held, data, source.hold_out(source.load(4), 0.25)):
+        for images, loaded in zip(
+            (one.train, one.test), load_kept((one.train, one.test), CPU, Watch(), cache), strict=True
+        ):
+            assert loaded.names == images.names and loaded.stored_side == 4
+            for row in range(len(images)):
+                stored = loaded.store.canvas(torch.tensor([row]))[0].permute(1, 2, 0).numpy()
+                np.testing.assert_array_equal(stored, images.read(row))
+    assert len(entries(cache)) == 1
+
+
+def test_a_set_too_large_for_the_device_stays_on_the_host_and_says_so(
+    folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
+    monkeypatch.setattr(loading, "_room", lambda _: 2000.0)
+    watch = Watch()
+    found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, cache)
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+    outside = [one for one in found if one.store.bytes > 2000]
+    assert [one.store.resident for one in found] == [one.store.bytes <= 2000 for one in found] and outside
+    assert len(watch.notes) == len(outside) and "stay on the host: they are more than 40 %" in watch.notes[0]
+
+
+def test_the_record_of_a_run_says_how_its_images_are_held(
+    settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
+    workshop = execute.prepare(parse_config(settings(data={"stored_side": 24})), CPU, Watcher())
+    record = execute.describe(workshop, "run")["data"]
+    assert set(record) == {"train", "test"}
+    for side, count in (("train", 48), ("test", 12)):
+        assert record[side]["bytes"] == count * 24 * 24 * 3 and record[side]["stored_side"] == 24
+        assert record[side]["pixels_sha256"] is None  # too few to be kept
+        assert record[side]["resident"] == "host"
+    assert not cache.folder.exists()

@@ -1,0 +1,367 @@
+"""Cells on a Ray cluster: the same results as without, a worker that is killed, a cell that fails, and Ctrl-C."""
+
+import ast
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+import probprompt as package
+from probprompt import api
+from probprompt.config import flatten
+from probprompt.errors import UserError
+from probprompt.report.comparison import gather
+from probprompt.runs import ray_cells
+from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.grid import Grid, GridSpec, Outcome, parse_spec
+from probprompt.runs.ray_cells import Losses, RayCells, Share, carry_out_there, find_share, parse_address
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'probprompt[ray]'")
+TINY: dict[str, Any] = {
+    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+    "data": {"tasks": 2},
+    "training": {"epochs": 3, "batch": 16},
+    "alignment": {"epochs": 1},
+    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
+}
+WORKERS = """
+import json, os, signal
+from pathlib import Path
+
+from probprompt import api
+from probprompt.runs.progress import Watcher
+
+
+class Killer(Watcher):
+    "Kills its process when the second epoch is trained and its checkpoint is not yet written."
+
+    epochs = 0
+
+    def describe(self, text):
+        self.epochs += text.startswith("loss")
+        if self.epochs == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(config, out, device, watcher):
+    import ray
+
+    taken = ray.get_runtime_context().get_assigned_resources()
+    Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(json.dumps(taken))
+    if config.method.name == "lda":
+        raise RuntimeError("no luck")
+    return api.start(config, out, device, Killer() if config.method.name == "probprompt" else watcher)
+
+
+def resume(out, device, watcher):
+    return api.resume(out, device, watcher)
+"""
+
+
+class Cluster(NamedTuple):
+    """A Ray cluster on this machine, as if it had two cores and a GPU; this process is connected to it."""
+
+    ray: Any
+    workers: ModuleType
+    diary: Path
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    modules, diary = tmp_path_factory.mktemp("modules"), tmp_path_factory.mktemp("diary")
+    (modules / "ray_workers.py").write_text(WORKERS)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.syspath_prepend(str(modules))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH")))))
+        patch.setenv("PROBPROMPT_DIARY", str(diary))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray, own = ray_cells._load_ray(), ray_cells._prepare(stack)
+        stack.callback(ray.shutdown)
+        ray.init(address="local", num_cpus=2, num_gpus=1, log_to_driver=False, logging_level="ERROR", **own)
+        yield Cluster(ray, importlib.import_module("ray_workers"), diary)
+
+
+@pytest.fixture
+def spec(pictures: Path) -> Callable[..., GridSpec]:
+    def build(**entries: Any) -> GridSpec:
+        base = {"methods": ["probprompt"], "benchmarks": [str(pictures)], "seeds": [0], "presets": ["custom"]}
+        return parse_spec({**base, "settings": TINY, **entries})
+
+    return build
+
+
+Spec = Callable[..., GridSpec]
+
+
+class Diary(GridWatcher):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.ended: list[tuple[str, bool]] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def end(self, outcome: Outcome, rest: float | None) -> None:
+        self.ended.append((outcome.cell.method, bool(outcome.run)))
+
+
+def events(folder: Path) -> list[tuple[Any, ...]]:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [(line["event"], line["task"], line.get("epoch")) for line in lines]
+
+
+def learned(folder: Path) -> list[bytes]:
+    """What must not depend on where a run was carried out: accuracies, and all that was trained."""
+    tensors = sorted((folder / "model").rglob("*.safetensors"))
+    assert tensors
+    return [path.read_bytes() for path in (folder / "accuracy.json", *tensors)]
+
+
+# A cluster
+
+
+@needs_ray
+def test_results_are_those_without_ray_though_a_worker_is_killed_and_a_cell_fails(
+    cluster: Cluster, spec: Spec, tmp_path: Path
+) -> None:
+    grid, diary = Grid(spec(methods=["probprompt", "nearest-mean", "lda"]), tmp_path / "ray"), Diary()
+    way = Way(cluster.workers.start, cluster.workers.resume, "cpu")
+    killed, undisturbed, unlucky = run_grid(grid, way, diary, Where(on="ray", gpus_per_cell=0.5))
+    assert killed.run and undisturbed.run and unlucky.reason == "RuntimeError: no luck"
+    assert sorted(diary.ended) == [("lda", False), ("nearest-mean", True), ("probprompt", True)]
+    assert diary.notes == [
+        "Ray: room for 2 cells at a time on 1 machine(s), 0.5 GPU and 1 CPU each",
+        f"{killed.cell.name}: its worker died (WorkerCrashedError); it goes on from its last checkpoint",
+    ]
+    second = [
+        (kind, task, epoch) for task in (0, 1) for kind, epoch in [*(("epoch", n) for n in range(3)), ("task", None)]
+    ]
+    assert events(killed.cell.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
+    taken = {path.name: json.loads(path.read_text()) for path in cluster.diary.iterdir()}
+    assert len(taken) == 3 and str(os.getpid()) not in taken, "each cell has a process of its own"
+    assert all(shares == {"CPU": 1.0, "GPU": 0.5} for shares in taken.values())
+    assert not list(grid.out.glob(".shared-*"))
+
+    plain = Grid(spec(methods=["probprompt", "nearest-mean"]), tmp_path / "plain")
+    outcomes = run_grid(plain, Way(api.start, api.resume, "cpu"))
+    for there, here in zip((killed, undisturbed), outcomes, strict=True):
+        assert learned(there.cell.folder) == learned(here.cell.folder)
+    same = Grid(plain.spec, grid.out)
+    tables = [gather(one, one.outcomes()).tables()[0] for one in (same, plain)]
+    assert tables[0] == tables[1] and len(tables[0].rows) == 2
+
+
+@needs_ray
+def test_what_goes_wrong_on_a_machine_before_the_run_begins_fails_the_cell(
+    cluster: Cluster, spec: Spec, tmp_path: Path
+) -> None:
+    (cell,) = Grid(spec(), tmp_path).cells
+    way, gone = Way(api.start, api.resume, "cpu"), tmp_path / "gone"
+    with pytest.raises(UserError, match=f"does not see the grid's folder {tmp_path}: with several machines"):
+        carry_out_there(cell, way, gone, 1)  # a machine that joins later, and does not share it
+    assert not list(tmp_path.iterdir())
+
+    def refuse() -> bool:
+        raise UserError("not here")
+
+    cells = RayCells(cluster.ray, way, Share(0, 1), gone, GridWatcher())
+    cells._running[cluster.ray.remote(refuse).remote()] = cell
+    outcome = cells.receive()
+    assert outcome.cell is cell and outcome.reason == "not here" and cells.places == 2
+    assert [path.name for path in cell.folder.iterdir()] == ["failed.json"]
+    cells.stop()
+
+
+@needs_ray
+def test_machines_are_asked_for_the_folder_and_the_version_before_anything_runs(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = ray_cells._machines(cluster.ray)
+    with ray_cells._marked(tmp_path / "out") as mark:
+        ray_cells._check_machines(cluster.ray, machines, mark)
+    with pytest.raises(UserError, match=r"does not see the grid's folder .*out: .* must be on a file system that all"):
+        ray_cells._check_machines(cluster.ray, machines, mark)  # the mark is gone
+    with ray_cells._marked(tmp_path / "out") as mark:
+        monkeypatch.setattr(ray_cells, "__version__", "0.0")
+        with pytest.raises(UserError, match=rf"has probprompt {package.__version__}, here is 0\.0: install the same"):
+            ray_cells._check_machines(cluster.ray, machines, mark)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def processes(session: int) -> list[str]:
+    """What still runs of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            name, _, rest = (entry / "stat").read_text().rpartition(")") if entry.name.isdigit() else ("", "", "")
+            fields = rest.split()  # state, parent, group, session
+            if fields and int(fields[3]) == session and fields[0] != "Z":
+                found.append(name)
+    return found
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Ray's sockets must have short paths."""
+    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@needs_ray
+def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(
+    cluster: Cluster, probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, short_folder: Path
+) -> None:
+    settings = flatten({**TINY, "training": {"epochs": 25, "batch": 16}})
+    named = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    grid = ["--methods", "probprompt", "--benchmarks", str(pictures), "--seeds", "0", "--presets", "custom"]
+    command = ["compare", *grid, *named, "--out", str(tmp_path / "out"), "--device", "cpu", "--on", "ray"]
+    folder = tmp_path / "out" / "pictures" / "custom" / "probprompt" / "seed-0"
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "probprompt", *command],
+        env={**os.environ, "RAY_TMPDIR": str(short_folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    checkpoint = folder / "checkpoint" / "state.safetensors"
+    while not checkpoint.exists() and begun.poll() is None:
+        time.sleep(0.02)
+    os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all that belong to the command
+    out, err = begun.communicate(timeout=60)
+    assert (begun.returncode, err) == (130, "interrupted; 0 of 1 cells are finished; go on with the same command\n")
+    assert out.startswith("Ray: room for ") and out.count("\n") == 1, "Ray itself says nothing"
+    deadline = time.monotonic() + 20
+    while processes(begun.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes(begun.pid) == [] and list(short_folder.iterdir()) == []
+    left = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert left == {"run.json", "events.jsonl", "state.safetensors", ".lock"} and not list(folder.parents[3].glob(".*"))
+
+    answer = probprompt(*command)  # this process is connected already: the cluster is used, and stays
+    assert answer.code == 0 and "[1/1]" in answer.out and cluster.ray.is_initialized()
+    happened = events(folder)
+    (resumed,) = (event for event in happened if event[0] == "resumed")
+    assert resumed[1:] > (0, 0) and happened.count(("epoch", 0, 0)) == 1 and happened[-1] == ("task", 1, None)
+
+
+# What needs no cluster
+
+
+def test_without_ray_the_command_says_how_to_install_it(
+    probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    grid = ("--methods", "lda", "--benchmarks", pictures, "--presets", "custom", "--out", tmp_path / "out")
+    answer = probprompt("compare", *grid, "--on", "ray")
+    assert answer.code == 2 and not (tmp_path / "out").exists()
+    assert answer.err == "error: Ray is not installed: pip install 'probprompt[ray]', or leave --on away\n"
+
+
+def test_ray_is_imported_only_where_it_is_used() -> None:
+    for path in Path(package.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "ray" for name in (*named, *module)), path
+
+
+@pytest.mark.parametrize("on", ["slurm", "ray:", "ray://", "Ray", "rays:auto"])
+def test_an_unknown_place_is_refused(on: str) -> None:
+    with pytest.raises(UserError, match=rf"cells cannot run on '{on}': give ray \(on this machine\), ray:auto, "):
+        parse_address(on)
+
+
+def test_addresses_are_those_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert parse_address("ray") == "local"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert parse_address("ray") == "10.0.0.1:6379" and parse_address("ray:local") == "local"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
+def test_an_address_where_nobody_answers_is_refused_at_once(address: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"no Ray cluster answers at .*:1 \(.+\): is it running"):
+        ray_cells._refuse_silent(address)
+    assert time.monotonic() - begun < 10
+
+
+PLAIN: dict[str, Any] = {"Resources": {"CPU": 4.0}}
+STRONG: dict[str, Any] = {"Resources": {"CPU": 8.0, "GPU": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "machines", "share", "room"),
+    [
+        ({}, None, [PLAIN], (0, 1), [4]),
+        ({}, None, [PLAIN, STRONG], (1, 1), [0, 2]),
+        ({}, "cpu", [PLAIN, STRONG], (0, 1), [4, 8]),
+        ({"gpus_per_cell": 0.25}, None, [STRONG], (0.25, 1), [8]),
+        ({"gpus_per_cell": 0.1, "cpus_per_cell": 0.1}, "cuda", [STRONG], (0.1, 0.1), [20]),
+        ({"gpus_per_cell": 0.0, "cpus_per_cell": 3}, None, [STRONG, PLAIN], (0, 3), [2, 1]),
+        ({"gpus_per_cell": 2}, None, [STRONG], (2, 1), [1]),
+    ],
+)
+def test_a_cell_takes_a_gpu_where_there_are_any_or_what_is_asked_for(
+    asked: dict[str, Any], device: str | None, machines: list[Any], share: tuple[float, float], room: list[int]
+) -> None:
+    found = find_share(Where(on="ray", **asked), device, machines)
+    assert found == Share(*share) and [found.fits(machine) for machine in machines] == room
+    assert found.device(device) == (device if share[0] else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "message"),
+    [
+        ({"gpus_per_cell": 1.5}, None, "GPUs per cell: a part of one or a whole number, not 1.5"),
+        ({"gpus_per_cell": -1}, None, "GPUs per cell: .* not -1"),
+        ({"cpus_per_cell": 0}, None, "CPUs per cell: .* not 0"),
+        ({}, "cuda", "the cells take no GPU: the cluster has none"),
+        ({"gpus_per_cell": 1}, "cuda:1", "--device takes cpu or cuda there, not 'cuda:1'"),
+        ({}, "gpu", "--device takes cpu or cuda there, not 'gpu'"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(asked: dict[str, Any], device: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_share(Where(on="ray", **asked), device, [PLAIN])
+
+
+def test_a_cell_wants_no_more_than_this_machine_has() -> None:
+    with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU: ask for less"):
+        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridWatcher())
+    diary = Diary()
+    ray_cells._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
+    assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]
+
+
+def test_a_cell_that_loses_its_workers_at_one_place_is_given_up_and_one_that_comes_further_is_not(
+    spec: Spec, tmp_path: Path
+) -> None:
+    first, second = Grid(spec(seeds=[0, 1]), tmp_path).cells
+    losses = Losses()
+    assert [losses.bearable(first) for _ in range(3)] == [True, True, False]
+    checkpoint = second.folder / "checkpoint" / "state.safetensors"
+    checkpoint.parent.mkdir(parents=True)
+    for moment in (0, 0, 1, 2, 3, 4, 5):
+        if moment:
+            checkpoint.write_bytes(b"")
+            os.utime(checkpoint, ns=(moment, moment))
+        assert losses.bearable(second)
+    assert [losses.bearable(second) for _ in range(2)] == [True, False]
