@@ -447,7 +447,7 @@ def test_a_checkpoint_of_other_settings_is_refused(
     [
         (("--epochs", 9), "training.epochs: 2 became 9"),
         (("--set", "method.samples=5"), "method.samples: 3 became 5"),
-        (("--set", "evaluation_batch=7"), "evaluation_batch: 128 became 7"),
+        (("--set", "evaluation_batch=7"), "evaluation_batch: None became 7"),
         (("--method", "linear-probe"), "method.name: 'probprompt' became 'linear-probe'"),
         (("--seed", 4), "seeds.data: 0 became 4; seeds.init: 0 became 4; seeds.order: 0 became 4"),
         (("--validate",), "data.validation: 0.0 became 0.2"),

@@ -115,7 +115,12 @@ class RunConfig(_Settings):
     training: TrainingConfig = TrainingConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     seeds: SeedsConfig = SeedsConfig()
-    evaluation_batch: int = Field(128, ge=1)
+    evaluation_batch: int | None = Field(None, ge=1)
+    """Images at a time where nothing is learned. None: 128, and 512 on a GPU."""
+
+    def images_at_a_time(self, device: str) -> int:
+        """How many images are looked at together on this type of device where nothing is learned."""
+        return self.evaluation_batch or (512 if device == "cuda" else 128)
 
 
 def parse_config(settings: Mapping[str, Any]) -> RunConfig:

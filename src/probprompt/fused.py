@@ -37,6 +37,11 @@ class Linear:
             bias = None if bias is None else (bias.float() * wide).to(bias.dtype)
         return cls(weight, bias)
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias."""
+        return self.weight, self.bias
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows (R, in) to (R, out)."""
         return functional.linear(rows, self.weight, self.bias)
@@ -74,7 +79,8 @@ class Kept:
     middle: Tensor  # (R, D): what goes into the second norm
     mean2: Tensor
     rstd2: Tensor
-    hidden: Tensor  # (R, 4 D), before the activation
+    hidden: Tensor
+    """The hidden layer (R, 4 D) before its activation; in a narrow network what goes into it (R, D)."""
 
 
 class FusedBlock:
@@ -86,6 +92,14 @@ class FusedBlock:
         self.qkv, self.proj = Linear.of(attention.qkv), Linear.of(attention.proj, block.ls1)
         self.fc1, self.fc2 = Linear.of(mlp.fc1), Linear.of(mlp.fc2, block.ls2)
         self.heads, self.scale = int(attention.num_heads), float(attention.scale)
+        self.narrow = self._is_narrow()
+        """Whether the hidden layer is so small that it need not go to memory."""
+
+    def _is_narrow(self) -> bool:
+        from probprompt.kernels.mlp import fits
+
+        width, hidden = self.fc1.weight.shape[1], self.fc1.weight.shape[0]
+        return hidden == 4 * width and fits(width)
 
     def queries(self) -> Linear:
         """The part of the projection that makes queries."""
@@ -110,6 +124,7 @@ class FusedBlock:
         """Tokens as a sum (R, D) + (R, D) to the same; shape (B, T, D); what qkv is may be known already."""
         from probprompt.kernels.activation import gelu
         from probprompt.kernels.attention import attention
+        from probprompt.kernels.mlp import mlp
         from probprompt.kernels.norm import add_norm
 
         before, normed, mean1, rstd1 = add_norm(total, update, *_parts(self.norm1))
@@ -118,19 +133,25 @@ class FusedBlock:
         mixed, logsumexp = attention(qkv, self.heads, self.scale, prefix)  # (B, T, W)
         update = self.proj(mixed.flatten(0, 1))  # (R, D)
         middle, normed, mean2, rstd2 = add_norm(before, update, *_parts(self.norm2))
-        hidden = self.fc1(normed)  # (R, 4 D)
+        hidden = normed if self.narrow else self.fc1(normed)
+        if self.narrow:
+            update = mlp(normed, *self.fc1.parts, *self.fc2.parts)
+        else:
+            update = self.fc2(gelu(hidden))
         kept = Kept(before, mean1, rstd1, qkv, prefix, mixed, logsumexp, middle, mean2, rstd2, hidden)
-        return middle, self.fc2(gelu(hidden)), kept
+        return middle, update, kept
 
     def backward(self, gradient: Tensor, kept: Kept, own: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradient (R, D) of what the block gives to that of what it is given (if asked for), and the prefix's."""
         from probprompt.kernels.activation import gelu_backward
         from probprompt.kernels.attention import attention_backward
+        from probprompt.kernels.mlp import mlp_backward
         from probprompt.kernels.norm import norm_backward
 
-        hidden = gelu_backward(self.fc2.back(gradient), kept.hidden)  # (R, 4 D)
-        normed = self.fc1.back(hidden)  # (R, D)
-        del hidden
+        if self.narrow:
+            normed = mlp_backward(gradient, kept.hidden, *self.fc1.parts, self.fc2.weight)  # (R, D)
+        else:
+            normed = self.fc1.back(gelu_backward(self.fc2.back(gradient), kept.hidden))
         gradient = norm_backward(normed, kept.middle, self.norm2.weight, kept.mean2, kept.rstd2, gradient)
         mixed = self.proj.back(gradient).view_as(kept.mixed)
         qkv, key, value = attention_backward(

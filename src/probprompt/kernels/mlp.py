@@ -1,9 +1,10 @@
-"""The MLP of a narrow frozen block as one kernel each way: its hidden layer never goes to memory.
+"""The second half of a narrow frozen block as one kernel each way: residual sums, layer norm and MLP.
 
-A program holds a block of rows and walks over the hidden layer chunk by chunk: what the first layer gives goes through
-the GELU and into the second one while it is still in registers. The way back computes the hidden layer again from the
-rows, which is one more product and saves keeping it. Both sum over the hidden layer in a fixed order, so that what a
-row gives depends neither on its neighbours nor on how the rows are cut.
+A program holds a block of whole rows, so that it norms them itself, and walks over the hidden layer chunk by chunk:
+what the first layer gives goes through the GELU and into the second one while it is still in registers. Neither the
+normed rows nor the hidden layer ever go to memory: the way back computes both again from what went into the norm, which
+is one more product and saves keeping them. Both ways sum over the hidden layer in a fixed order, so that what a row
+gives depends neither on its neighbours nor on how the rows are cut.
 
 Blocks of a product are powers of two wide. A width that is none, such as 192, is cut into two that are (128 + 64), both
 where it is summed over and where it is the result, so that nothing is computed in vain.
@@ -25,6 +26,9 @@ WIDEST = 256
 LEAST = 16
 """The narrowest block of a product."""
 
+Norm = tuple[Tensor, Tensor, float]
+"""A layer norm: its weight (D,), its bias (D,), and what it adds to the variance."""
+
 
 class Tuning(NamedTuple):
     """How a kernel cuts its work."""
@@ -39,7 +43,7 @@ class Tuning(NamedTuple):
     registers: int | None = None  # of a thread, at most
 
 
-FORWARD = {192: Tuning(128, 64, 8, 3), 256: Tuning(128, 64, 8, 2)}
+FORWARD = {192: Tuning(64, 64, 4, 3), 256: Tuning(128, 64, 8, 2)}
 """By width, at most."""
 BACKWARD = {192: Tuning(128, 64, 8, 3, held=1), 256: Tuning(128, 32, 8, 3)}
 """The same for the way back."""
@@ -63,10 +67,10 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _gelu(x: tl.tensor) -> tl.tensor:
-    """The part of x that is above 0, less |x| times the normal distribution beyond |x|: right to fp32's rounding.
+    """The exact GELU: max(x, 0) less |x| times the share of the normal distribution that lies beyond |x|.
 
-    The polynomial is the logarithm to base 2 of that tail: a minimax fit, in error 8e-9 of the tail itself. It falls
-    for ever, so that what lies beyond the range that it was fitted on comes out right.
+    The polynomial is the logarithm to base 2 of that share: a minimax fit on [0, 6] that puts the share off by 8e-9 at
+    most, far below float32's own rounding. It falls for ever, so that it holds beyond that range too.
     """
     size = tl.abs(x)
     power = -2.7720317e-6 * size + 3.8620557e-5
@@ -82,10 +86,10 @@ def _gelu(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gelu_slope(x: tl.tensor) -> tl.tensor:
-    """The derivative of the GELU, right to 1.1e-7, from a single exponential.
+    """The derivative of the GELU, from a single exponential.
 
-    Below 0 it is the bell exp(-x^2 / 2) times a function of |x| (Mills' ratio, less |x|, over sqrt(2 pi)): a minimax
-    fit whose error is weighed by the bell. Above 0 it is what is missing to 1.
+    Below 0 it is the bell exp(-x^2 / 2) times a function of |x| (Mills' ratio less |x|, over sqrt(2 pi)): a minimax
+    fit on [0, 6] that puts the derivative off by 7e-8 at most. Above 0 it is what that leaves of 1.
     """
     size = tl.minimum(tl.abs(x), 12.0)  # beyond it the bell is 0, and must not meet an infinity
     bell = tl.exp2(x * x * -0.7213475204444817)
@@ -109,11 +113,7 @@ def _block(
 ) -> tl.tensor:
     """Some rows and columns of a matrix, zero in rows that are not known."""
     place = matrix + row[:, None] * stride + column[None, :]
-    if known is None:
-        values = tl.load(place)
-    else:
-        values = tl.load(place, mask=known[:, None], other=0.0)
-    return values
+    return tl.load(place) if known is None else tl.load(place, mask=known[:, None], other=0.0)
 
 
 @triton.jit
@@ -183,29 +183,81 @@ def _nothing(plan: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _write(
-    result: tl.tensor, totals: tl.tuple, bias: tl.tensor | None, row: tl.tensor, known: tl.tensor, plan: tl.constexpr
-) -> None:
-    """Write sums (rows, width), with a bias."""
-    _write_part(result, totals[0], bias, row, tl.arange(0, plan.low), known, plan)
+def _write(result: tl.tensor, values: tl.tuple, row: tl.tensor, known: tl.tensor, plan: tl.constexpr) -> None:
+    """Write rows (rows, width), those that are known."""
+    kind: tl.constexpr = result.dtype.element_ty
+    place = result + row[:, None] * plan.width + tl.arange(0, plan.low)[None, :]
+    tl.store(place, values[0].to(kind), mask=known[:, None])
     if plan.high > 0:
-        _write_part(result, totals[1], bias, row, plan.low + tl.arange(0, plan.high), known, plan)
+        place = result + row[:, None] * plan.width + plan.low + tl.arange(0, plan.high)[None, :]
+        tl.store(place, values[1].to(kind), mask=known[:, None])
 
 
 @triton.jit
-def _write_part(
-    result: tl.tensor,
-    total: tl.tensor,
-    bias: tl.tensor | None,
-    row: tl.tensor,
-    column: tl.tensor,
-    known: tl.tensor,
-    plan: tl.constexpr,
-) -> None:
-    if bias is not None:
-        total += tl.load(bias + column).to(tl.float32)[None, :]
-    place = result + row[:, None] * plan.width + column[None, :]
-    tl.store(place, total.to(result.dtype.element_ty), mask=known[:, None])
+def _again(matrix: tl.tensor, row: tl.tensor, known: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+    """Rows that the program has read or written before the loop: from memory, since no register had room for them."""
+    # They may be what another thread wrote; and without the barrier the compiler would not read them a second time.
+    tl.debug_barrier()
+    return _rows(matrix, row, known, plan)
+
+
+@triton.jit
+def _added(one: tl.tuple, two: tl.tuple) -> tl.tuple:
+    """Sums in float32 of what comes in two parts."""
+    return one[0].to(tl.float32) + two[0].to(tl.float32), one[1].to(tl.float32) + two[1].to(tl.float32)
+
+
+@triton.jit
+def _vector(vector: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+    """A vector (width,) as a row (1, width) in float32, in two parts."""
+    low = tl.load(vector + tl.arange(0, plan.low)).to(tl.float32)[None, :]
+    high = low
+    if plan.high > 0:
+        high = tl.load(vector + plan.low + tl.arange(0, plan.high)).to(tl.float32)[None, :]
+    return low, high
+
+
+@triton.jit
+def _mean(values: tl.tuple, plan: tl.constexpr) -> tl.tensor:
+    """The means (rows, 1) of rows (rows, width)."""
+    total = tl.sum(values[0], axis=1)
+    if plan.high > 0:
+        total += tl.sum(values[1], axis=1)
+    return (total / plan.width)[:, None]
+
+
+@triton.jit
+def _standard(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+    """Rows of mean 0 and deviation 1, in two parts, and one over the deviation (rows, 1) that they had."""
+    low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
+    mean = _mean((low, high), plan)
+    low, high = low - mean, high - mean
+    spread = tl.rsqrt(_mean((low * low, high * high), plan) + eps)
+    return low * spread, high * spread, spread
+
+
+@triton.jit
+def _norm(
+    rows: tl.tuple, weight: tl.tensor, bias: tl.tensor, eps: tl.tensor, kind: tl.constexpr, plan: tl.constexpr
+) -> tl.tuple:
+    """The layer norm of rows, in two parts."""
+    low, high, _ = _standard(rows, eps, plan)
+    weight_low, weight_high = _vector(weight, plan)
+    bias_low, bias_high = _vector(bias, plan)
+    return (low * weight_low + bias_low).to(kind), (high * weight_high + bias_high).to(kind)
+
+
+@triton.jit
+def _norm_backward(
+    slope: tl.tuple, rows: tl.tuple, weight: tl.tensor, eps: tl.tensor, plan: tl.constexpr
+) -> tl.tuple:
+    """The gradient of rows, for that of their layer norm; both in two parts."""
+    low, high, spread = _standard(rows, eps, plan)
+    weight_low, weight_high = _vector(weight, plan)
+    slope_low, slope_high = slope[0] * weight_low, slope[1] * weight_high
+    offset = _mean((slope_low, slope_high), plan)
+    along = _mean((slope_low * low, slope_high * high), plan)
+    return (slope_low - offset - low * along) * spread, (slope_high - offset - high * along) * spread
 
 
 @triton.jit
@@ -218,21 +270,32 @@ def _held(values: tl.tensor, size: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _forward(
-    rows: tl.tensor,
+    before: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    eps: tl.tensor,
     weight1: tl.tensor,
     bias1: tl.tensor | None,
     weight2: tl.tensor,
     bias2: tl.tensor | None,
-    result: tl.tensor,
+    middle: tl.tensor,
+    after: tl.tensor,
     count: tl.tensor,
     plan: tl.constexpr,
 ) -> None:
     size: tl.constexpr = plan.rows
     chunk: tl.constexpr = plan.chunk
+    kind: tl.constexpr = middle.dtype.element_ty
     top = tl.program_id(0) * plan.rows
     place = top.to(tl.int64) * plan.width
     row = tl.arange(0, plan.rows)
-    given = _rows(rows + place, row, row < count - top, plan)
+    known = row < count - top
+    low, high = _added(_rows(before + place, row, known, plan), _rows(update + place, row, known, plan))
+    # The way back sees the rounded sum, so the norm must be of that one.
+    low, high = low.to(kind), high.to(kind)
+    _write(middle + place, (low, high), row, known, plan)
+    given = _norm((low, high), weight, bias, eps, kind, plan)
     totals = _nothing(plan)
     # The second product stays one chunk behind, so that the tensor cores work on it during the next chunk's GELU. What
     # waits for it is rounded where it is used: only then is it passed on in registers.
@@ -241,17 +304,22 @@ def _forward(
     for start in range(0, plan.hidden, plan.chunk):
         later = _shift(bias1, start + plan.chunk, plan)
         hidden = _into(given, _first(weight1, start, plan), plan)
-        totals = _onto(totals, active.to(given[0].dtype), _second(weight2, tl.maximum(start - chunk, 0), plan), plan)
+        totals = _onto(totals, active.to(kind), _second(weight2, tl.maximum(start - chunk, 0), plan), plan)
         active = _gelu(hidden + shift.to(tl.float32)[None, :])
         shift = later
-    totals = _onto(totals, active.to(given[0].dtype), _second(weight2, plan.hidden - plan.chunk, plan), plan)
-    _write(result + place, totals, bias2, row, row < count - top, plan)
+    totals = _onto(totals, active.to(kind), _second(weight2, plan.hidden - plan.chunk, plan), plan)
+    if bias2 is not None:
+        totals = _added(totals, _vector(bias2, plan))
+    _write(after + place, _added(totals, _again(middle + place, row, known, plan)), row, known, plan)
 
 
 @triton.jit
 def _backward(
     grad: tl.tensor,
-    rows: tl.tensor,
+    middle: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    eps: tl.tensor,
     weight1: tl.tensor,
     bias1: tl.tensor | None,
     weight2: tl.tensor,
@@ -259,11 +327,13 @@ def _backward(
     count: tl.tensor,
     plan: tl.constexpr,
 ) -> None:
+    kind: tl.constexpr = middle.dtype.element_ty
     top = tl.program_id(0) * plan.rows
     place = top.to(tl.int64) * plan.width
     row = tl.arange(0, plan.rows)
-    low, high = _rows(rows + place, row, row < count - top, plan)
-    grad_low, grad_high = _rows(grad + place, row, row < count - top, plan)
+    known = row < count - top
+    low, high = _norm(_rows(middle + place, row, known, plan), weight, bias, eps, kind, plan)
+    grad_low, grad_high = _rows(grad + place, row, known, plan)
     if plan.held > 0:
         high = _held(high, plan.high)
     if plan.held > 1:
@@ -272,13 +342,14 @@ def _backward(
     shift = _shift(bias1, 0, plan)
     for start in range(0, plan.hidden, plan.chunk):
         later = _shift(bias1, start + plan.chunk, plan)
-        weight = _first(weight1, start, plan)
-        hidden = _into((low, high), weight, plan)  # (rows, chunk)
+        first = _first(weight1, start, plan)
+        hidden = _into((low, high), first, plan)  # (rows, chunk)
         slope = _into((grad_low, grad_high), _second(weight2, start, plan), plan)
         slope *= _gelu_slope(hidden + shift.to(tl.float32)[None, :])
-        totals = _onto(totals, slope.to(low.dtype), weight, plan)
+        totals = _onto(totals, slope.to(kind), first, plan)
         shift = later
-    _write(result + place, totals, None, row, row < count - top, plan)
+    totals = _norm_backward(totals, _again(middle + place, row, known, plan), weight, eps, plan)
+    _write(result + place, _added(totals, _again(grad + place, row, known, plan)), row, known, plan)
 
 
 def fits(width: int) -> bool:
@@ -286,25 +357,40 @@ def fits(width: int) -> bool:
     return LEAST <= width <= WIDEST and width.bit_count() <= 2 and width % LEAST == 0
 
 
-def mlp(rows: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None) -> Tensor:
-    """Rows (R, D) through the layer (H, D), the exact GELU and the layer (D, H): (R, D)."""
-    _check(rows, weight1, weight2)
-    result = torch.empty_like(rows)  # (R, D)
-    grid, options = _launch(rows, weight1, FORWARD)
-    _forward[grid](rows, weight1, bias1, weight2, bias2, result, rows.shape[0], **options)
+def mlp(
+    before: Tensor,
+    update: Tensor,
+    norm: Norm,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The sum before + update (R, D), and that sum plus what the MLP makes of its layer norm (R, D).
+
+    The MLP is the layer (H, D), the exact GELU and the layer (D, H). The first sum is rounded to the dtype of the rows
+    before its norm is taken.
+    """
+    _check(before, update, norm, weight1, weight2)
+    middle, after = torch.empty_like(before), torch.empty_like(before)  # (R, D)
+    grid, options = _launch(before, weight1, FORWARD)
+    inputs = (before, update, *norm, weight1, bias1, weight2, bias2)
+    _forward[grid](*inputs, middle, after, before.shape[0], **options)
+    return middle, after
+
+
+def mlp_backward(
+    grad: Tensor, middle: Tensor, norm: Norm, weight1: Tensor, bias1: Tensor | None, weight2: Tensor
+) -> Tensor:
+    """The gradient (R, D) of the first sum that :func:`mlp` gives, for the gradient (R, D) of the second."""
+    _check(middle, grad, norm, weight1, weight2)
+    result = torch.empty_like(middle)  # (R, D)
+    grid, options = _launch(middle, weight1, BACKWARD)
+    _backward[grid](grad, middle, *norm, weight1, bias1, weight2, result, middle.shape[0], **options)
     return result
 
 
-def mlp_backward(grad: Tensor, rows: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor) -> Tensor:
-    """The gradient (R, D) of the rows, for the gradient (R, D) of what :func:`mlp` made of them."""
-    _check(rows, weight1, weight2, grad)
-    result = torch.empty_like(rows)  # (R, D)
-    grid, options = _launch(rows, weight1, BACKWARD)
-    _backward[grid](grad, rows, weight1, bias1, weight2, result, rows.shape[0], **options)
-    return result
-
-
-def _check(rows: Tensor, weight1: Tensor, weight2: Tensor, *others: Tensor) -> None:
+def _check(rows: Tensor, other: Tensor, norm: Norm, weight1: Tensor, weight2: Tensor) -> None:
     width, hidden = rows.shape[1], weight1.shape[0]
     if not fits(width) or hidden % LEAST:
         raise UserError(
@@ -314,9 +400,15 @@ def _check(rows: Tensor, weight1: Tensor, weight2: Tensor, *others: Tensor) -> N
     if weight1.shape != (hidden, width) or weight2.shape != (width, hidden):
         shapes = [tuple(tensor.shape) for tensor in (rows, weight1, weight2)]
         raise UserError(f"the MLP's kernel takes (R, D), (H, D) and (D, H), not {shapes[0]}, {shapes[1]}, {shapes[2]}")
-    tensors = (rows, weight1, weight2, *others)
+    if norm[0].shape != (width,) or norm[1].shape != (width,):
+        shapes = [tuple(tensor.shape) for tensor in norm[:2]]
+        raise UserError(f"the MLP's kernel takes a norm of {width} weights and biases, not of {shapes[0]}, {shapes[1]}")
+    tensors = (rows, other, *norm[:2], weight1, weight2)
     if not all(tensor.is_contiguous() and tensor.dtype == rows.dtype for tensor in tensors):
         raise UserError("the MLP's kernel takes tensors of one dtype that lie in order in memory: call contiguous()")
+    if other.shape != rows.shape:
+        given = f"{tuple(rows.shape)} and {tuple(other.shape)}"
+        raise UserError(f"the MLP's kernel takes an update or a gradient for every row, not {given}")
 
 
 def _launch(rows: Tensor, weight1: Tensor, table: dict[int, Tuning]) -> tuple[tuple[int], dict[str, object]]:

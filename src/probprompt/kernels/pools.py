@@ -115,14 +115,16 @@ def _moments_backward(
     middle = _centre(weights, mean, row, feature, batch, pool, pools, count, width)  # (rows, columns)
     whole = (row[:, None] * pools + pool) * width + feature[None, :]  # (rows, columns)
     mask = (row[:, None] < batch) & (feature[None, :] < width)
-    force = tl.load(grad_centre + whole, mask=mask, other=0.0).to(tl.float64)
-    spread = tl.load(std + whole, mask=mask, other=1.0)
-    pull = (0.5 * tl.load(grad_std + whole, mask=mask, other=0.0) / spread).to(tl.float64)  # by the variance
+    # Distances are taken in float64; what is added up to gradients is float32, where a sum is of few numbers.
+    force = tl.load(grad_centre + whole, mask=mask, other=0.0).to(tl.float32)
+    spread = tl.load(std + whole, mask=mask, other=1.0).to(tl.float32)
+    pull = 0.5 * tl.load(grad_std + whole, mask=mask, other=0.0).to(tl.float32) / spread  # by the variance
     for number in range(count):
-        share = tl.load(weights + (row * pools + pool) * count + number, mask=row < batch, other=0.0)  # (rows,)
+        share = tl.load(weights + (row * pools + pool) * count + number, mask=row < batch, other=0.0).to(tl.float32)
         place = (pool * count + number) * width + feature
         deviation = tl.load(mean + place, mask=feature < width, other=0.0).to(tl.float64)[None, :] - middle
-        own = tl.load(variance + place, mask=feature < width, other=0.0)  # (columns,)
+        deviation = deviation.to(tl.float32)  # (rows, columns)
+        own = tl.load(variance + place, mask=feature < width, other=0.0).to(tl.float32)  # (columns,)
         bend = pull * deviation
         # Around the mixture's mean: that changes all weights of a row by one number, and a softmax does not mind.
         slope = tl.sum((force + bend) * deviation + pull * own[None, :], 1)  # (rows,)
@@ -158,11 +160,12 @@ def moments_backward(
     """Gradients of the weights (B, M, N), up to one number per row, of the means and of σ² (M, N, D), in float64."""
     grid, sizes = _cut(weights, mean)
     _, parts, slabs = grid
-    grad_weights = weights.new_empty(slabs, *weights.shape)  # what each program finds, to be summed
-    grad_mean, grad_variance = variance.new_empty(2, parts, *mean.shape)
+    grad_weights = weights.new_empty(slabs, *weights.shape, dtype=torch.float32)  # of each program, to be summed
+    grad_mean, grad_variance = mean.new_empty(2, parts, *mean.shape, dtype=torch.float32)
     tensors = (grad_centre.contiguous(), grad_std.contiguous(), std, weights, mean.contiguous(), variance)
     _moments_backward[grid](*tensors, grad_weights, grad_mean, grad_variance, len(weights), **sizes)
-    return grad_weights.sum(0), grad_mean.sum(0), grad_variance.sum(0)
+    slope, first, second = (part.sum(0, dtype=torch.float64) for part in (grad_weights, grad_mean, grad_variance))
+    return slope, first, second
 
 
 def _cut(weights: Tensor, mean: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:

@@ -178,7 +178,7 @@ def prepare(
         tasks=tasks,
         test_tasks=_task_images(stream, test),
         learner=learner,
-        scorer=Scorer(model, test, viewer, config.evaluation_batch, world),
+        scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
         split_hash=data.split_hash(),
         skipped=skipped,
         world=world,

@@ -314,7 +314,7 @@ class Learner:
         context = method.statistics_context(task.index) if self.adapts(task) else EVALUATION
         features, queries = [], []
         own = self.world.share(torch.arange(len(task), device=self.device))
-        for rows in own.split(self.config.evaluation_batch) if len(own) else ():
+        for rows in own.split(self.config.images_at_a_time(self.device.type)) if len(own) else ():
             store, indices = self.images.store, task.rows[rows]
             if views is None:
                 images = self.viewer.evaluation(store, indices)
