@@ -552,3 +552,17 @@ def test_cleaning_removes_what_was_used_longest_ago(folder: Path, cache: ImageCa
     assert cache.clean() == sizes[0] and not entries[0].folder.exists() and not left.exists()
     assert mapped.pixels.tobytes() == before  # who uses it is not disturbed
     assert ImageCache(cache.root / "nowhere").clean() == 0
+
+
+def test_the_command_says_how_large_the_cache_is_and_cleans_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("PROBPROMPT_CACHE", str(tmp_path))
+    for name, size in (("old", 30_000_000), ("new", 20_000_000)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "pixels.u8").write_bytes(bytes(size))
+    assert "0.05 GB" in probprompt("cache").out
+    printed = probprompt("cache", "--keep", "0").out
+    assert "removed: 0.05 GB" in printed and "0.00 GB of decoded images" in " ".join(printed.split())
+    monkeypatch.setenv("PROBPROMPT_CACHE", "off")
+    assert "switched off" in probprompt("cache").out

@@ -401,3 +401,15 @@ def test_gpus_that_are_not_as_many_as_torchrun_started(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     work(Path(sys.argv[1]))
+
+
+@pytest.mark.parametrize("command", (["demo"], ["compare", "--methods", "lda"]))
+def test_what_one_process_does_is_refused_under_torchrun(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    answer = probprompt(*command)
+    assert answer.code == 2 and "done by one process, not by 2" in " ".join(answer.err.split())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from probprompt import api, methods, presets
+from probprompt.bench import page as bench_page
 from probprompt.cli.compare import read_spec
 from probprompt.config import parse_config, read_toml
 from probprompt.methods import base
@@ -71,8 +72,22 @@ def test_tables_come_from_the_recorded_runs(page: str) -> None:
     assert fill_page(text, gather_runs([ROOT / "results" / "emoji-r" / BOOKS[page]])) == text
 
 
+BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.md": {"reproduction"}}
+
+
+@pytest.mark.parametrize("page", BENCHED)
+def test_tables_come_from_the_recorded_benches(page: str) -> None:
+    """To the letter what `probprompt bench --from RECORD ... --page PAGE` writes from all records."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- bench (\w+): made by probprompt bench -->", text)) == BENCHED[page]
+    folder = ROOT / "results" / "bench"
+    if not folder.exists():
+        pytest.skip("nothing was recorded yet")
+    assert bench_page.fill_page(text, ROOT / page, list(folder.glob("*.json"))) == text
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "docs/methods.md", *BOOKS):
+    for document in ("README.md", "CONTRIBUTING.md", "docs/methods.md", *BENCHED, *BOOKS):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"

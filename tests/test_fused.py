@@ -94,6 +94,7 @@ def test_values_and_gradients_are_those_of_the_plain_blocks(kind: str, everywher
         {"reg_tokens": 2},
         {"no_embed_class": True, "reg_tokens": 1},
         {"pre_norm": True},
+        {"mlp_ratio": 2},
         {"embed_dim": 48, "num_heads": 3, "depth": 5},
     ),
     ids=str,
@@ -145,11 +146,13 @@ def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> 
     assert torch.equal(model.query(seen), alone)
 
 
-def test_exact_in_float32() -> None:
+@pytest.mark.parametrize(("ratio", "kind"), ((4, fused.NarrowMlp), (2, fused.WideMlp)), ids=("narrow", "wide"))
+def test_exact_in_float32(ratio: int, kind: type) -> None:
     """The blocks by themselves in float32, where nothing is lost to rounding; gradients of the tokens included."""
-    model = vit(init_values=0.7)
+    model = vit(init_values=0.7, mlp_ratio=ratio)
     blocks = fused.fuse(model.model.blocks)
     assert blocks is not None
+    assert all(type(block.mlp) is kind for block in blocks)
     prefix = [drawn(BATCH, 3, WIDTH, seed=seed).requires_grad_() for seed in (1, 2)]
     tokens = drawn(BATCH, 17, WIDTH, seed=3).requires_grad_()
     plain = tokens

@@ -1,5 +1,7 @@
 """The MLP's kernels against PyTorch in float64, gradients by autograd; without a GPU in Triton's interpreter."""
 
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+
 import os
 import subprocess
 import sys
@@ -13,7 +15,11 @@ from torch.nn import functional
 from probprompt import randomness
 from probprompt.errors import UserError
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from probprompt.kernels import mlp  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -21,11 +27,24 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 HALF = torch.bfloat16 if GPU else torch.float16
 
 Layers = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+EPS = 1e-3
 
 
 def numbers(*shape: int, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers by name, rounded to a dtype."""
     return randomness.normal(shape, 0, key).to(DEVICE, dtype)
+
+
+def rows_of(count: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, what is added to them, and a gradient."""
+    before, update = 1 + numbers(count, width, key="before"), numbers(count, width, key="update")
+    return before.to(dtype), update.to(dtype), numbers(count, width, key="grad", dtype=dtype)
+
+
+def norm_of(width: int, dtype: torch.dtype) -> mlp.Norm:
+    """A norm all of whose parts matter."""
+    weight, bias = 1 + 0.4 * numbers(width, key="norm"), 0.5 * numbers(width, key="shift")
+    return weight.to(dtype), bias.to(dtype), EPS
 
 
 def layers(width: int, hidden: int, dtype: torch.dtype, bias: bool = True) -> Layers:
@@ -36,13 +55,14 @@ def layers(width: int, hidden: int, dtype: torch.dtype, bias: bool = True) -> La
     return weight1, bias1 if bias else None, weight2, bias2 if bias else None
 
 
-def plainly(rows: Tensor, given: Layers, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """What the MLP gives in float64, and the gradient of the rows."""
+def plainly(middle: Tensor, norm: mlp.Norm, given: Layers, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What comes after the MLP in float64, and the gradient of what comes before it."""
     weight1, bias1, weight2, bias2 = (part if part is None else part.double() for part in given)
     assert weight1 is not None
     assert weight2 is not None
-    wide = rows.double().requires_grad_()
-    result = functional.linear(functional.gelu(functional.linear(wide, weight1, bias1)), weight2, bias2)
+    wide = middle.double().requires_grad_()
+    normed = functional.layer_norm(wide, wide.shape[1:], norm[0].double(), norm[1].double(), norm[2])
+    result = wide + functional.linear(functional.gelu(functional.linear(normed, weight1, bias1)), weight2, bias2)
     result.backward(grad.double())
     assert wide.grad is not None
     return result.detach(), wide.grad
@@ -59,13 +79,13 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def check(count: int, width: int, hidden: int, dtype: torch.dtype, bias: bool = True) -> None:
     """Both ways against the plain one."""
-    from probprompt.kernels.mlp import mlp, mlp_backward
-
-    given = layers(width, hidden, dtype, bias)
-    rows, grad = numbers(count, width, key="rows", dtype=dtype), numbers(count, width, key="grad", dtype=dtype)
-    expected, expected_grad = plainly(rows, given, grad)
-    assert_near(mlp(rows, *given), expected, dtype)
-    assert_near(mlp_backward(grad, rows, *given[:3]), expected_grad, dtype)
+    norm, given = norm_of(width, dtype), layers(width, hidden, dtype, bias)
+    before, update, grad = rows_of(count, width, dtype)
+    middle, after = mlp.mlp(before, update, norm, *given)
+    assert torch.equal(middle, before + update)
+    expected, expected_grad = plainly(middle, norm, given, grad)
+    assert_near(after, expected, dtype)
+    assert_near(mlp.mlp_backward(grad, middle, norm, *given[:3]), expected_grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -86,59 +106,86 @@ def test_a_hidden_layer_of_another_width(hidden: int) -> None:
     check(20, 48, hidden, HALF)
 
 
+def test_the_norm_is_of_the_rounded_sum() -> None:
+    """Rows so far from zero that the sum rounds to whole numbers, which changes what the norm makes of them."""
+    norm, (weight1, bias1, weight2, bias2) = norm_of(32, HALF), layers(32, 128, HALF)
+    given = weight1, bias1, 500 * weight2, bias2
+    _, update, grad = rows_of(8, 32, HALF)
+    before = torch.full_like(update, 1.5 / torch.finfo(HALF).eps)
+    middle, after = mlp.mlp(before, update, norm, *given)
+    assert torch.equal(middle, middle.round())
+    expected, expected_grad = plainly(middle, norm, given, grad)
+    assert_near(after, expected, HALF)
+    assert_near(mlp.mlp_backward(grad, middle, norm, *given[:3]), expected_grad, HALF)
+
+
 @pytest.mark.parametrize("width", [192, 256] if GPU else [48])
 def test_large_blocks_of_rows(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """How rows are cut and what is held in registers makes no difference."""
-    from probprompt.kernels import mlp
-
-    given, rows = layers(width, 4 * width, HALF), numbers(131, width, key="rows", dtype=HALF)
-    grad = numbers(131, width, key="grad", dtype=HALF)
-    small, small_grad = mlp.mlp(rows, *given), mlp.mlp_backward(grad, rows, *given[:3])
-    monkeypatch.setattr(mlp, "FEW", 0)
-    assert torch.equal(mlp.mlp(rows, *given), small)
-    expected, expected_grad = plainly(rows, given, grad)
+    norm, given = norm_of(width, HALF), layers(width, 4 * width, HALF)
+    before, update, grad = rows_of(131, width, HALF)
+    middle, small = mlp.mlp(before, update, norm, *given)
+    small_grad = mlp.mlp_backward(grad, middle, norm, *given[:3])
+    expected, expected_grad = plainly(middle, norm, given, grad)
     assert_near(small, expected, HALF)
-    tuning = mlp.BACKWARD[max(192, width)]
+    monkeypatch.setattr(mlp, "FEW", 0)
+    monkeypatch.setattr(mlp, "FORWARD", {width: mlp.Tuning(128, 32, 8, 2)})
+    large_middle, large = mlp.mlp(before, update, norm, *given)
+    assert torch.equal(large_middle, middle)
+    assert_near(large, expected, HALF)
     for held in (0, 1, 2):
-        monkeypatch.setattr(mlp, "BACKWARD", {width: tuning._replace(held=held, stages=2)})
-        found = mlp.mlp_backward(grad, rows, *given[:3])
+        monkeypatch.setattr(mlp, "BACKWARD", {width: mlp.Tuning(128, 32, 8, 2, held)})
+        found = mlp.mlp_backward(grad, middle, norm, *given[:3])
         assert_near(found, expected_grad, HALF)
-        assert torch.equal(found, small_grad)
+        assert_near(found, small_grad.double(), HALF)
+
+
+def test_the_same_twice() -> None:
+    norm, given = norm_of(48, HALF), layers(48, 192, HALF)
+    before, update, grad = rows_of(70, 48, HALF)
+    middle, after = mlp.mlp(before, update, norm, *given)
+    assert torch.equal(mlp.mlp(before, update, norm, *given)[1], after)
+    back = mlp.mlp_backward(grad, middle, norm, *given[:3])
+    assert torch.equal(mlp.mlp_backward(grad, middle, norm, *given[:3]), back)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    from probprompt.kernels.mlp import mlp, mlp_backward
-
-    given, rows = layers(16, 64, torch.float32), numbers(5, 16, key="rows")
-    grad = numbers(5, 16, key="grad")
-    alone = torch.cat([mlp(row[None], *given) for row in rows])
-    torch.testing.assert_close(mlp(rows, *given), alone, rtol=0, atol=2e-6)
-    pairs = zip(grad, rows, strict=True)
-    alone = torch.cat([mlp_backward(gradient[None], row[None], *given[:3]) for gradient, row in pairs])
-    torch.testing.assert_close(mlp_backward(grad, rows, *given[:3]), alone, rtol=0, atol=2e-6)
+    norm, given = norm_of(16, torch.float32), layers(16, 64, torch.float32)
+    before, update, grad = (part[:, None] for part in rows_of(5, 16, torch.float32))  # (5, 1, 16)
+    middle, after = mlp.mlp(before[:, 0], update[:, 0], norm, *given)
+    alone = torch.cat([mlp.mlp(row, more, norm, *given)[1] for row, more in zip(before, update, strict=True)])
+    torch.testing.assert_close(after, alone, rtol=0, atol=3e-6)
+    pairs = zip(grad, middle[:, None], strict=True)
+    alone = torch.cat([mlp.mlp_backward(gradient, row, norm, *given[:3]) for gradient, row in pairs])
+    torch.testing.assert_close(mlp.mlp_backward(grad[:, 0], middle, norm, *given[:3]), alone, rtol=0, atol=3e-6)
 
 
 def test_rows_beyond_the_last_are_neither_used_nor_written() -> None:
-    from probprompt.kernels import mlp
-
-    weight1, bias1, weight2, bias2 = given = layers(32, 128, torch.float32)
-    rows, grad, result, slope = (torch.full((32, 32), torch.nan, device=DEVICE) for _ in range(4))
-    rows[:19], grad[:19] = numbers(19, 32, key="rows"), numbers(19, 32, key="grad")
-    grid, options = mlp._launch(rows, weight1, mlp.FORWARD)
-    mlp._forward[grid](rows, weight1, bias1, weight2, bias2, result, 19, **options)
-    mlp._backward[grid](grad, rows, weight1, bias1, weight2, slope, 19, **options)
-    for found, expected in zip((result, slope), plainly(rows[:19], given, grad[:19]), strict=True):
+    norm, given = norm_of(32, torch.float32), layers(32, 128, torch.float32)
+    before, update, grad, middle, after, slope = (torch.full((32, 32), torch.nan, device=DEVICE) for _ in range(6))
+    before[:19], update[:19], grad[:19] = rows_of(19, 32, torch.float32)
+    grid, options = mlp._launch(before, given[0], mlp.FORWARD)
+    mlp._forward[grid](before, update, *norm, *given, middle, after, 19, **options)
+    mlp._backward[grid](grad, middle, *norm, *given[:3], slope, 19, **options)
+    assert torch.equal(middle[:19], before[:19] + update[:19])
+    for found, expected in zip((after, slope), plainly(middle[:19], norm, given, grad[:19]), strict=True):
         assert_near(found[:19], expected, torch.float32)
-        assert found[19:].isnan().all()
+    assert all(part[19:].isnan().all() for part in (middle, after, slope))
+
+
+@triton.jit
+def _both(x: tl.tensor, value: tl.tensor, slope: tl.tensor, size: tl.constexpr) -> None:
+    place = tl.program_id(0) * size + tl.arange(0, size)
+    given = tl.load(x + place)
+    tl.store(value + place, mlp._gelu(given))
+    tl.store(slope + place, mlp._gelu_slope(given))
 
 
 def through_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The GELU of numbers (R, 16) and its derivative, by layers that hand each number on as it is."""
-    from probprompt.kernels.mlp import mlp, mlp_backward
-
-    unit = torch.eye(32, 16, device=DEVICE)
-    across = unit.t().contiguous()
-    return mlp(x, unit, None, across, None), mlp_backward(torch.ones_like(x), x, unit, None, across)
+    """The GELU of a multiple of 16 numbers and its derivative."""
+    value, slope = torch.empty_like(x), torch.empty_like(x)
+    _both[(x.numel() // 16,)](x, value, slope, size=16)
+    return value, slope
 
 
 def test_gelu_is_exact_to_rounding() -> None:
@@ -163,30 +210,31 @@ def test_gelu_far_from_zero() -> None:
 
 
 def test_widths() -> None:
-    from probprompt.kernels.mlp import fits
-
-    assert [width for width in range(1, 400) if fits(width)] == [
+    assert [width for width in range(1, 400) if mlp.fits(width)] == [
         *(16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256),
     ]
 
 
 def test_what_is_given_must_fit() -> None:
-    from probprompt.kernels.mlp import mlp, mlp_backward
-
-    weight1, bias1, weight2, bias2 = layers(32, 128, torch.float32)
-    rows = numbers(3, 32, key="rows")
+    norm, (weight1, bias1, weight2, bias2) = norm_of(32, torch.float32), layers(32, 128, torch.float32)
+    rows, update, grad = rows_of(3, 32, torch.float32)
     with pytest.raises(UserError, match="not 384 and 1536"):
-        mlp(numbers(3, 384, key="rows"), *layers(384, 1536, torch.float32))
+        wide = numbers(3, 384, key="rows")
+        mlp.mlp(wide, wide, norm_of(384, torch.float32), *layers(384, 1536, torch.float32))
     with pytest.raises(UserError, match="not 32 and 40"):
-        mlp(rows, *layers(32, 40, torch.float32))
+        mlp.mlp(rows, update, norm, *layers(32, 40, torch.float32))
     with pytest.raises(UserError, match=r"not \(3, 32\), \(128, 32\), \(128, 32\)"):
-        mlp(rows, weight1, bias1, weight2.t(), bias2)
+        mlp.mlp(rows, update, norm, weight1, bias1, weight2.t(), bias2)
+    with pytest.raises(UserError, match=r"norm of 32 weights and biases, not of \(16,\), \(16,\)"):
+        mlp.mlp(rows, update, norm_of(16, torch.float32), weight1, bias1, weight2, bias2)
     with pytest.raises(UserError, match="one dtype that lie in order"):
-        mlp(rows, weight1, bias1, weight2.half(), bias2)
+        mlp.mlp(rows, update, norm, weight1, bias1, weight2.half(), bias2)
     with pytest.raises(UserError, match=r"contiguous\(\)"):
-        mlp_backward(numbers(32, 3, key="grad").t(), rows, weight1, bias1, weight2)
-    with pytest.raises(UserError, match="as many rows"):
-        mlp_backward(rows[:2], rows, weight1, bias1, weight2)
+        mlp.mlp_backward(numbers(32, 3, key="grad").t(), rows, norm, weight1, bias1, weight2)
+    with pytest.raises(UserError, match=r"for every row, not \(3, 32\) and \(2, 32\)"):
+        mlp.mlp_backward(grad[:2], rows, norm, weight1, bias1, weight2)
+    with pytest.raises(UserError, match=r"for every row, not \(2, 32\) and \(3, 32\)"):
+        mlp.mlp(rows[:2], update, norm, weight1, bias1, weight2, bias2)
 
 
 COMPILE = """
@@ -198,7 +246,7 @@ def build(kernel, table, width, name):
     rows = torch.empty(25216, width, dtype=torch.bfloat16, device="meta")
     _, options = mlp._launch(rows, torch.empty(4 * width, width, device="meta"), table)
     plan = options.pop("plan")
-    types = {"count": "i32", "plan": "constexpr"}
+    types = {"count": "i32", "eps": "fp32", "plan": "constexpr"}
     given = {part: types.get(part, "*bf16") for part in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, part in enumerate(given) if given[part][0] == "*"}
     source = triton.compiler.ASTSource(kernel, given, {"plan": plan}, aligned)
@@ -208,8 +256,14 @@ def build(kernel, table, width, name):
     with open(sys.argv[1], "wb") as file:
         file.write(built.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
-    usage = subprocess.run([tool, "-res-usage", sys.argv[1]], capture_output=True, text=True, check=True).stdout
-    assert "STACK:0" in usage, (name, usage)
+    listing = subprocess.run([tool, "-sass", sys.argv[1]], capture_output=True, text=True, check=True).stdout
+    lines = {int(place, 16): line for place, line in re.findall(r"/\\*([0-9a-f]{4,5})\\*/ +(.*?);", listing)}
+    jumps = [(place, int(line.split("BRA 0x")[1], 16)) for place, line in lines.items() if "BRA 0x" in line]
+    loops = [[lines[place] for place in lines if back <= place <= end] for end, back in jumps if back < end]
+    inner = min((loop for loop in loops if any("HGMMA" in line for line in loop)), key=len)
+    # Registers do for the loop, and what the tensor cores read they find where it is.
+    found = [line for line in inner if any(name in line for name in ("LDL", "STL", "LDSM"))]
+    assert not found, (name, found)
 
 build(mlp._forward, mlp.FORWARD, 192, "forward")
 build(mlp._backward, mlp.BACKWARD, 192, "backward")
@@ -217,7 +271,7 @@ build(mlp._backward, mlp.BACKWARD, 192, "backward")
 
 
 def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter runs what the compiler refuses; registers must do, and the tensor cores' own instruction."""
+    """The interpreter runs what the compiler refuses; a loop's registers must do, and tensor cores' own instruction."""
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment = {**outside, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE, str(tmp_path / "kernel.cubin")]

@@ -1,24 +1,24 @@
 """Named weights: where they come from, how images are prepared for them, and how to check them.
 
 A backbone is named by one of the short names below, by a timm name ``architecture.tag``, or by a timm
-architecture together with a safetensors file. timm and torch are imported only when something is loaded.
+architecture together with a file of weights. timm and torch are imported only when something is loaded.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from probprompt import weights_files
 from probprompt.errors import UserError, shorten
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from probprompt.backbone import FrozenViT
 
@@ -30,8 +30,8 @@ RANDOM = "random"
 _PACKAGED = Path(__file__).parent / "weights"
 _HUB_FILE = "model.safetensors"
 _HUB_TIMEOUT = 10.0  # seconds
-_PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
-_HEAD = ("head.", "fc_norm.")  # what a checkpoint may hold beyond the backbone
+_HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
+_FAMILIES = ("vit_", "deit", "test_vit")  # what of timm in the cache is worth listing: most of it can be prompted
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Checkpoint:
     """Weights by name: what they fit, how images are prepared for them, where they come from.
 
     ``architecture`` is timm's name, built with ``arguments`` beside its own; where it is empty, ``arguments``
-    describe a VisionTransformer entirely. ``source`` is a repository on the Hugging Face hub, or empty.
+    describe a VisionTransformer entirely. ``source`` is a repository on the Hugging Face hub, or empty; then
+    ``obtain`` may say where the file is to be had. ``torch_file`` is the file's name in the cache of torch.hub, where
+    earlier versions of timm and the authors' own loaders leave the same weights.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Checkpoint:
     sha256: str | None
     licence: str
     description: str = ""
+    torch_file: str = ""
+    obtain: str = ""
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -74,21 +78,23 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Listing:
-    """A named checkpoint, and whether it can be loaded without a network."""
+    """A checkpoint by name, whether it can be loaded without a network, where it lies and its size in bytes."""
 
     name: str
     description: str
     source: str
     licence: str
     available: bool
+    place: str = ""
+    size: int | None = None
 
 
 @dataclass(frozen=True)
 class LoadedBackbone:
     """A frozen backbone with what a run must record of it.
 
-    ``source`` is ``packaged``, ``hub:REPOSITORY``, ``file:PATH`` or ``random``. ``sha256`` is that of the
-    file of weights; random ones have no file, so there it is their fingerprint.
+    ``source`` is ``packaged``, ``hub:REPOSITORY``, ``torch-hub:FILE``, ``file:PATH`` or ``random``. ``sha256`` is
+    that of the file of weights; random ones have no file, so there it is their fingerprint.
     """
 
     model: FrozenViT
@@ -98,9 +104,10 @@ class LoadedBackbone:
     sha256: str
 
 
-def _vit_base(name: str, tag: str, mean: Colour, std: Colour, description: str) -> Checkpoint:
+def _vit_base(name: str, tag: str, mean: Colour, std: Colour, description: str, torch_file: str) -> Checkpoint:
     timm_name = f"vit_base_patch16_224.{tag}"
-    return Checkpoint(name, timm_name, {}, 224, mean, std, f"timm/{timm_name}", None, "apache-2.0", description)
+    source = f"timm/{timm_name}"
+    return Checkpoint(name, timm_name, {}, 224, mean, std, source, None, "apache-2.0", description, torch_file)
 
 
 _HALF: Colour = (0.5, 0.5, 0.5)
@@ -109,22 +116,52 @@ _IMAGENET_STD: Colour = (0.229, 0.224, 0.225)
 _SUP1K = "ViT-B/16, supervised on ImageNet-21K, then on ImageNet-1K"
 _SUP21K = "ViT-B/16, supervised on ImageNet-21K"
 _DINO1K = "ViT-B/16, self-supervised (DINO) on ImageNet-1K"
+_AUGREG_FILE = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
+
+# The authors publish neither a hash nor an address of their own for it, so it is never fetched from here.
+_IBOT1K = Checkpoint(
+    name="ibot1k",
+    architecture="vit_base_patch16_224",
+    arguments={},
+    image_size=224,
+    mean=_IMAGENET_MEAN,
+    std=_IMAGENET_STD,
+    source="",
+    sha256=None,
+    licence="apache-2.0",
+    description="ViT-B/16, self-supervised (iBOT) on ImageNet-1K; needs the authors' file",
+    obtain="the teacher backbone of ViT-B/16 (vitb_16/checkpoint_teacher.pth), linked in the README of bytedance/ibot",
+)
 
 _NAMED = {
-    "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, _HALF, _SUP1K),
-    "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, _HALF, _SUP21K),
-    "dino1k": _vit_base("dino1k", "dino", _IMAGENET_MEAN, _IMAGENET_STD, _DINO1K),
+    "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, _HALF, _SUP1K, ""),
+    "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, _HALF, _SUP21K, _AUGREG_FILE),
+    "ibot1k": _IBOT1K,
+    "dino1k": _vit_base("dino1k", "dino", _IMAGENET_MEAN, _IMAGENET_STD, _DINO1K, "dino_vitbase16_pretrain.pth"),
 }
 
 
 def known() -> list[Listing]:
-    """List the named checkpoints, and look up (without a network) whether they are on this machine."""
-    packaged = all((_PACKAGED / file).is_file() for file in ("demo.json", "demo.safetensors"))
-    listings = [Listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", packaged)]
+    """List the named checkpoints and timm's ViTs in the cache; whether they are here is looked up without a network."""
+    packaged = [_PACKAGED / file for file in ("demo.safetensors", "demo.json")]
+    demo = packaged[0] if all(path.is_file() for path in packaged) else None
+    listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
     for name, checkpoint in _NAMED.items():
-        source, cached = f"hub:{checkpoint.source}", _cached_hub_file(checkpoint.source) is not None
-        listings.append(Listing(name, checkpoint.description, source, checkpoint.licence, cached))
+        path, place = _cached(checkpoint)
+        of = checkpoint.architecture
+        source = f"hub:{checkpoint.source}" if checkpoint.source else f"file for timm/{of}"
+        listings.append(_listing(name, checkpoint.description, source, checkpoint.licence, path, place))
+    for repository in _cached_repositories():
+        name, path = repository.partition("/")[2], _cached_hub_file(repository)
+        if path is not None and repository not in {checkpoint.source for checkpoint in _NAMED.values()}:
+            listings.append(_listing(name, "timm's, by its own name", f"hub:{repository}", "see there", path, _HUB_CACHE))
     return listings
+
+
+def _listing(name: str, description: str, source: str, licence: str, path: Path | None, place: str) -> Listing:
+    here = path is not None
+    size = path.stat().st_size if path is not None else None
+    return Listing(name, description, source, licence, here, place if here else "", size)
 
 
 def load_backbone(
@@ -135,11 +172,13 @@ def load_backbone(
 ) -> LoadedBackbone:
     """Load a backbone by name and freeze it.
 
-    ``name`` is ``demo``, ``sup1k``, ``sup21k``, ``dino1k``, a timm name ``architecture.tag``, or a timm
-    architecture alone, which then needs ``weights``: a safetensors file, or ``random``. With a file, images
-    are prepared as timm does for ``name`` (so name the tag where there is one), unless a JSON file beside it
-    with the same stem says ``{"preprocessing": {"image_size": ..., "mean": [...], "std": [...]}}``. An
-    ``image_size`` other than that of the weights resamples their position embeddings.
+    ``name`` is ``demo``, ``sup1k``, ``sup21k``, ``ibot1k``, ``dino1k``, a timm name ``architecture.tag``, or a
+    timm architecture alone, which then needs ``weights``, as ``ibot1k`` does: a file (safetensors, npz in Google's
+    layout, or tensors alone saved by torch), or ``random``. With a file, images are prepared as timm does for
+    ``name`` (so name the tag where there is one), unless a JSON file beside it with the same stem says
+    ``{"preprocessing": {"image_size": ..., "mean": [...], "std": [...]}}``. An ``image_size`` other than that of
+    the weights resamples their position embeddings, which nothing else does. Weights whose SHA-256 is not
+    ``expected_sha256`` are refused.
     """
     if name == "demo":
         if weights is not None:
@@ -147,7 +186,7 @@ def load_backbone(
         return _load_packaged(_PACKAGED, image_size, expected_sha256)
     checkpoint = _NAMED[name] if name in _NAMED else _find_in_timm(name)
     if weights is None:
-        return _load_from_hub(checkpoint, image_size, expected_sha256)
+        return _load_by_name(checkpoint, image_size, expected_sha256)
     if weights == RANDOM:
         return _load_random(checkpoint, image_size, expected_sha256)
     return _load_file(checkpoint, Path(weights), f"file:{weights}", image_size, expected_sha256)
@@ -183,6 +222,7 @@ def _find_in_timm(name: str) -> Checkpoint:
         source=source,
         sha256=None,
         licence=config.license or "unknown",
+        torch_file=(config.url or "").rpartition("/")[2] if tag else "",
     )
 
 
@@ -211,7 +251,7 @@ def _load_random(checkpoint: Checkpoint, image_size: int | None, expected: str |
 
     from probprompt.backbone import fingerprint
 
-    if checkpoint.source:
+    if checkpoint.source or checkpoint.obtain:
         architecture = checkpoint.architecture.partition(".")[0]
         raise UserError(f"{checkpoint.name!r} names trained weights: for random ones name {architecture!r}")
     with torch.random.fork_rng(devices=[]):
@@ -225,34 +265,89 @@ def _load_random(checkpoint: Checkpoint, image_size: int | None, expected: str |
 def _load_file(
     checkpoint: Checkpoint, path: Path, source: str, image_size: int | None, expected: str | None
 ) -> LoadedBackbone:
-    state, sha256 = _read_safetensors(path, expected)
-    model = _build(checkpoint, device="meta")  # no time is spent on weights that the file replaces
-    _fill(model, state, path)
+    sha256 = weights_files.digest(path)
+    _check_hash(sha256, expected, str(path))
     beside = _preprocessing_beside(path)
+    if beside is None:
+        _refuse_unclear_preprocessing(checkpoint, path)
+    # Without values unless they are needed: no time is spent on weights that the file replaces.
+    model = _build(checkpoint, device="cpu" if weights_files.needs_values(path) else "meta")
+    weights_files.fill(model, path, image_size or (beside and beside.image_size))
     prepared = beside or Preprocessing(_side(model), checkpoint.mean, checkpoint.std)
     return _freeze(model, checkpoint.name, prepared, image_size, source, sha256)
 
 
-def _load_from_hub(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
+def _refuse_unclear_preprocessing(checkpoint: Checkpoint, path: Path) -> None:
+    """An architecture alone does not say how images are prepared where timm's weights for it differ in that."""
+    import timm
+
+    if checkpoint.name in _NAMED or not checkpoint.architecture or "." in checkpoint.architecture:
+        return
+    ways: dict[tuple[Colour, Colour], list[str]] = {}
+    for name in timm.list_pretrained(f"{checkpoint.architecture}.*"):
+        config = timm.get_pretrained_cfg(name)
+        ways.setdefault((_colour(config.mean), _colour(config.std)), []).append(name)
+    if len(ways) > 1:
+        said = "; ".join(f"mean {mean}: {shorten(names, 4)}" for (mean, _), names in ways.items())
+        raise UserError(
+            f"{checkpoint.name!r} alone does not say how images are prepared for {path}: its weights in timm differ "
+            f'({said}). Name the one that the file is of, or put {{"preprocessing": {{"image_size": ..., "mean": '
+            f'[...], "std": [...]}}}} into {path.with_suffix(".json").name} beside it'
+        )
+
+
+def _load_by_name(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
+    """Load weights from a cache of this machine, or else from the hub."""
     import timm
 
     name = checkpoint.architecture
     _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
+    if checkpoint.obtain:
+        raise UserError(f"{checkpoint.name!r} is not fetched for you: get {checkpoint.obtain}, and give weights=FILE")
+    path, place = _cached(checkpoint)
+    if path is not None and place == _TORCH_CACHE:
+        return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected or checkpoint.sha256)
     if not checkpoint.source:
         tagged = shorten(timm.list_pretrained(f"{name.partition('.')[0]}.*"), 12) or "none"
         raise UserError(
             f"{name!r} does not say which weights: name one of timm's on the hub ({tagged}), or give "
-            f"weights=FILE (safetensors) or weights={RANDOM!r}"
+            f"weights=FILE or weights={RANDOM!r}"
         )
-    path = _cached_hub_file(checkpoint.source) or _download(checkpoint)
-    state, sha256 = _read_safetensors(path, expected or checkpoint.sha256)
-    # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
-    model: Any = timm.create_model(
-        name, pretrained=True, pretrained_cfg_overlay={"state_dict": state}, weight_init="skip"
-    )
+    return _load_hub_file(checkpoint, path or _download(checkpoint), image_size, expected)
+
+
+def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, expected: str | None) -> LoadedBackbone:
+    import timm
+
+    sha256 = weights_files.digest(path)
+    _check_hash(sha256, _hash_of_blob(path), f"{path}, which is damaged (remove it)")
+    _check_hash(sha256, expected or checkpoint.sha256, str(path))
+    state = {name: t.float() if t.is_floating_point() else t for name, t in weights_files.read_safetensors(path).items()}
+    try:
+        # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
+        model: Any = timm.create_model(
+            checkpoint.architecture, pretrained=True, pretrained_cfg_overlay={"state_dict": state}, weight_init="skip"
+        )
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit {checkpoint.architecture!r}: {error}") from error
     model.pretrained_cfg.pop("state_dict")  # a second copy of all weights
     model.reset_classifier(0)
     return _freeze(model, checkpoint.name, checkpoint.preprocessing, image_size, f"hub:{checkpoint.source}", sha256)
+
+
+def _cached(checkpoint: Checkpoint) -> tuple[Path | None, str]:
+    """The file of a checkpoint on this machine, and in which cache it lies."""
+    found = _cached_hub_file(checkpoint.source) if checkpoint.source else None
+    if found is not None:
+        return found, _HUB_CACHE
+    path = _torch_cache() / checkpoint.torch_file
+    return (path, _TORCH_CACHE) if checkpoint.torch_file and path.is_file() else (None, "")
+
+
+def _torch_cache() -> Path:
+    """Where torch.hub keeps files: its own rule, without the time that importing torch takes."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("TORCH_HOME") or cache / "torch").expanduser() / "hub" / "checkpoints"
 
 
 def _cached_hub_file(repository: str) -> Path | None:
@@ -260,6 +355,21 @@ def _cached_hub_file(repository: str) -> Path | None:
 
     found = try_to_load_from_cache(repository, _HUB_FILE)
     return Path(found) if isinstance(found, str) else None
+
+
+def _cached_repositories() -> list[str]:
+    """The ViTs of timm that the cache of the hub's client has heard of."""
+    from huggingface_hub import constants
+
+    folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--timm--*"))
+    names = [folder.name.removeprefix("models--timm--") for folder in folders]
+    return [f"timm/{name}" for name in names if name.startswith(_FAMILIES)]
+
+
+def _hash_of_blob(path: Path) -> str | None:
+    """The hash that the hub gave for a file: the cache keeps large files under it, with a link by their name."""
+    name = path.resolve().name
+    return name if path.is_symlink() and len(name) == 64 and set(name) <= set("0123456789abcdef") else None
 
 
 def _download(checkpoint: Checkpoint) -> Path:
@@ -305,70 +415,12 @@ def _build(checkpoint: Checkpoint, device: str) -> Any:
     return model
 
 
-def _read_safetensors(path: Path, expected: str | None) -> tuple[dict[str, Tensor], str]:
-    """Read and hash a file of weights, floats as float32."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    _refuse_other_formats(path)
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    _check_hash(sha256, expected, str(path))
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
-    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}, sha256
-
-
-def _refuse_other_formats(path: Path) -> None:
-    if path.suffix in _PICKLES:
-        new = path.with_suffix(".safetensors").name
-        raise UserError(
-            f"{path} is a pickle, and opening a pickle can run any code: give a safetensors file. "
-            f"To convert it: state = torch.load({path.name!r}, weights_only=True), take the dictionary of "
-            f"weights out of it where it is nested, then safetensors.torch.save_file(state, {new!r})"
-        )
-    if path.suffix != ".safetensors":
-        raise UserError(f"weights are a .safetensors file or {RANDOM!r}, got {str(path)!r}")
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
-
-
 def _check_hash(found: str, expected: str | None, what: str) -> None:
     if expected is not None and found != expected.lower():
-        raise UserError(f"{what}: the SHA-256 is {found}, expected was {expected}: these are other weights")
-
-
-def _fill(model: Any, state: dict[str, Tensor], path: Path) -> None:
-    """Load weights into a model without values, every one of them and nothing else but a head."""
-    wanted = model.state_dict()
-    state = {name: t for name, t in state.items() if name in wanted or not name.startswith(_HEAD)}
-    _fit_positions(model, state)
-    wanted = model.state_dict()
-    problems = {
-        "missing": sorted(wanted.keys() - state.keys()),
-        "unexpected": sorted(state.keys() - wanted.keys()),
-        "of another shape": [
-            f"{name} {tuple(state[name].shape)} instead of {tuple(wanted[name].shape)}"
-            for name in sorted(wanted.keys() & state.keys())
-            if state[name].shape != wanted[name].shape
-        ],
-    }
-    if any(problems.values()):
-        said = "; ".join(f"{what}: {shorten(names, 8)}" for what, names in problems.items() if names)
-        raise UserError(f"{path} does not fit this architecture. {said}")
-    model.load_state_dict(state, assign=True)
-
-
-def _fit_positions(model: Any, state: dict[str, Tensor]) -> None:
-    """Give the model the image size that the file's position embeddings are for, where these are square."""
-    if model.pos_embed is None or "pos_embed" not in state or state["pos_embed"].ndim != 3:
-        return
-    patches = state["pos_embed"].shape[1] - (0 if model.no_embed_class else model.num_prefix_tokens)
-    if patches > 0 and math.isqrt(patches) ** 2 == patches and patches != model.patch_embed.num_patches:
-        height, width = model.patch_embed.patch_size
-        model.set_input_size((math.isqrt(patches) * height, math.isqrt(patches) * width))
+        raise UserError(
+            f"{what}: the SHA-256 is {found}, expected was {expected}: these are other weights. Give the file that was "
+            f"recorded, or start anew with this one"
+        )
 
 
 def _side(model: Any) -> int:

@@ -120,7 +120,8 @@ class RunConfig(_Settings):
 
     def images_at_a_time(self, device: str) -> int:
         """How many images are looked at together on this type of device where nothing is learned."""
-        return self.evaluation_batch or (512 if device == "cuda" else 128)
+        wide = device == "cuda" and not self.method.marks()  # some marked mistakes depend on the batch
+        return self.evaluation_batch or (512 if wide else 128)
 
 
 def parse_config(settings: Mapping[str, Any]) -> RunConfig:

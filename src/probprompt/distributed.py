@@ -178,6 +178,13 @@ def _together() -> Iterator[None]:
 # Joining ---------------------------------------------------------------------------------------------------------
 
 
+def refuse_several(command: str) -> None:
+    """Refuse a command that one process does, where several were started."""
+    size = from_environment().size
+    if size > 1:
+        raise UserError(f"{command} is done by one process, not by {size}: start it without torchrun")
+
+
 def from_environment(environment: Mapping[str, str] | None = None) -> World:
     """The world that torchrun's variables tell of; a single process without them.
 

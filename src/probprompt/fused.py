@@ -3,7 +3,8 @@
 Frozen weights need no gradient, so the way back through a block is four products, two norms and an attention, and what
 must be kept for it is known: the two inputs of the norms, queries, keys and values, what attention gave, and the hidden
 layer before its activation. Residual sums are fused with the norms that follow them, prefixes are read where they lie,
-and in the first block that is prompted nothing but the prefix's own gradient is computed.
+and in the first block that is prompted nothing but the prefix's own gradient is computed. In a narrow network, all that
+follows attention is one kernel each way, and nothing of it is kept but its input.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from torch.nn import functional
 
 Prefixed = tuple[Tensor, Tensor]
 """Keys and values before the sequence's own, (B, P, W) each."""
+KeptMlp = tuple[Tensor, ...]
+"""What the way back through an MLP needs: the sum (R, D) that goes into its norm, and what else it chose to keep."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +62,66 @@ class Norm:
     bias: Tensor
     eps: float
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, float]:
+        """Weight, bias and what is added to the variance."""
+        return self.weight, self.bias, self.eps
+
     @classmethod
     def of(cls, layer: Any) -> "Norm":
         """Take over a layer."""
         return cls(layer.weight.detach(), layer.bias.detach(), float(layer.eps))
+
+
+class WideMlp:
+    """The MLP of a block with its norm and both residual sums, the second of which is left to whoever norms it next."""
+
+    def __init__(self, block: Any) -> None:
+        self.norm = Norm.of(block.norm2)
+        self.fc1, self.fc2 = Linear.of(block.mlp.fc1), Linear.of(block.mlp.fc2, block.ls2)
+
+    def forward(self, before: Tensor, update: Tensor) -> tuple[Tensor, Tensor | None, KeptMlp]:
+        """A sum (R, D) + (R, D) to another; the second part may be nothing."""
+        from probprompt.kernels.activation import gelu
+        from probprompt.kernels.norm import add_norm
+
+        middle, normed, mean, rstd = add_norm(before, update, *self.norm.parts)
+        hidden = self.fc1(normed)  # (R, 4 D)
+        return middle, self.fc2(gelu(hidden)), (middle, mean, rstd, hidden)
+
+    def backward(self, gradient: Tensor, kept: KeptMlp) -> Tensor:
+        """Gradient (R, D) of the sum that it gives to that of the sum that it is given."""
+        from probprompt.kernels.activation import gelu_backward
+        from probprompt.kernels.norm import norm_backward
+
+        middle, mean, rstd, hidden = kept
+        normed = self.fc1.back(gelu_backward(self.fc2.back(gradient), hidden))  # (R, D)
+        return norm_backward(normed, middle, self.norm.weight, mean, rstd, gradient)
+
+
+class NarrowMlp(WideMlp):
+    """The same in one kernel each way, where the hidden layer is so small that it need not go to memory."""
+
+    @staticmethod
+    def fits(block: Any) -> bool:
+        """Whether a block's MLP is one of these."""
+        from probprompt.kernels.mlp import fits
+
+        hidden, width = block.mlp.fc1.weight.shape
+        return bool(hidden == 4 * width and fits(width))
+
+    def forward(self, before: Tensor, update: Tensor) -> tuple[Tensor, Tensor | None, KeptMlp]:
+        """A sum (R, D) + (R, D) to one that is added up already."""
+        from probprompt.kernels.mlp import mlp
+
+        middle, after = mlp(before, update, self.norm.parts, *self.fc1.parts, *self.fc2.parts)
+        return after, None, (middle,)
+
+    def backward(self, gradient: Tensor, kept: KeptMlp) -> Tensor:
+        """Gradient (R, D) of the sum that it gives to that of the sum that it is given."""
+        from probprompt.kernels.mlp import mlp_backward
+
+        return mlp_backward(gradient, kept[0], self.norm.parts, *self.fc1.parts, self.fc2.weight)
 
 
 @dataclass
@@ -70,36 +129,24 @@ class Kept:
     """What the way back through a block needs."""
 
     before: Tensor  # (R, D): what goes into the first norm, with its mean and spread
-    mean1: Tensor
-    rstd1: Tensor
+    mean: Tensor
+    rstd: Tensor
     qkv: Tensor  # (B, T, 3 W)
     prefix: Prefixed | None
     mixed: Tensor  # (B, T, W)
     logsumexp: Tensor  # (B, heads, T)
-    middle: Tensor  # (R, D): what goes into the second norm
-    mean2: Tensor
-    rstd2: Tensor
-    hidden: Tensor
-    """The hidden layer (R, 4 D) before its activation; in a narrow network what goes into it (R, D)."""
+    mlp: KeptMlp
 
 
 class FusedBlock:
     """One block."""
 
     def __init__(self, block: Any) -> None:
-        attention, mlp = block.attn, block.mlp
-        self.norm1, self.norm2 = Norm.of(block.norm1), Norm.of(block.norm2)
+        attention = block.attn
+        self.norm1 = Norm.of(block.norm1)
         self.qkv, self.proj = Linear.of(attention.qkv), Linear.of(attention.proj, block.ls1)
-        self.fc1, self.fc2 = Linear.of(mlp.fc1), Linear.of(mlp.fc2, block.ls2)
         self.heads, self.scale = int(attention.num_heads), float(attention.scale)
-        self.narrow = self._is_narrow()
-        """Whether the hidden layer is so small that it need not go to memory."""
-
-    def _is_narrow(self) -> bool:
-        from probprompt.kernels.mlp import fits
-
-        width, hidden = self.fc1.weight.shape[1], self.fc1.weight.shape[0]
-        return hidden == 4 * width and fits(width)
+        self.mlp = NarrowMlp(block) if NarrowMlp.fits(block) else WideMlp(block)
 
     def queries(self) -> Linear:
         """The part of the projection that makes queries."""
@@ -115,44 +162,29 @@ class FusedBlock:
         """Queries, keys and values (B, T, 3 W) of tokens (B, T, D)."""
         from probprompt.kernels.norm import add_norm
 
-        _, normed, _, _ = add_norm(tokens.flatten(0, 1), None, *_parts(self.norm1))
+        _, normed, _, _ = add_norm(tokens.flatten(0, 1), None, *self.norm1.parts)
         return self.qkv(normed).view(*tokens.shape[:2], -1)
 
     def forward(
         self, total: Tensor, update: Tensor | None, shape: torch.Size, prefix: Prefixed | None, qkv: Tensor | None
-    ) -> tuple[Tensor, Tensor, Kept]:
+    ) -> tuple[Tensor, Tensor | None, Kept]:
         """Tokens as a sum (R, D) + (R, D) to the same; shape (B, T, D); what qkv is may be known already."""
-        from probprompt.kernels.activation import gelu
         from probprompt.kernels.attention import attention
-        from probprompt.kernels.mlp import mlp
         from probprompt.kernels.norm import add_norm
 
-        before, normed, mean1, rstd1 = add_norm(total, update, *_parts(self.norm1))
+        before, normed, mean, rstd = add_norm(total, update, *self.norm1.parts)
         if qkv is None:
             qkv = self.qkv(normed).view(*shape[:2], -1)  # (B, T, 3 W)
         mixed, logsumexp = attention(qkv, self.heads, self.scale, prefix)  # (B, T, W)
-        update = self.proj(mixed.flatten(0, 1))  # (R, D)
-        middle, normed, mean2, rstd2 = add_norm(before, update, *_parts(self.norm2))
-        hidden = normed if self.narrow else self.fc1(normed)
-        if self.narrow:
-            update = mlp(normed, *self.fc1.parts, *self.fc2.parts)
-        else:
-            update = self.fc2(gelu(hidden))
-        kept = Kept(before, mean1, rstd1, qkv, prefix, mixed, logsumexp, middle, mean2, rstd2, hidden)
-        return middle, update, kept
+        total, update, kept = self.mlp.forward(before, self.proj(mixed.flatten(0, 1)))
+        return total, update, Kept(before, mean, rstd, qkv, prefix, mixed, logsumexp, kept)
 
     def backward(self, gradient: Tensor, kept: Kept, own: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradient (R, D) of what the block gives to that of what it is given (if asked for), and the prefix's."""
-        from probprompt.kernels.activation import gelu_backward
         from probprompt.kernels.attention import attention_backward
-        from probprompt.kernels.mlp import mlp_backward
         from probprompt.kernels.norm import norm_backward
 
-        if self.narrow:
-            normed = mlp_backward(gradient, kept.hidden, *self.fc1.parts, self.fc2.weight)  # (R, D)
-        else:
-            normed = self.fc1.back(gelu_backward(self.fc2.back(gradient), kept.hidden))
-        gradient = norm_backward(normed, kept.middle, self.norm2.weight, kept.mean2, kept.rstd2, gradient)
+        gradient = self.mlp.backward(gradient, kept.mlp)
         mixed = self.proj.back(gradient).view_as(kept.mixed)
         qkv, key, value = attention_backward(
             mixed, kept.qkv, kept.mixed, kept.logsumexp, self.heads, self.scale, kept.prefix, own
@@ -160,11 +192,7 @@ class FusedBlock:
         if qkv is None:
             return None, key, value
         normed = self.qkv.back(qkv.flatten(0, 1))
-        return norm_backward(normed, kept.before, self.norm1.weight, kept.mean1, kept.rstd1, gradient), key, value
-
-
-def _parts(norm: Norm) -> tuple[Tensor, Tensor, float]:
-    return norm.weight, norm.bias, norm.eps
+        return norm_backward(normed, kept.before, self.norm1.weight, kept.mean, kept.rstd, gradient), key, value
 
 
 def fuse(blocks: Sequence[Any]) -> list[FusedBlock] | None:
@@ -260,7 +288,7 @@ def _read_out(
     from probprompt.kernels.norm import add_norm
     from probprompt.kernels.readout import read
 
-    before, normed, mean, rstd = add_norm(total, update, *_parts(last.norm1))
+    before, normed, mean, rstd = add_norm(total, update, *last.norm1.parts)
     packed = last.keys_and_values()(normed).view(*shape[:2], -1)  # (B, T, 2 W)
     query = last.queries()(normed.view(shape)[:, 0])  # (B, W)
     mixed, weights = read(query, packed, last.heads, last.scale)

@@ -220,16 +220,43 @@ def bench(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a record in JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture (PNG).")] = None,
     against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with an earlier record.")] = None,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RECORD", help="Measure nothing, take records that are there; may be repeated."),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Put the tables of --from into this page of Markdown.")
+    ] = None,
 ) -> None:
     """Measure what training and prediction cost on this machine, and how that grows."""
-    from probprompt.cli.bench import run_bench
+    from probprompt.cli.bench import run_bench, run_page
 
+    if records or page:
+        others: dict[str, object] = {"--method": method, "--methods": methods, "--grow": grow, "--backbone": backbone}
+        others |= {"--preset": preset, "--batch": batch, "--image-size": image_size, "--precision": precision}
+        others |= {"--set": assignments, "--seconds": seconds, "--device": device}
+        others |= {"--out": out, "--plot": plot, "--against": against}
+        run_page(records or [], page, others)
+        return
     given: dict[str, dict[str, Any]] = {
         "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
         "training": {"batch": batch},
     }
     several, growing = methods or [], grow or []
     run_bench(given, preset, assignments or [], method, several, growing, device, seconds, out, plot, against)
+
+
+@app.command()
+def cache(
+    keep: Annotated[
+        float | None,
+        typer.Option(metavar="GB", min=0, help="Remove images, those used longest ago first, until so much is left."),
+    ] = None,
+) -> None:
+    """Where decoded images are kept, and how much they take."""
+    from probprompt.cli.commands import run_cache
+
+    run_cache(keep)
 
 
 @app.command("list")

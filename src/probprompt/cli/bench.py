@@ -1,4 +1,7 @@
-"""What ``probprompt bench`` does: measure, show tables, write record and picture, compare with an earlier record."""
+"""What ``probprompt bench`` does: measure, show tables, write record and picture, compare with an earlier record.
+
+Tables of a page of Markdown are filled from records that are there.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +13,7 @@ from rich.table import Table
 from probprompt import api, methods
 from probprompt.bench.grow import COSTS, find_axes, measure_curve
 from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_all
+from probprompt.bench.page import write_page
 from probprompt.bench.record import (
     differences,
     make_record,
@@ -71,6 +75,18 @@ def run_bench(
 
         write_bytes(plot, draw(record))
         screen.say(f"picture: {plot}")
+
+
+def run_page(records: Sequence[Path], page: Path | None, others: Mapping[str, object]) -> None:
+    """Fill the tables of a page from records; ``others`` are the options for measuring, which do not belong here."""
+    if page is None or not records:
+        raise UserError("--from RECORD and --page FILE go together: the tables of the page come from the records")
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise UserError(f"--from takes records that are there and measures nothing: leave {', '.join(given)} away")
+    refuse_unwritable(page)
+    write_page(page, records)
+    Screen().say(f"written: {page}")
 
 
 def _split(texts: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from probprompt.config import (
     read_toml,
     with_absolute_paths,
 )
+from probprompt.data.cache import ImageCache
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report import save_overview, write_report
@@ -31,6 +32,7 @@ _GRACE = 10  # seconds that other processes give the first to say what went wron
 
 def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     """ProbPrompt and two controls without prompts, one after the other, then a table and a report on all."""
+    distributed.refuse_several("the demo")
     screen = Screen()
     folder = out or api.free_folder(Path("runs"), "demo")
     if folder.exists():
@@ -51,6 +53,18 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     screen.compare(runs)
     screen.say(f"picture: {picture}")
     screen.say(f"report: {page}")
+
+
+def run_cache(keep: float | None) -> None:
+    """Say where decoded images are kept and how large they are; remove those used longest ago."""
+    screen, cache = Screen(), ImageCache.usual()
+    if cache is None:
+        screen.say("Decoded images are not kept: the cache is switched off.")
+        return
+    if keep is not None:
+        freed = cache.clean(round(keep * 1e9))
+        screen.say(f"removed: {freed / 1e9:.2f} GB")
+    screen.say(f"{cache.folder}: {cache.size() / 1e9:.2f} GB of decoded images")
 
 
 def run_train(
@@ -179,9 +193,14 @@ def run_list(what: str) -> None:
     else:
         from probprompt import checkpoints
 
-        found = [(item.name, item.description, "yes" if item.available else "no") for item in checkpoints.known()]
+        found = [(item.name, item.description, _whereabouts(item)) for item in checkpoints.known()]
         screen.listing(("backbone", "what it is", "on this machine"), found)
-        screen.say("Any other plain timm ViT by its arch.tag; a local file with --weights FILE.safetensors.")
+        screen.say("Any other plain timm ViT by its arch.tag; a local file with --weights FILE (.safetensors, .npz, .pth).")
+
+
+def _whereabouts(item: Listing) -> str:
+    """Whether weights are on this machine, how large they are and where."""
+    return f"{(item.size or 0) / 1e6:.1f} MB, {item.place}" if item.available else "no"
 
 
 def run_report(runs: list[Path], out: Path | None) -> None:

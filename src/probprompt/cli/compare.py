@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from probprompt import api
+from probprompt import api, distributed
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import PLAIN, WIDE, Screen
 from probprompt.config import parse_value, read_toml
@@ -49,6 +49,7 @@ def run_compare(
     where: Where | None = None,
 ) -> None:
     """Run what a grid lacks, then show and write its tables; a failed cell makes the exit code 1, at the end."""
+    distributed.refuse_several("a comparison")
     screen = GridScreen()
     if runs:
         if file or any(given.values()) or assignments or vary or show_only:

@@ -163,6 +163,10 @@ class ImageCache:
         key, size = _fingerprint(files)
         return Entry(self.folder / key, files) if size >= self.worth else None
 
+    def size(self) -> int:
+        """Bytes of all entries."""
+        return sum(_size(path) for path in _inside(self.folder) if path.is_dir())
+
     def clean(self, keep_bytes: int = 0) -> int:
         """Remove entries, those used longest ago first, until the others take so many bytes; returns how many went.
 
@@ -333,11 +337,11 @@ def _fingerprint(files: ImageFiles) -> tuple[str, int]:
     for name in files.names:
         try:
             found = (root / name).stat()
-            state = (found.st_size, found.st_mtime_ns)
+            state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         except OSError:  # gone since it was listed: unreadable, for now
-            state = (0, -1)
+            state = (0, -1, -1)
         total += state[0]
-        digest.update(f"\n{name}\0{state[0]}\0{state[1]}".encode(errors="surrogateescape"))
+        digest.update(f"\n{name}\0{state}".encode(errors="surrogateescape"))
     return digest.hexdigest(), total
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from probprompt.backbone import Embedded
 from probprompt.data.loading import Loaded, Viewer
 from probprompt.distributed import ALONE, World
 from probprompt.training.model import PromptedModel
@@ -57,11 +58,11 @@ class Scorer:
         """Features (n, D) of these images, from the cache where nothing can have changed them."""
 
         def compute(some: Tensor) -> Tensor:
-            images = self.viewer.evaluation(self.images.store, some)
+            seen = self.model.embed(self.viewer.evaluation(self.images.store, some))
             query = None
             if self.model.method.needs_query:
-                query = self._queries.get(some, lambda new: self._ask(new, images if len(new) == len(some) else None))
-            return self.model.features(images, query=query)[0]
+                query = self._queries.get(some, lambda new: self._ask(new, seen if len(new) == len(some) else None))
+            return self.model.features(seen, query=query)[0]
 
         return self._features.get(rows, compute) if self.model.static else compute(rows)
 
@@ -72,7 +73,7 @@ class Scorer:
             return self._ask(rows)
         return self._queries.get(rows, self._ask)
 
-    def _ask(self, rows: Tensor, images: Tensor | None = None) -> Tensor:
+    def _ask(self, rows: Tensor, images: Tensor | Embedded | None = None) -> Tensor:
         if images is None:
             images = self.viewer.evaluation(self.images.store, rows)
         return self.model.backbone.query(images, self.model.method.query_readout)

@@ -45,7 +45,7 @@ class Tuning(NamedTuple):
 
 FORWARD = {192: Tuning(64, 64, 4, 3), 256: Tuning(128, 64, 8, 2)}
 """By width, at most."""
-BACKWARD = {192: Tuning(128, 64, 8, 3, held=1), 256: Tuning(128, 32, 8, 3)}
+BACKWARD = {192: Tuning(128, 64, 8, 3, held=1), 256: Tuning(64, 32, 4, 3)}
 """The same for the way back."""
 FEW = 64 * 132
 """Up to so many rows a program takes 64 of them: on a GPU of 132 processors all still run side by side."""
@@ -227,45 +227,76 @@ def _mean(values: tl.tuple, plan: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _standard(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """Rows of mean 0 and deviation 1, in two parts, and one over the deviation (rows, 1) that they had."""
+def _moments(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+    """The mean of rows, and one over their deviation: (rows, 1) each."""
     low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
     mean = _mean((low, high), plan)
     low, high = low - mean, high - mean
-    spread = tl.rsqrt(_mean((low * low, high * high), plan) + eps)
-    return low * spread, high * spread, spread
+    return mean, tl.rsqrt(_mean((low * low, high * high), plan) + eps)
 
 
 @triton.jit
-def _norm(
-    rows: tl.tuple, weight: tl.tensor, bias: tl.tensor, eps: tl.tensor, kind: tl.constexpr, plan: tl.constexpr
-) -> tl.tuple:
-    """The layer norm of rows, in two parts."""
-    low, high, _ = _standard(rows, eps, plan)
+def _standard(rows: tl.tuple, moments: tl.tuple) -> tl.tuple:
+    """Rows less their mean and over their deviation, in two parts, in float32."""
+    low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
+    return (low - moments[0]) * moments[1], (high - moments[0]) * moments[1]
+
+
+@triton.jit
+def _norm(rows: tl.tuple, moments: tl.tuple, weight: tl.tensor, bias: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+    """The layer norm of rows, in two parts, in their dtype."""
+    low, high = _standard(rows, moments)
     weight_low, weight_high = _vector(weight, plan)
     bias_low, bias_high = _vector(bias, plan)
-    return (low * weight_low + bias_low).to(kind), (high * weight_high + bias_high).to(kind)
+    return (low * weight_low + bias_low).to(rows[0].dtype), (high * weight_high + bias_high).to(rows[1].dtype)
 
 
 @triton.jit
-def _norm_backward(
-    slope: tl.tuple, rows: tl.tuple, weight: tl.tensor, eps: tl.tensor, plan: tl.constexpr
-) -> tl.tuple:
-    """The gradient of rows, for that of their layer norm; both in two parts."""
-    low, high, spread = _standard(rows, eps, plan)
-    weight_low, weight_high = _vector(weight, plan)
-    slope_low, slope_high = slope[0] * weight_low, slope[1] * weight_high
-    offset = _mean((slope_low, slope_high), plan)
-    along = _mean((slope_low * low, slope_high * high), plan)
-    return (slope_low - offset - low * along) * spread, (slope_high - offset - high * along) * spread
+def _norm_backward(slope: tl.tuple, rows: tl.tuple, moments: tl.tuple, plan: tl.constexpr) -> tl.tuple:
+    """The gradient of rows, for that of their layer norm, which its weight is in already; both in two parts."""
+    low, high = _standard(rows, moments)
+    offset = _mean(slope, plan)
+    along = _mean((slope[0] * low, slope[1] * high), plan)
+    spread = moments[1]
+    return (slope[0] - offset - low * along) * spread, (slope[1] - offset - high * along) * spread
 
 
 @triton.jit
-def _held(values: tl.tensor, size: tl.constexpr) -> tl.tensor:
-    """The same values (rows, size), where a product leaves its result: in the registers that the next one reads."""
+def _held(values: tl.tensor, size: tl.constexpr, zero: tl.tensor) -> tl.tensor:
+    """The same values (rows, size), in float32, in those registers in which a product leaves its result.
+
+    What a product reads next then needs no shared memory, and what is summed with a product's result no other layout.
+    A zero that the compiler does not know keeps apart what it would otherwise take for one and hold in shared memory.
+    """
     place = tl.arange(0, size)
-    unit = (place[:, None] == place[None, :]).to(values.dtype)
-    return tl.dot(values, unit, input_precision="ieee").to(values.dtype)
+    unit = (place[:, None] + zero == place[None, :]).to(values.dtype)
+    return tl.dot(values, unit, input_precision="ieee")
+
+
+@triton.jit
+def _through(
+    given: tl.tuple,
+    weight1: tl.tensor,
+    bias1: tl.tensor | None,
+    weight2: tl.tensor,
+    kind: tl.constexpr,
+    plan: tl.constexpr,
+) -> tl.tuple:
+    """Normed rows through both layers and the GELU, without the second bias."""
+    size: tl.constexpr = plan.rows
+    chunk: tl.constexpr = plan.chunk
+    totals = _nothing(plan)
+    # The second product stays one chunk behind, so that the tensor cores work on it during the next chunk's GELU. What
+    # waits for it is rounded where it is used: only then is it passed on in registers.
+    active = tl.zeros((size, chunk), tl.float32)
+    shift = _shift(bias1, 0, plan)
+    for start in range(0, plan.hidden, plan.chunk):
+        later = _shift(bias1, start + plan.chunk, plan)
+        hidden = _into(given, _first(weight1, start, plan), plan)
+        totals = _onto(totals, active.to(kind), _second(weight2, tl.maximum(start - chunk, 0), plan), plan)
+        active = _gelu(hidden + shift.to(tl.float32)[None, :])
+        shift = later
+    return _onto(totals, active.to(kind), _second(weight2, plan.hidden - plan.chunk, plan), plan)
 
 
 @triton.jit
@@ -284,8 +315,6 @@ def _forward(
     count: tl.tensor,
     plan: tl.constexpr,
 ) -> None:
-    size: tl.constexpr = plan.rows
-    chunk: tl.constexpr = plan.chunk
     kind: tl.constexpr = middle.dtype.element_ty
     top = tl.program_id(0) * plan.rows
     place = top.to(tl.int64) * plan.width
@@ -295,22 +324,46 @@ def _forward(
     # The way back sees the rounded sum, so the norm must be of that one.
     low, high = low.to(kind), high.to(kind)
     _write(middle + place, (low, high), row, known, plan)
-    given = _norm((low, high), weight, bias, eps, kind, plan)
+    low, high = _norm((low, high), _moments((low, high), eps, plan), weight, bias, plan)
     totals = _nothing(plan)
-    # The second product stays one chunk behind, so that the tensor cores work on it during the next chunk's GELU. What
-    # waits for it is rounded where it is used: only then is it passed on in registers.
-    active = tl.zeros((size, chunk), tl.float32)
-    shift = _shift(bias1, 0, plan)
-    for start in range(0, plan.hidden, plan.chunk):
-        later = _shift(bias1, start + plan.chunk, plan)
-        hidden = _into(given, _first(weight1, start, plan), plan)
-        totals = _onto(totals, active.to(kind), _second(weight2, tl.maximum(start - chunk, 0), plan), plan)
-        active = _gelu(hidden + shift.to(tl.float32)[None, :])
-        shift = later
-    totals = _onto(totals, active.to(kind), _second(weight2, plan.hidden - plan.chunk, plan), plan)
+    # A loop of one turn, for the compiler: what comes into a loop and changes there goes to shared memory, where the
+    # products read it. What was merely computed would be loaded into registers again for every chunk. And addresses
+    # that are made of the turn are not kept in registers meanwhile.
+    turn = top
+    while turn < tl.minimum(count, top + plan.rows):
+        totals = _through((low, high), weight1, bias1, weight2, kind, plan)
+        low, high = tl.zeros_like(low), tl.zeros_like(high)
+        turn += plan.rows
+    start = turn - plan.rows
+    place = start.to(tl.int64) * plan.width
+    known = row < count - start
     if bias2 is not None:
         totals = _added(totals, _vector(bias2, plan))
     _write(after + place, _added(totals, _again(middle + place, row, known, plan)), row, known, plan)
+
+
+@triton.jit
+def _back(
+    normed: tl.tuple,
+    grad: tl.tuple,
+    weight1: tl.tensor,
+    bias1: tl.tensor | None,
+    weight2: tl.tensor,
+    kind: tl.constexpr,
+    plan: tl.constexpr,
+) -> tl.tuple:
+    """The gradient of normed rows for that of what the MLP makes of them."""
+    totals = _nothing(plan)
+    shift = _shift(bias1, 0, plan)
+    for start in range(0, plan.hidden, plan.chunk):
+        later = _shift(bias1, start + plan.chunk, plan)
+        first = _first(weight1, start, plan)
+        hidden = _into(normed, first, plan)  # (rows, chunk)
+        slope = _into(grad, _second(weight2, start, plan), plan)
+        slope *= _gelu_slope(hidden + shift.to(tl.float32)[None, :])
+        totals = _onto(totals, slope.to(kind), first, plan)
+        shift = later
+    return totals
 
 
 @triton.jit
@@ -332,23 +385,32 @@ def _backward(
     place = top.to(tl.int64) * plan.width
     row = tl.arange(0, plan.rows)
     known = row < count - top
-    low, high = _norm(_rows(middle + place, row, known, plan), weight, bias, eps, kind, plan)
+    rows = _rows(middle + place, row, known, plan)
     grad_low, grad_high = _rows(grad + place, row, known, plan)
+    moments = _moments(rows, eps, plan)
+    low, high = _norm(rows, moments, weight, bias, plan)
     if plan.held > 0:
-        high = _held(high, plan.high)
+        high = _held(high, plan.high, 0).to(kind)
     if plan.held > 1:
-        grad_high = _held(grad_high, plan.high)
+        grad_high = _held(grad_high, plan.high, 0).to(kind)
     totals = _nothing(plan)
-    shift = _shift(bias1, 0, plan)
-    for start in range(0, plan.hidden, plan.chunk):
-        later = _shift(bias1, start + plan.chunk, plan)
-        first = _first(weight1, start, plan)
-        hidden = _into((low, high), first, plan)  # (rows, chunk)
-        slope = _into((grad_low, grad_high), _second(weight2, start, plan), plan)
-        slope *= _gelu_slope(hidden + shift.to(tl.float32)[None, :])
-        totals = _onto(totals, slope.to(kind), first, plan)
-        shift = later
-    totals = _norm_backward(totals, _again(middle + place, row, known, plan), weight, eps, plan)
+    turn = top
+    while turn < tl.minimum(count, top + plan.rows):  # one, as on the way forth
+        totals = _back((low, high), (grad_low, grad_high), weight1, bias1, weight2, kind, plan)
+        low = tl.zeros_like(low)
+        if plan.held == 0:
+            high = tl.zeros_like(high)
+        turn += plan.rows
+    start = turn - plan.rows
+    place = start.to(tl.int64) * plan.width
+    known = row < count - start
+    weight_low, weight_high = _vector(weight, plan)
+    slope = totals[0] * weight_low, totals[1] * weight_high
+    low, high = _again(middle + place, row, known, plan)
+    low = _held(low, plan.low, start - top)
+    if plan.high > 0:
+        high = _held(high, plan.high, start - top)
+    totals = _norm_backward(slope, (low, high), moments, plan)
     _write(result + place, _added(totals, _again(grad + place, row, known, plan)), row, known, plan)
 
 
@@ -403,7 +465,7 @@ def _check(rows: Tensor, other: Tensor, norm: Norm, weight1: Tensor, weight2: Te
     if norm[0].shape != (width,) or norm[1].shape != (width,):
         shapes = [tuple(tensor.shape) for tensor in norm[:2]]
         raise UserError(f"the MLP's kernel takes a norm of {width} weights and biases, not of {shapes[0]}, {shapes[1]}")
-    tensors = (rows, other, *norm[:2], weight1, weight2)
+    tensors = (rows, other, weight1, weight2)
     if not all(tensor.is_contiguous() and tensor.dtype == rows.dtype for tensor in tensors):
         raise UserError("the MLP's kernel takes tensors of one dtype that lie in order in memory: call contiguous()")
     if other.shape != rows.shape:

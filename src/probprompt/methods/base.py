@@ -115,6 +115,8 @@ class Method(nn.Module):
     """Whether :meth:`end_task` is given the task's training images as the model sees them."""
     needs_prototypes: ClassVar[bool] = False
     """Whether :meth:`initial_rows` is asked."""
+    step_key: object = None
+    """What decides, beside tensors, which operations a training step consists of: it may change from epoch to epoch."""
     sums_loss: bool = False
     """Whether the method's own loss is a sum over the batch (else a mean, or none of the batch's)."""
 

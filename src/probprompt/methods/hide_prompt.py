@@ -163,6 +163,7 @@ class HiDePrompt(Method):
         self.epochs_begun += 1
         limit = self.config.identity_epochs
         self.identity_learns = limit is None or int(self.epochs_begun) <= limit
+        self.step_key = self.identity_learns
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """The prompts, and the task identity at a rate of its own."""

@@ -432,6 +432,7 @@ def _departures(result: Result) -> list[str]:
         return []
     usual, own = (flatten(part) for part in (parse_config(preset).model_dump(mode="json"), config))
     expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
+    expected |= {"evaluation_batch"}  # changes rounding alone
     differ = [key for key in own if own[key] != usual.get(key, own[key]) and key not in expected]
     return [f"{key}={brief(own[key])}" for key in differ if not key.startswith("seeds.")]
 

@@ -1,6 +1,6 @@
 """Carrying out a run: learn task after task, score after each, record everything, go on after a stop."""
 
-import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -53,12 +53,15 @@ def pick_device(name: str | None) -> torch.device:
         raise UserError(f"the device {name!r} is not supported: use cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"the device {name!r} is not there: this machine has {torch.cuda.device_count()} GPU(s)")
+    if device.index is not None:
+        torch.cuda.set_device(device)  # where streams are made and kernels launched
     return device
 
 
 def usual_precision(device: torch.device) -> Precision:
     """What a frozen backbone computes in where nobody says: bf16 on a GPU that has it."""
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_it else "fp32"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Workshop:
     scorer: Scorer
     split_hash: str
     skipped: list[str]
+    loading_s: float = 0.0
+    """How long it took to put all this in place."""
     world: World = ALONE
 
 
@@ -120,7 +125,9 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
         begun_on = record["hardware"]["device"]
         world, place = join(pick_device(device or begun_on))
         with world.in_turn():
-            workshop = prepare(run.config, place, watch, record["backbone"]["sha256"], world)
+            weights = record["backbone"]
+            precision = weights.get("precision")
+            workshop = prepare(run.config, place, watch, weights["sha256"], world, precision)
         if workshop.device.type != begun_on:
             watch.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
         _refuse_changed_data(record, workshop)
@@ -146,8 +153,13 @@ def prepare(
     watch: Watcher,
     expected_sha256: str | None = None,
     world: World = ALONE,
+    precision: Precision | None = None,
 ) -> Workshop:
-    """Load images and backbone, check them, and build what learns. Nothing is written."""
+    """Load images and backbone, check them, and build what learns. Nothing is written.
+
+    A run that goes on keeps the precision it began in.
+    """
+    begun = time.perf_counter()
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction)
     chosen = config.backbone
@@ -162,7 +174,7 @@ def prepare(
     train, test = load_kept((data.train, data.test), device, watch, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone).to(device)
-    model.set_precision(config.backbone.precision or usual_precision(device))
+    model.set_precision(world.agree(precision or config.backbone.precision or usual_precision(device)))
     viewer = _viewer(config, backbone, short_side if source.enlarge else size, device)
     learner = Learner(model, train, viewer, config, world)
     joint = model.method.joint
@@ -180,6 +192,7 @@ def prepare(
         learner=learner,
         scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
         split_hash=data.split_hash(),
+        loading_s=time.perf_counter() - begun,
         skipped=skipped,
         world=world,
     )
@@ -284,6 +297,13 @@ def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
                 f"the {what} of {workshop.config.data.benchmark} are not those the run began with "
                 f"(hash {before[:12]}, now {after[:12]}): {remedy}"
             )
+    for side, images in (("train", workshop.learner.images), ("test", workshop.scorer.images)):
+        old, new = record.get("data", {}).get(side, {}).get("pixels_sha256"), images.sha256
+        if old and new and old != new:
+            raise UserError(
+                f"the pixels of the {side} images of {workshop.config.data.benchmark} are not those the run began with "
+                f"(hash {old[:12]}, now {new[:12]}): {remedy}"
+            )
     changed = sorted(set(record["skipped"]) ^ set(workshop.skipped))
     if changed:
         raise UserError(f"other images can be read than when the run began ({shorten(changed)}): {remedy}")
@@ -314,6 +334,9 @@ class Execution:
         self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
         self.hash = config_hash(workshop.config)
         self.writes = workshop.world.writes
+        self._begun = time.perf_counter()
+        self._before = sum(self.position.seconds.values())
+        self._spend("loading_s", workshop.loading_s)
 
     def run_all(self) -> None:
         """Learn what is left to learn."""
@@ -324,6 +347,8 @@ class Execution:
             if not self.writes:
                 return
             write_json(self.run.folder / "diagnostics.json", found)
+        timed = sum(self.position.seconds.values()) - self._before - self.workshop.loading_s
+        self._spend("other_s", time.perf_counter() - self._begun - timed)
         self.run.update(
             status="finished",
             time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
@@ -410,8 +435,10 @@ class Execution:
     def _timed(self, what: str) -> Iterator[None]:
         begun = time.perf_counter()
         yield
-        spent = time.perf_counter() - begun
-        self.position.seconds[what] = self.position.seconds.get(what, 0.0) + spent
+        self._spend(what, time.perf_counter() - begun)
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self.position.seconds[what] = self.position.seconds.get(what, 0.0) + seconds
 
 
 def diagnose(workshop: Workshop) -> dict[str, Any]:
@@ -448,4 +475,8 @@ def _peak_memory(device: torch.device) -> float:
     """Megabytes: of the GPU where one is used, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probprompt import randomness
+from probprompt import kernels, randomness
 from probprompt.alignment import ClassStatistics, align
 from probprompt.backbone import Embedded
 from probprompt.config import RunConfig
@@ -179,13 +179,15 @@ class Learner:
 
     def _step(self, task: TaskImages, optimiser: torch.optim.AdamW) -> "Step":
         """The step of this task under this optimiser, kept from epoch to epoch."""
-        if self._current is None or self._current.optimiser is not optimiser:
+        key = self.model.method.step_key
+        if self._current is None or self._current.optimiser is not optimiser or self._current.key != key:
             self._current = None  # lets go of the last task's memory first
             self._current = Step(self, task, optimiser)
         return self._current
 
     def finish(self, task: TaskImages, advance: Advance) -> None:
         """Tell the method that the task is trained; then solve the head, or realign it to all classes."""
+        self._current = None  # what captured steps hold is free for what follows
         if self.adapts(task):
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
@@ -351,6 +353,7 @@ class Step:
 
     def __init__(self, learner: Learner, task: TaskImages, optimiser: torch.optim.AdamW) -> None:
         self.learner, self.task, self.optimiser = learner, task, optimiser
+        self.key = learner.model.method.step_key
         self.first = task.first if learner.model.method.masked else 0
         self.tally = torch.zeros(2, device=learner.device)
         """Sums over the steps so far: the loss, and the share that was right."""
@@ -359,9 +362,9 @@ class Step:
         """Which rows of the whole batch are here."""
         self.weight = (self.own.stop - self.own.start) * self.world.size / self.batch
         """What a mean over the images here counts in the mean over all processes: 1 where parts are equal."""
-        captured = learner.device.type == "cuda" and self.world.alone
+        captured = kernels.usable(learner.device) and self.world.alone  # without kernels noise needs the host
         looks = not learner.model.static and not learner.model.backbone.learns
-        self.learn, self._look = Captured(self._learn, captured), Captured(self._see, captured and looks)
+        self.learn, self._look = Captured(self._learn, captured, 0), Captured(self._see, captured and looks, 1)
 
     def ahead(self, batches: Iterator[Inputs]) -> Iterator[tuple[Tensor, ...]]:
         """What :attr:`learn` is to be called with, batch by batch."""
@@ -406,7 +409,7 @@ class Step:
             assert tokens is not None
             features, loss = model.features(Embedded(tokens, qkv), context, query)
         if loss is not None:
-            loss = self.world.size * loss if getattr(model.method, "sums_loss", False) else self._weighed(loss)
+            loss = self.world.size * loss if model.method.sums_loss else self._weighed(loss)
         more = self._feature_loss(features, context)
         return features, loss if more is None else more if loss is None else loss + more
 

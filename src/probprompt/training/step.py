@@ -5,8 +5,10 @@ once: the same kernels on the same memory, so what goes in is copied to where th
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,14 +29,22 @@ class Inputs:
     seed: Tensor  # (1,)
 
 
+@cache
+def _stream(device: int, role: int) -> torch.cuda.Stream:
+    """One stream for each role on a device, for good: what cuBLAS allocates for a stream is never given back."""
+    return torch.cuda.Stream(device)
+
+
 class Captured:
     """A function of tensors that is called plainly at first, then captured and replayed.
 
     What a replay gives lies in captured memory until the next one: who needs it longer must copy it.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], wanted: bool) -> None:
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], wanted: bool, role: int = 0) -> None:
         self._function, self._wanted = function, wanted and os.environ.get(SWITCH) != "off"
+        self.stream = _stream(torch.cuda.current_device(), role) if self._wanted else None
+        """Where it is called and captured. What runs side by side needs streams, since cuBLAS has scratch for each."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
@@ -56,6 +66,8 @@ class Captured:
             return self._aside(*inputs)
         if self._graph is None:
             self._graph = self._capture(*inputs)
+        if self._graph is None:
+            return self._function(*inputs)
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)
         self.taken = torch.cuda.current_stream().record_event()
@@ -64,19 +76,24 @@ class Captured:
 
     def _aside(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """A plain call on a stream of its own, as capturing asks for."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        assert self.stream is not None
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
             outputs = self._function(*inputs)
-        current.wait_stream(side)
+        current.wait_stream(self.stream)
         return outputs
 
-    def _capture(self, *inputs: Tensor) -> torch.cuda.CUDAGraph:
+    def _capture(self, *inputs: Tensor) -> torch.cuda.CUDAGraph | None:
+        """Capture the function; one that cannot be is called plainly from now on."""
         self._inputs, graph = tuple(given.clone() for given in inputs), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a graph has memory of its own: what the plain calls needed is given back
-        with torch.cuda.graph(graph):
-            self._outputs = self._function(*self._inputs)
+        try:  # after a failure torch leaves the stream of the capture current: the outer one is put back here
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=self.stream):
+                self._outputs = self._function(*self._inputs)
+        except RuntimeError as problem:
+            self._wanted = False
+            warnings.warn(f"a step cannot be captured and runs slower: {problem}", RuntimeWarning, stacklevel=2)
+            return None
         return graph
 
 
@@ -85,8 +102,8 @@ def look_ahead(batches: Iterator[Inputs], look: Captured, learn: Captured) -> It
 
     Where both are captured, looking runs beside the learning from the batch before, which it does not depend on.
     """
-    side = torch.cuda.Stream() if look.warm or learn.warm else None
     while True:
+        side = look.stream
         if side is None or not (look.warm and learn.warm) or learn.taken is None:
             inputs = next(batches, None)
             seen = look(inputs.images) if inputs else ()

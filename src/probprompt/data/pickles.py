@@ -1,0 +1,250 @@
+"""Pickles of plain data, read without running anything that they say.
+
+A pickle is a programme, and Python's own reader carries it out. This one knows the instructions that make texts,
+numbers, lists, dictionaries and arrays of bytes, and no other. It imports nothing and calls nothing: the three names
+by which NumPy writes an array are words to it, and whatever else a file asks for is refused.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probprompt.errors import UserError
+
+LARGEST = 2**30
+"""Bytes that a file may have: CIFAR's are 155 MB."""
+
+_ARRAYS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
+_NDARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
+_BYTES = {b"u1", "u1"}
+_MARK = object()
+
+
+class RefusedPickleError(Exception):
+    """A pickle that holds anything but plain data; the message says what."""
+
+
+class _Name(tuple[str, str]):
+    """A module and a name in it, never looked up."""
+
+
+class _Type:
+    """The type of an array's numbers: bytes, the only one there is."""
+
+
+class _Array:
+    """An array, empty until its state is given."""
+
+    content: NDArray[np.uint8] | None = None
+
+
+def read_pickle(path: Path) -> Any:
+    """Read texts, numbers, lists, dictionaries and arrays of bytes; anything else is refused.
+
+    Texts of Python 2 are given as ``bytes``.
+    """
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UserError(f"{path} is larger than {LARGEST} bytes: this is no file of CIFAR's")
+        data = path.read_bytes()
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    try:
+        return _plain(_Machine(data).run())
+    except RefusedPickleError as problem:
+        raise UserError(f"{path} is refused: {problem}. Nothing of it was run; get the file anew") from None
+
+
+class _Machine:
+    """Carries out the instructions of plain data."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = memoryview(data)
+        self.place = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Everything up to the stop."""
+        try:
+            while True:
+                code = bytes(self._take(1))
+                if code == b".":
+                    return self._finished()
+                if code not in _CODES:
+                    raise RefusedPickleError(f"it has the instruction {code!r} at byte {self.place - 1}")
+                _CODES[code](self)
+        except (IndexError, KeyError, TypeError, ValueError, struct.error) as problem:
+            raise RefusedPickleError(f"it is damaged near byte {self.place} ({problem})") from None
+
+    def _finished(self) -> Any:
+        (value,) = self.stack
+        return value
+
+    def _take(self, count: int) -> memoryview:
+        piece = self.data[self.place : self.place + count]
+        if len(piece) < count:
+            raise RefusedPickleError("it ends too early")
+        self.place += count
+        return piece
+
+    def _number(self, form: str) -> int:
+        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return int(value)
+
+    def _line(self) -> str:
+        end = bytes(self.data[self.place : self.place + 256]).index(b"\n")
+        return str(self._take(end + 1)[:-1], "ascii")
+
+    def _to_mark(self) -> list[Any]:
+        start = len(self.stack) - 1
+        while self.stack[start] is not _MARK:
+            start -= 1
+            if start < 0:
+                raise ValueError("no mark")
+        found = self.stack[start + 1 :]
+        del self.stack[start:]
+        return found
+
+    def push(self, value: Any) -> None:
+        """Put a value on the stack."""
+        self.stack.append(value)
+
+    def skip(self, form: str) -> None:
+        """Pass over a number that says nothing to this reader."""
+        self._number(form)
+
+    def integer(self, form: str) -> None:
+        """A whole number."""
+        self.push(self._number(form))
+
+    def octets(self, form: str) -> None:
+        """Bytes, their number before them."""
+        self.push(bytes(self._take(self._number(form))))
+
+    def text(self, form: str) -> None:
+        """Text, its number of bytes before it."""
+        self.push(str(self._take(self._number(form)), "utf-8"))
+
+    def remember(self, form: str | None) -> None:
+        """Keep the top of the stack under a number."""
+        self.memo[len(self.memo) if form is None else self._number(form)] = self.stack[-1]
+
+    def recall(self, form: str) -> None:
+        """What was kept."""
+        self.push(self.memo[self._number(form)])
+
+    def tuple_of(self, count: int | None) -> None:
+        """A tuple of the last so many values, or of all since the mark."""
+        if count is None:
+            self.push(tuple(self._to_mark()))
+            return
+        values = [self.stack.pop() for _ in range(count)]
+        self.push(tuple(reversed(values)))
+
+    def append(self, several: bool) -> None:
+        """Values into a list."""
+        values = self._to_mark() if several else [self.stack.pop()]
+        self._top(list).extend(values)
+
+    def fill(self, several: bool) -> None:
+        """Pairs into a dictionary."""
+        values = self._to_mark() if several else [self.stack.pop() for _ in range(2)][::-1]
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        if not all(isinstance(key, str | bytes | int) for key, _ in pairs):
+            raise RefusedPickleError("a dictionary has a key that is no text and no number")
+        self._top(dict).update(pairs)
+
+    def _top(self, kind: type) -> Any:
+        if type(self.stack[-1]) is not kind:
+            raise RefusedPickleError(f"it fills a {type(self.stack[-1]).__name__} as if it were a {kind.__name__}")
+        return self.stack[-1]
+
+    def name(self, from_stack: bool) -> None:
+        """The name of something; only those of NumPy's arrays are known."""
+        module, name = (self.stack.pop(-2), self.stack.pop()) if from_stack else (self._line(), self._line())
+        if (module, name) not in {*_ARRAYS, _NDARRAY, _DTYPE}:
+            raise RefusedPickleError(f"it asks for {module}.{name}, which is no plain data")
+        self.push(_Name((module, name)))
+
+    def reduce(self) -> None:
+        """An array or its type, which are written as calls."""
+        arguments, called = self.stack.pop(), self.stack.pop()
+        if called in _ARRAYS and type(called) is _Name and arguments[0] == _NDARRAY:
+            self.push(_Array())
+        elif called == _DTYPE and type(called) is _Name and arguments[0] in _BYTES:
+            self.push(_Type())
+        else:
+            raise RefusedPickleError("it calls something, or has an array of other numbers than bytes")
+
+    def build(self) -> None:
+        """What an array holds."""
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, _Array):
+            _, shape, kind, fortran, content = state
+            if not isinstance(kind, _Type) or type(content) is not bytes or math.prod(shape) != len(content):
+                raise RefusedPickleError("an array's numbers do not fit its shape")
+            target.content = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
+        elif not isinstance(target, _Type):
+            raise RefusedPickleError(f"it gives a state to a {type(target).__name__}")
+
+
+_CODES: dict[bytes, Callable[[_Machine], None]] = {
+    b"\x80": lambda machine: machine.skip("<B"),  # the protocol
+    b"\x95": lambda machine: machine.skip("<Q"),  # a frame's length
+    b"(": lambda machine: machine.push(_MARK),
+    b"N": lambda machine: machine.push(None),
+    b"\x88": lambda machine: machine.push(True),
+    b"\x89": lambda machine: machine.push(False),
+    b"}": lambda machine: machine.push({}),
+    b"]": lambda machine: machine.push([]),
+    b")": lambda machine: machine.push(()),
+    b"K": lambda machine: machine.integer("<B"),
+    b"M": lambda machine: machine.integer("<H"),
+    b"J": lambda machine: machine.integer("<i"),
+    b"U": lambda machine: machine.octets("<B"),
+    b"T": lambda machine: machine.octets("<I"),
+    b"C": lambda machine: machine.octets("<B"),
+    b"B": lambda machine: machine.octets("<I"),
+    b"X": lambda machine: machine.text("<I"),
+    b"\x8c": lambda machine: machine.text("<B"),
+    b"q": lambda machine: machine.remember("<B"),
+    b"r": lambda machine: machine.remember("<I"),
+    b"\x94": lambda machine: machine.remember(None),
+    b"h": lambda machine: machine.recall("<B"),
+    b"j": lambda machine: machine.recall("<I"),
+    b"\x85": lambda machine: machine.tuple_of(1),
+    b"\x86": lambda machine: machine.tuple_of(2),
+    b"\x87": lambda machine: machine.tuple_of(3),
+    b"t": lambda machine: machine.tuple_of(None),
+    b"a": lambda machine: machine.append(several=False),
+    b"e": lambda machine: machine.append(several=True),
+    b"s": lambda machine: machine.fill(several=False),
+    b"u": lambda machine: machine.fill(several=True),
+    b"c": lambda machine: machine.name(from_stack=False),
+    b"\x93": lambda machine: machine.name(from_stack=True),
+    b"R": lambda machine: machine.reduce(),
+    b"b": lambda machine: machine.build(),
+}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The same with arrays for what stands for them."""
+    if depth > 4:
+        raise RefusedPickleError("it is nested too deeply")
+    if isinstance(value, _Array):
+        if value.content is None:
+            raise RefusedPickleError("it has an array without numbers")
+        return value.content
+    if isinstance(value, dict):
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, _Name):
+        return type(value)(_plain(item, depth + 1) for item in value)
+    if value is None or isinstance(value, str | bytes | int):
+        return value
+    raise RefusedPickleError("it holds something that is no plain data")

@@ -1,0 +1,34 @@
+"""Where published data is obtained, and how it is known to be right."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that is published somewhere."""
+
+    url: str
+    file: str
+    md5: str | None = None
+    sha256: str | None = None
+    unpack: bool = True
+    """Whether it is an archive; else it is a file that lies beside the images as it is."""
+
+    @property
+    def hashed(self) -> bool:
+        """Whether a hash of it was published."""
+        return bool(self.md5 or self.sha256)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a dataset should hold by its publication."""
+
+    classes: int
+    train: int
+    test: int
+    train_per_class: tuple[int, int]
+    """The least and the most images of a class."""
+    test_per_class: tuple[int, int]
+    shared: int | None = None
+    """Test images that are among the training images, too, in the data as it was published; None: not known."""

@@ -1,0 +1,121 @@
+"""Captured steps do what plain ones do, and batches are looked at ahead in their order."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from probprompt.config import parse_config
+from probprompt.runs.execute import prepare
+from probprompt.runs.progress import Watcher
+from probprompt.training import step as stepping
+from probprompt.training.step import WARM_UP, Captured, Inputs, look_ahead
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def batches(count: int, device: str = "cpu") -> Iterator[Inputs]:
+    for number in range(count):
+        images = torch.full((2, 3), float(number), device=device)
+        yield Inputs(images, torch.tensor([number, number], device=device), torch.tensor([10 * number], device=device))
+
+
+def test_what_is_not_captured_is_called_as_it_is() -> None:
+    given: list[Tensor] = []
+
+    def function(values: Tensor) -> tuple[Tensor, ...]:
+        given.append(values)
+        return (values + 1,)
+
+    plain = Captured(function, wanted=False)
+    for number in range(2 * WARM_UP):
+        values = torch.tensor([number])
+        assert plain(values)[0] == number + 1 and given[-1] is values
+    assert not plain.warm
+
+
+def test_batches_come_in_order_with_what_was_seen_in_them() -> None:
+    look = Captured(lambda images: (images * 2, images.sum()), wanted=False)
+    learn = Captured(lambda *parts: (), wanted=False)
+    found = list(look_ahead(batches(5), look, learn))
+    assert [int(labels[0]) for labels, *_ in found] == [0, 1, 2, 3, 4]
+    assert [int(seed) for _, seed, *_ in found] == [0, 10, 20, 30, 40]
+    assert all(float(seen[0, 0]) == 2 * number for number, (_, _, seen, _) in enumerate(found))
+    assert list(look_ahead(batches(0), look, learn)) == []
+
+
+@on_a_gpu
+def test_a_replay_gives_what_a_call_gives_without_calling_again() -> None:
+    calls = 0
+
+    def function(values: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        return (values * 2 + others,)
+
+    captured = Captured(function, wanted=True)
+    for number in range(3 * WARM_UP):
+        values, others = torch.full((4,), float(number), device="cuda"), torch.ones(4, device="cuda") * number
+        assert torch.equal(captured(values, others)[0], values * 3)
+    assert calls == WARM_UP + 1
+
+
+@on_a_gpu
+def test_what_cannot_be_captured_is_called_plainly_and_told() -> None:
+    def function(values: Tensor) -> tuple[Tensor, ...]:
+        return (values * float(values.sum()),)  # needs the host
+
+    captured, values = Captured(function, wanted=True), torch.ones(3, device="cuda")
+    with pytest.warns(RuntimeWarning, match="cannot be captured"):
+        found = [captured(number * values)[0] for number in range(1, 3 * WARM_UP)]
+    assert [float(one[0]) for one in found] == [3.0 * number**2 for number in range(1, 3 * WARM_UP)]
+
+
+@on_a_gpu
+def test_looking_ahead_beside_the_learning_mixes_nothing_up() -> None:
+    seen: list[Tensor] = []
+    total = torch.zeros(3, device="cuda")
+
+    thin = torch.ones(4096, 3, device="cuda") / 4096  # products with a long inner side, for which cuBLAS has scratch
+
+    def learn(labels: Tensor, seed: Tensor, looked: Tensor) -> tuple[Tensor, ...]:
+        slow = torch.eye(2048, device="cuda")
+        for _ in range(20):  # long enough for the next look to run beside it
+            slow = slow @ slow
+            kept = torch.ones(8, 4096, device="cuda") @ thin
+        total.add_(looked[0] * slow[0, 0] * kept[0, 0] + labels[0] + seed[0])
+        return ()
+
+    def see(images: Tensor) -> tuple[Tensor, ...]:
+        return (2 * (images[:, :1].expand(-1, 4096) @ thin),)
+
+    look, captured = Captured(see, True, 1), Captured(learn, True, 0)
+    for _ in range(2):
+        for batch in look_ahead(batches(12, "cuda"), look, captured):
+            captured(*batch)
+        seen.append(total.clone())
+    expected = sum(2 * number + number + 10 * number for number in range(12))
+    assert look.warm and captured.warm
+    assert seen[0].tolist() == [expected] * 3 and seen[1].tolist() == [2 * expected] * 3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("method", ("probprompt", "vq-prompt", "coda-prompt", "hide-prompt", "l2p", "apt", "ft++"))
+def test_captured_training_is_plain_training(settings: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, more = [], {"identity_epochs": 1} if method == "hide-prompt" else {}
+    for switch in ("on", "off"):
+        monkeypatch.setenv(stepping.SWITCH, switch)
+        chosen = {**settings(training={"epochs": 3, "batch": 4}), "method": {"name": method, **more}}
+        workshop = prepare(parse_config(chosen), torch.device("cuda"), Watcher())
+        learner, task = workshop.learner, workshop.tasks[0]
+        learner.begin(task)
+        optimiser = learner.optimiser()
+        results = [learner.train_epoch(task, epoch, optimiser, lambda _: None) for epoch in range(3)]
+        learned = [*learner.model.adaptable(), *learner.trained.parameters()]
+        found.append((results, [parameter.detach().clone() for parameter in learned]))
+    (first, ours), (second, plain) = found
+    assert [one.loss for one in first] == pytest.approx([one.loss for one in second], rel=2e-2)
+    for one, two in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, two, rtol=5e-2, atol=5e-3)
