@@ -66,12 +66,7 @@ def fill_page(text: str, page: Path, records: Sequence[Path]) -> str:
         asked = [name for name, section in SECTIONS.items() if section.make(found, page) is not None]
         text = "\n\n".join([text.rstrip(), *("\n\n".join(_marks(name)) for name in asked)]) + "\n"
     for name in asked:
-        made = SECTIONS[name].make(found, page)
-        if made is None:
-            raise UserError(
-                f"{page} asks for the table {name!r}, which needs {SECTIONS[name].needs}: no record that was given "
-                "has that, give it with --from"
-            )
+        made = SECTIONS[name].make(found, page) or f"Not measured: this table needs {SECTIONS[name].needs}."
         text = _replaced(text, name, made, page)
     return text
 
