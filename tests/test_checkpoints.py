@@ -1,13 +1,19 @@
 """Weights are found by name, checked, and loaded completely or not at all."""
 
+import argparse
+import dataclasses
 import hashlib
 import json
+import os
+import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -17,12 +23,14 @@ from timm.models.vision_transformer import VisionTransformer
 
 from probprompt import checkpoints
 from probprompt.checkpoints import Preprocessing, known, load_backbone
+from probprompt.cli.commands import run_list
 from probprompt.errors import UserError
 
 # timm's own test model: 64 wide, 6 blocks, 160 px, trained weights "r160_in1k" on the hub.
 ARCHITECTURE, TAGGED = "test_vit", "test_vit.r160_in1k"
 DEMO: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 PREPARED = {"image_size": 32, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+State = dict[str, torch.Tensor]
 COLOURS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 
@@ -46,8 +54,9 @@ def weights(model: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, and a hub that nobody answers for."""
+    """An empty cache of the hub, one of torch.hub, and a hub that nobody answers for."""
     folder = tmp_path / "cache"
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(
@@ -137,15 +146,40 @@ def test_the_image_size_can_be_changed(model: Any, weights: Path) -> None:
         load_backbone(ARCHITECTURE, weights=weights, image_size=100)
 
 
-def test_a_file_for_another_image_size_keeps_its_own(tmp_path: Path) -> None:
+def test_positions_of_another_grid_need_an_image_size(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    small = timm.create_model(ARCHITECTURE, img_size=64).eval()
+    small: Any = timm.create_model(ARCHITECTURE, img_size=64).eval()
     path = tmp_path / "small.safetensors"
     save_file(small.state_dict(), path)
-    loaded = load_backbone(ARCHITECTURE, weights=path)
+    with pytest.raises(UserError, match=r"4 x 4 patches, .* 64 pixels; .* 10 x 10, for 160.* image_size=64 takes"):
+        load_backbone(ARCHITECTURE, weights=path)
+    loaded = load_backbone(ARCHITECTURE, weights=path, image_size=64)
     assert loaded.model.image_size == loaded.preprocessing.image_size == 64
     images = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(loaded.model.query(images), timms_class_token(small, images))
+    small.set_input_size((96, 96))
+    images = torch.randn(2, 3, 96, 96)
+    resampled = load_backbone(ARCHITECTURE, weights=path, image_size=96).model
+    torch.testing.assert_close(resampled.query(images), timms_class_token(small, images))
+
+
+def test_positions_that_are_no_square_never_fit(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "oblong.safetensors"
+    save_file(model.state_dict() | {"pos_embed": torch.zeros(1, 1 + 15, 64)}, path)
+    with pytest.raises(UserError, match=r"pos_embed \(1, 16, 64\) instead of \(1, 101, 64\)"):
+        load_backbone(ARCHITECTURE, weights=path, image_size=160)
+
+
+def test_an_architecture_alone_must_say_how_images_are_prepared(weights: Path) -> None:
+    match = r"'vit_base_patch16_224' alone .*0\.5.*augreg2_in21k_ft_in1k.*0\.485.*\.dino.*weights\.json beside it"
+    with pytest.raises(UserError, match=match):
+        load_backbone("vit_base_patch16_224", weights=weights)
+    for name in ("vit_base_patch16_224.dino", "dino1k", "vit_tiny_patch16_224"):  # which all say it
+        with pytest.raises(UserError, match="does not fit this architecture"):
+            load_backbone(name, weights=weights)
+    weights.with_suffix(".json").write_text(json.dumps({"preprocessing": PREPARED}))
+    with pytest.raises(UserError, match="does not fit this architecture"):
+        load_backbone("vit_base_patch16_224", weights=weights)
 
 
 def test_a_file_that_does_not_fit_is_refused_with_the_names(model: Any, tmp_path: Path) -> None:
@@ -169,23 +203,266 @@ def test_the_hash_is_checked(weights: Path) -> None:
         load_backbone(ARCHITECTURE, weights=weights, expected_sha256="0" * 64)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
-def test_a_pickle_is_refused_with_the_reason(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"weights{suffix}"
-    path.write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(UserError, match=r"can run any code.*weights_only=True.*'weights\.safetensors'"):
-        load_backbone(ARCHITECTURE, weights=path)
-
-
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no file .*missing\.safetensors"):
         load_backbone(ARCHITECTURE, weights=tmp_path / "missing.safetensors")
-    with pytest.raises(UserError, match=r"a \.safetensors file or 'random', got '.*npz'"):
-        load_backbone(ARCHITECTURE, weights=tmp_path / "weights.npz")
+    with pytest.raises(UserError, match=r"weights are a \.safetensors file, .* or 'random', got '.*\.h5'"):
+        load_backbone(ARCHITECTURE, weights=tmp_path / "weights.h5")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not at all")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         load_backbone(ARCHITECTURE, weights=broken)
+
+
+# Files of torch
+
+
+def before(prefix: str, state: State) -> State:
+    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+
+
+def other(state: State) -> State:
+    return {name: tensor + 1 for name, tensor in state.items()}
+
+
+HEAD = {"head.mlp.0.weight": torch.ones(3, 64), "head.last_layer.weight_g": torch.ones(3, 1)}
+MASKED = {
+    "mask_token": torch.ones(1, 1, 64),
+    "decoder_embed.weight": torch.ones(8, 64),
+    "decoder_pos_embed": torch.ones(4),
+}
+WRAPPED: dict[str, Callable[[State], dict[str, Any]]] = {
+    "bare": lambda state: state,
+    "state_dict": lambda state: {"state_dict": state, "epoch": 3, "best": 0.5},
+    "model": lambda state: {"model": state | MASKED, "optimizer": {"state": {}, "param_groups": []}},
+    "teacher": lambda state: {
+        "student": before("module.backbone.", other(state)),
+        "teacher": before("backbone.", state) | HEAD,
+    },
+    "distributed": lambda state: {"state_dict": before("module.encoder.", state) | before("module.", HEAD)},
+    "nested": lambda state: {"model": {"state_dict": before("backbone.", state)}},
+    "side by side": lambda state: {
+        "model": before("teacher.backbone.", state)
+        | before("student.backbone.", other(state))
+        | before("teacher.", HEAD)
+    },
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_weights_are_found_in_the_wrappers_of_common_files(
+    wrapped: str, model: Any, weights: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(WRAPPED[wrapped](model.state_dict()), path)
+    loaded = load_backbone(TAGGED, weights=path)
+    assert loaded.model.fingerprint() == load_backbone(TAGGED, weights=weights).model.fingerprint()
+    assert (loaded.source, loaded.sha256) == (f"file:{path}", sha256(path))
+    with pytest.raises(UserError, match=f"{sha256(path)}, expected was {'0' * 64}"):
+        load_backbone(TAGGED, weights=path, expected_sha256="0" * 64)
+
+
+def test_prefixes_are_taken_off_in_safetensors_too(model: Any, weights: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prefixed.safetensors"
+    save_file(before("module.backbone.", model.state_dict()), path)
+    found = load_backbone(ARCHITECTURE, weights=path).model.fingerprint()
+    assert found == load_backbone(ARCHITECTURE, weights=weights).model.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda state: before("a.", state) | before("b.", other(state)), r"holds 2 backbones, under a\., b\."),
+        (lambda state: before("module.", state | {"adapter.down": torch.ones(1)}), "unexpected: adapter.down"),
+        (lambda state: before("module.", state) | {"adapter.down": torch.ones(1)}, "unexpected: adapter.down"),
+        (lambda state: before("backbone.", {k: v for k, v in state.items() if k != "norm.bias"}), "missing: norm.bias"),
+        (lambda state: state | {"cls_token": torch.ones(1, 1, 64, dtype=torch.int8)}, "not of floats: cls_token"),
+        (
+            lambda state: {"weights": state, "epoch": 3},
+            "no dictionary of weights.*state_dict, model. It holds: weights, epoch",
+        ),
+        (lambda state: list(state.values()), "no dictionary of weights.*It holds: a list"),
+        (lambda state: {"model": {}}, "no dictionary of weights"),
+    ],
+)
+def test_what_a_torch_file_holds_besides_is_refused_with_its_names(
+    content: Callable[[State], Any], message: str, model: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(content(model.state_dict()), path)
+    with pytest.raises(UserError, match=message):
+        load_backbone(ARCHITECTURE, weights=path)
+
+
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def save_pickled(content: Any, path: Path) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))
+
+
+def save_old(content: Any, path: Path) -> None:
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".ckpt", ".pth.tar"])
+@pytest.mark.parametrize("save", [torch.save, save_old, save_pickled])
+def test_a_malicious_pickle_is_refused_and_nothing_of_it_runs(
+    save: Callable[[Any, Path], None], suffix: str, model: Any, tmp_path: Path
+) -> None:
+    path, mark = tmp_path / f"weights{suffix}", tmp_path / "mark"
+    save({"state_dict": dict(model.state_dict()), "extra": Malicious(mark)}, path)
+    with pytest.raises(UserError, match="nothing of it was loaded"):
+        load_backbone(ARCHITECTURE, weights=path)
+    assert not mark.exists()
+
+
+def test_the_malicious_pickle_of_these_tests_would_run(tmp_path: Path) -> None:
+    path, mark = tmp_path / "weights.pth", tmp_path / "mark"
+    torch.save({"extra": Malicious(mark)}, path)
+    torch.load(path, weights_only=False)
+    assert mark.is_dir()
+
+
+def test_a_refused_pickle_is_told_by_what_it_asks_for(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "full.pth"
+    torch.save({"teacher": model.state_dict(), "args": argparse.Namespace(epochs=3)}, path)
+    with pytest.raises(UserError, match=r"argparse\.Namespace.*save_file\(state, 'full\.safetensors'\)"):
+        load_backbone(ARCHITECTURE, weights=path)
+
+
+def test_damaged_and_foreign_torch_files_are_refused(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), path)
+    whole = path.read_bytes()
+    for content in (b"", b"not at all", b"\x80\x02}q\x00.", whole[:1000], whole[:-1000], b"PK\x03\x04" + whole[4:50]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"weights\.pth (cannot be read|holds )"):
+            load_backbone(ARCHITECTURE, weights=path)
+    (tmp_path / "folder.pth").mkdir()
+    with pytest.raises(UserError, match="there is no file"):
+        load_backbone(ARCHITECTURE, weights=tmp_path / "folder.pth")
+
+
+# Google's npz
+
+
+def google(model: Any, layout: str = "") -> dict[str, np.ndarray[Any, Any]]:
+    """The weights of a timm ViT as the npz archives of its JAX original hold them."""
+    state = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    heads, width = model.blocks[0].attn.num_heads, model.embed_dim
+    arrays = {
+        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
+        "embedding/bias": state["patch_embed.proj.bias"],
+        "cls": state["cls_token"],
+        "Transformer/posembed_input/pos_embedding": state["pos_embed"],
+        "Transformer/encoder_norm/scale": state["norm.weight"],
+        "Transformer/encoder_norm/bias": state["norm.bias"],
+        "head/kernel": np.ones((width, 5), np.float32),
+        "head/bias": np.ones(5, np.float32),
+    }
+    for index in range(len(model.blocks)):
+        own, block = f"blocks.{index}.", f"Transformer/encoderblock_{index}/"
+        attention = f"{block}MultiHeadDotProductAttention_1/"
+        for part, name in enumerate(("query", "key", "value")):
+            rows = slice(part * width, (part + 1) * width)
+            arrays[f"{attention}{name}/kernel"] = state[f"{own}attn.qkv.weight"][rows].T.reshape(width, heads, -1)
+            arrays[f"{attention}{name}/bias"] = state[f"{own}attn.qkv.bias"][rows].reshape(heads, -1)
+        arrays[f"{attention}out/kernel"] = state[f"{own}attn.proj.weight"].T.reshape(heads, -1, width)
+        arrays[f"{attention}out/bias"] = state[f"{own}attn.proj.bias"]
+        for norm, number in (("norm1", 0), ("norm2", 2)):
+            arrays[f"{block}LayerNorm_{number}/scale"] = state[f"{own}{norm}.weight"]
+            arrays[f"{block}LayerNorm_{number}/bias"] = state[f"{own}{norm}.bias"]
+        for number in range(2):
+            arrays[f"{block}MlpBlock_3/Dense_{number}/kernel"] = state[f"{own}mlp.fc{number + 1}.weight"].T
+            arrays[f"{block}MlpBlock_3/Dense_{number}/bias"] = state[f"{own}mlp.fc{number + 1}.bias"]
+    return {f"{layout}{name}": array for name, array in arrays.items()}
+
+
+def save_npz(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> Path:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=True, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["", "opt/target/"])
+def test_an_npz_in_google_s_layout_is_loaded(layout: str, model: Any, weights: Path, tmp_path: Path) -> None:
+    path = save_npz(tmp_path / "weights.npz", google(model, layout))
+    loaded = load_backbone(TAGGED, weights=path)
+    assert loaded.model.fingerprint() == load_backbone(TAGGED, weights=weights).model.fingerprint()
+    assert (loaded.source, loaded.sha256) == (f"file:{path}", sha256(path))
+    images = torch.randn(2, 3, 160, 160)
+    torch.testing.assert_close(loaded.model.query(images), timms_class_token(model, images))
+    with pytest.raises(UserError, match="expected was"):
+        load_backbone(TAGGED, weights=path, expected_sha256="0" * 64)
+
+
+def test_an_npz_for_another_image_size_needs_to_be_told(tmp_path: Path) -> None:
+    small: Any = timm.create_model(ARCHITECTURE, img_size=64).eval()
+    path = save_npz(tmp_path / "small.npz", google(small))
+    with pytest.raises(UserError, match="image_size=64 takes the positions as they are"):
+        load_backbone(ARCHITECTURE, weights=path)
+    images = torch.randn(2, 3, 64, 64)
+    loaded = load_backbone(ARCHITECTURE, weights=path, image_size=64).model
+    torch.testing.assert_close(loaded.query(images), timms_class_token(small, images))
+
+
+FIRST = "Transformer/encoderblock_0/"
+QUERY = f"{FIRST}MultiHeadDotProductAttention_1/query/kernel"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{FIRST}LayerNorm_0/scale": None}, f"missing: .*{FIRST}LayerNorm_0/scale"),
+        ({"embedding/kernel": None}, "not in Google's layout"),
+        ({"adapter/kernel": np.ones(3)}, "unexpected: adapter/kernel"),
+        ({QUERY.replace("_0/", "_6/"): np.ones((64, 2, 32))}, "blocks 7 instead of 6"),
+        ({QUERY: np.ones((64, 4, 16))}, "heads 4 instead of 2"),
+        ({"embedding/kernel": np.ones((8, 8, 3, 64), np.float32)}, r"patch \(8, 8\) instead of \(16, 16\)"),
+        ({"embedding/kernel": np.ones((16, 16, 3, 32), np.float32)}, "width 32 instead of 64"),
+        ({f"{FIRST}MlpBlock_3/Dense_0/kernel": np.ones((64, 7))}, "does not fit this architecture"),
+    ],
+)
+def test_an_npz_that_does_not_fit_is_refused(changes: dict[str, Any], message: str, model: Any, tmp_path: Path) -> None:
+    arrays = {name: array for name, array in (google(model) | changes).items() if array is not None}
+    with pytest.raises(UserError, match=message):
+        load_backbone(ARCHITECTURE, weights=save_npz(tmp_path / "weights.npz", arrays))
+
+
+def test_weights_that_an_npz_cannot_hold_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled: Any = timm.create_model(ARCHITECTURE, init_values=0.1)
+    checkpoint = dataclasses.replace(checkpoints._find_in_timm(ARCHITECTURE), arguments={"init_values": 0.1})
+    monkeypatch.setitem(checkpoints._NAMED, "scaled", checkpoint)
+    with pytest.raises(UserError, match=r"missing: blocks\.0\.ls1\.gamma"):
+        load_backbone("scaled", weights=save_npz(tmp_path / "weights.npz", google(scaled)))
+
+
+def test_an_npz_of_objects_is_refused_and_nothing_of_it_runs(model: Any, tmp_path: Path) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "weights.npz"
+    for name in ("embedding/kernel", f"{FIRST}LayerNorm_0/scale"):
+        save_npz(path, google(model) | {name: np.array([Malicious(mark)], dtype=object)})
+        with pytest.raises(UserError, match="allow_pickle=False"):
+            load_backbone(ARCHITECTURE, weights=path)
+        assert not mark.exists()
+
+
+def test_damaged_and_foreign_npz_files_are_refused(model: Any, tmp_path: Path) -> None:
+    path = save_npz(tmp_path / "weights.npz", google(model))
+    whole = path.read_bytes()
+    alone = tmp_path / "alone.npy"
+    np.save(alone, np.ones(3))
+    for content in (b"", b"not at all", whole[:1000], alone.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"weights\.npz cannot be read as an npz of arrays"):
+            load_backbone(ARCHITECTURE, weights=path)
 
 
 # Random weights
@@ -263,8 +540,40 @@ def test_weights_on_the_hub_that_lack_something_are_not_loaded(model: Any, cache
     state = model.state_dict()
     del state["norm.bias"]
     put_into_cache(cache, f"timm/{TAGGED}", state)
-    with pytest.raises(RuntimeError, match=r"norm\.bias"):
+    with pytest.raises(UserError, match=r"does not fit 'test_vit.r160_in1k'.*norm\.bias"):
         load_backbone(TAGGED)
+
+
+def test_a_damaged_file_in_the_cache_is_refused(model: Any, cache: Path) -> None:
+    put_into_cache(cache, f"timm/{TAGGED}", model.state_dict())
+    (link,) = cache.rglob("model.safetensors")
+    blob = link.parents[2] / "blobs" / sha256(link)  # as the client stores large files
+    blob.parent.mkdir()
+    link.rename(blob)
+    link.symlink_to(blob)
+    assert load_backbone(TAGGED).sha256 == blob.name
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match=rf"damaged.*{sha256(blob)}, expected was {blob.name}"):
+        load_backbone(TAGGED)
+
+
+def put_into_torch_cache(name: str, content: Any) -> Path:
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name  # torch's own word on where it is
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+    return path
+
+
+def test_weights_in_the_cache_of_torch_hub_are_loaded(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = dataclasses.replace(checkpoints._find_in_timm(TAGGED), torch_file="authors.pth")
+    monkeypatch.setitem(checkpoints._NAMED, "small", checkpoint)
+    path = put_into_torch_cache("authors.pth", {"state_dict": before("module.", model.state_dict())})
+    loaded = load_backbone("small")
+    assert (loaded.source, loaded.sha256) == ("torch-hub:authors.pth", sha256(path))
+    (listed,) = [item for item in known() if item.name == "small"]
+    assert (listed.available, listed.place, listed.size) == (True, "torch.hub cache", path.stat().st_size)
+    put_into_cache(cache, f"timm/{TAGGED}", model.state_dict())
+    assert load_backbone("small").source == f"hub:timm/{TAGGED}"
 
 
 @pytest.mark.parametrize("name", ["sup1k", TAGGED])
@@ -289,6 +598,7 @@ def test_the_known_checkpoints_are_listed_with_their_availability(cache: Path, p
         ("demo", True),
         ("sup1k", False),
         ("sup21k", False),
+        ("ibot1k", False),
         ("dino1k", False),
     ]
     put_into_cache(cache, "timm/vit_base_patch16_224.dino", {"weight": torch.zeros(1)})
@@ -297,9 +607,50 @@ def test_the_known_checkpoints_are_listed_with_their_availability(cache: Path, p
         "demo": False,
         "sup1k": False,
         "sup21k": False,
+        "ibot1k": False,
         "dino1k": True,
     }
     assert all(item.description and item.source and item.licence for item in known())
+    architectures = [item.source.rpartition("/")[2].partition(".")[0] for item in known()[1:]]
+    assert set(architectures) == {"vit_base_patch16_224"}  # what is timed in their place
+
+
+def test_what_is_on_this_machine_is_listed_with_its_size(
+    cache: Path, packaged: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    put_into_cache(cache, "timm/vit_base_patch16_224.dino", {"weight": torch.zeros(500_000)})
+    put_into_cache(cache, f"timm/{TAGGED}", {"weight": torch.zeros(250_000)})
+    put_into_cache(cache, "timm/resnet18.a1_in1k", {"weight": torch.zeros(1)})
+    (cache / "models--timm--vit_tiny_patch16_224.augreg_in21k" / "refs").mkdir(parents=True)  # begun, never finished
+    put_into_torch_cache(checkpoints._NAMED["sup21k"].torch_file, torch.zeros(750_000))
+    found = {item.name: item for item in known()}
+    assert list(found) == ["demo", "sup1k", "sup21k", "ibot1k", "dino1k", TAGGED]
+    assert found["demo"].size == (packaged / "demo.safetensors").stat().st_size
+    assert not found["sup1k"].available and found["sup1k"].size is None and found["sup1k"].place == ""
+    run_list("backbones")
+    lines = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["dino1k"].endswith("2.0 MB, Hugging Face cache") and lines["sup1k"].endswith(" no")
+    assert lines[TAGGED].endswith("1.0 MB, Hugging Face cache")
+    assert lines["sup21k"].endswith("3.0 MB, torch.hub cache") and lines["demo"].endswith("MB, packaged")
+
+
+def test_ibot_is_loaded_from_the_authors_file_alone(
+    model: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"not fetched for you.*checkpoint_teacher\.pth.*bytedance/ibot.*weights=FILE"):
+        load_backbone("ibot1k")
+    with pytest.raises(UserError, match="for random ones name 'vit_base_patch16_224'"):
+        load_backbone("ibot1k", weights="random")
+    small = dataclasses.replace(checkpoints._NAMED["ibot1k"], architecture=ARCHITECTURE)
+    monkeypatch.setitem(checkpoints._NAMED, "ibot1k", small)
+    path = tmp_path / "checkpoint_teacher.pth"
+    torch.save({"state_dict": model.state_dict()}, path)
+    loaded = load_backbone("ibot1k", weights=path)
+    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert (loaded.name, loaded.preprocessing) == ("ibot1k", Preprocessing(160, *imagenet))
+    images = torch.randn(2, 3, 160, 160)
+    torch.testing.assert_close(loaded.model.query(images), timms_class_token(model, images))
 
 
 @pytest.mark.parametrize("name", ["sup1k", "sup21k", "dino1k"])
@@ -309,6 +660,7 @@ def test_named_checkpoints_agree_with_timm(name: str) -> None:
     assert checkpoint.name == name
     assert (checkpoint.preprocessing, checkpoint.source) == (same.preprocessing, same.source)
     assert checkpoint.licence == same.licence
+    assert checkpoint.torch_file == same.torch_file
 
 
 @pytest.mark.parametrize(
@@ -317,7 +669,7 @@ def test_named_checkpoints_agree_with_timm(name: str) -> None:
         ("sup12k", "no backbone 'sup12k'.*Did you mean sup1k or sup21k"),
         ("vit_bse_patch16_224", "Did you mean vit_base_patch16_224"),
         ("vit_bse_patch16_224.dino", "Did you mean vit_base_patch16_224"),
-        ("?", "Allowed: demo, sup1k, sup21k, dino1k, a timm name"),
+        ("?", "Allowed: demo, sup1k, sup21k, ibot1k, dino1k, a timm name"),
         ("vit_base_patch16_224.dyno", "no weights 'dyno' .*vit_base_patch16_224.dino"),
         ("test_vit", "does not say which weights: .*test_vit.r160_in1k.*weights=FILE"),
         ("test_resnet.r160_in1k", "cannot be prompted: the model is a timm.models.resnet.ResNet"),

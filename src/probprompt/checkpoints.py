@@ -118,7 +118,7 @@ _SUP21K = "ViT-B/16, supervised on ImageNet-21K"
 _DINO1K = "ViT-B/16, self-supervised (DINO) on ImageNet-1K"
 _AUGREG_FILE = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
 
-# The authors publish neither a hash nor an address of their own for it, so it is never fetched from here.
+# No hash of this file is published to check a download against, so it is not fetched: the user brings it.
 _IBOT1K = Checkpoint(
     name="ibot1k",
     architecture="vit_base_patch16_224",
@@ -148,13 +148,12 @@ def known() -> list[Listing]:
     listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
     for name, checkpoint in _NAMED.items():
         path, place = _cached(checkpoint)
-        of = checkpoint.architecture
-        source = f"hub:{checkpoint.source}" if checkpoint.source else f"file for timm/{of}"
+        source = f"hub:{checkpoint.source}" if checkpoint.source else f"file for timm/{checkpoint.architecture}"
         listings.append(_listing(name, checkpoint.description, source, checkpoint.licence, path, place))
     for repository in _cached_repositories():
         name, path = repository.partition("/")[2], _cached_hub_file(repository)
-        if path is not None and repository not in {checkpoint.source for checkpoint in _NAMED.values()}:
-            listings.append(_listing(name, "timm's, by its own name", f"hub:{repository}", "see there", path, _HUB_CACHE))
+        if path is not None:
+            listings.append(_listing(name, "of timm, in the cache", f"hub:{repository}", "see there", path, _HUB_CACHE))
     return listings
 
 
@@ -222,7 +221,7 @@ def _find_in_timm(name: str) -> Checkpoint:
         source=source,
         sha256=None,
         licence=config.license or "unknown",
-        torch_file=(config.url or "").rpartition("/")[2] if tag else "",
+        torch_file=str(config.url or "").rpartition("/")[2] if tag else "",
     )
 
 
@@ -272,7 +271,7 @@ def _load_file(
         _refuse_unclear_preprocessing(checkpoint, path)
     # Without values unless they are needed: no time is spent on weights that the file replaces.
     model = _build(checkpoint, device="cpu" if weights_files.needs_values(path) else "meta")
-    weights_files.fill(model, path, image_size or (beside and beside.image_size))
+    weights_files.fill(model, path, beside.image_size if image_size is None and beside is not None else image_size)
     prepared = beside or Preprocessing(_side(model), checkpoint.mean, checkpoint.std)
     return _freeze(model, checkpoint.name, prepared, image_size, source, sha256)
 
@@ -285,7 +284,7 @@ def _refuse_unclear_preprocessing(checkpoint: Checkpoint, path: Path) -> None:
         return
     ways: dict[tuple[Colour, Colour], list[str]] = {}
     for name in timm.list_pretrained(f"{checkpoint.architecture}.*"):
-        config = timm.get_pretrained_cfg(name)
+        config: Any = timm.get_pretrained_cfg(name)
         ways.setdefault((_colour(config.mean), _colour(config.std)), []).append(name)
     if len(ways) > 1:
         said = "; ".join(f"mean {mean}: {shorten(names, 4)}" for (mean, _), names in ways.items())
@@ -322,14 +321,15 @@ def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, e
     sha256 = weights_files.digest(path)
     _check_hash(sha256, _hash_of_blob(path), f"{path}, which is damaged (remove it)")
     _check_hash(sha256, expected or checkpoint.sha256, str(path))
-    state = {name: t.float() if t.is_floating_point() else t for name, t in weights_files.read_safetensors(path).items()}
+    state = weights_files.as_float32(weights_files.read_safetensors(path))
     try:
         # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
         model: Any = timm.create_model(
             checkpoint.architecture, pretrained=True, pretrained_cfg_overlay={"state_dict": state}, weight_init="skip"
         )
     except RuntimeError as error:
-        raise UserError(f"{path} does not fit {checkpoint.architecture!r}: {error}") from error
+        said = " ".join(str(error).split())
+        raise UserError(f"{path} does not fit {checkpoint.architecture!r}: {said}") from error
     model.pretrained_cfg.pop("state_dict")  # a second copy of all weights
     model.reset_classifier(0)
     return _freeze(model, checkpoint.name, checkpoint.preprocessing, image_size, f"hub:{checkpoint.source}", sha256)
@@ -358,12 +358,13 @@ def _cached_hub_file(repository: str) -> Path | None:
 
 
 def _cached_repositories() -> list[str]:
-    """The ViTs of timm that the cache of the hub's client has heard of."""
+    """The ViTs of timm, beyond the named ones, that the cache of the hub's client has heard of."""
     from huggingface_hub import constants
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--timm--*"))
     names = [folder.name.removeprefix("models--timm--") for folder in folders]
-    return [f"timm/{name}" for name in names if name.startswith(_FAMILIES)]
+    listed = {checkpoint.source for checkpoint in _NAMED.values()}
+    return [f"timm/{name}" for name in names if name.startswith(_FAMILIES) and f"timm/{name}" not in listed]
 
 
 def _hash_of_blob(path: Path) -> str | None:

@@ -48,7 +48,7 @@ class BackboneConfig(_Settings):
     name: str = "demo"
     """A named checkpoint or any timm ``arch.tag``."""
     weights: str | None = None
-    """A local safetensors file for the architecture ``name``, or ``random``."""
+    """A local file (safetensors, npz, tensors of torch) for the architecture ``name``, or ``random``."""
     image_size: int | None = Field(None, ge=8)
     normalisation: Literal["backbone", "unit", "cifar100"] = "backbone"
     """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does; ``cifar100``: by

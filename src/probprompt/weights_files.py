@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +21,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAFETENSORS, NUMPY = ".safetensors", ".npz"
-TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
-FORMATS = f"a {SAFETENSORS} file, an {NUMPY} file in Google's layout, or tensors saved by torch ({', '.join(TORCH[:4])})"
+TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
+FORMATS = f"a {SAFETENSORS} file, an {NUMPY} file in Google's layout, or tensors saved by torch ({', '.join(TORCH)})"
 
 # What the weights lie under in common files; a teacher is what its authors evaluate, so it goes first.
 _WRAPPERS = ("teacher", "state_dict", "model")
 # What a file may hold beyond the backbone: heads, and what only pretraining needs.
 _BESIDE = {"head", "head_dist", "fc", "fc_norm", "classifier", "pre_logits", "projector", "predictor", "contrast"}
 _BESIDE |= {"mask_token", "masked_embed", "dino_head", "ibot_head", "dino_loss", "ibot_patch_loss"}
+_POSITIONS = "pos_embed"
 _DECODER = "decoder"  # of a masked autoencoder: decoder_embed, decoder_blocks, ...
+_DAMAGED = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)  # of a zip of arrays
 _NUMPY_LAYOUTS = ("", "opt/target/", "params/", "params/img/")
 _NUMPY_PARTS = ("embedding/", "cls", "pos_embedding", "Transformer/")
 _NUMPY_BESIDE = ("head/", "pre_logits/")
@@ -36,7 +40,7 @@ _NUMPY_BESIDE = ("head/", "pre_logits/")
 def digest(path: Path) -> str:
     """The SHA-256 of a file of weights; what is no such file is refused."""
     if path.suffix.lower() not in (SAFETENSORS, NUMPY, *TORCH):
-        raise UserError(f"weights are {FORMATS}, got {str(path)!r}")
+        raise UserError(f"weights are {FORMATS}, or 'random', got {str(path)!r}")
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     with path.open("rb") as file:
@@ -53,16 +57,21 @@ def fill(model: Any, path: Path, image_size: int | None) -> None:
         _fill_from_numpy(model, path, image_size)
         return
     state = _backbone_part(read(path), model.state_dict().keys(), path)
-    if "pos_embed" in state:
-        _take_grid(model, tuple(state["pos_embed"].shape), path, image_size)
+    _refuse_misfits(model.state_dict(), state, path, but=_POSITIONS)  # of which the grid may still change
+    if _POSITIONS in state:
+        _take_grid(model, tuple(state[_POSITIONS].shape), path, image_size)
     _refuse_misfits(model.state_dict(), state, path)
-    floats = {name: t.detach().float() if t.is_floating_point() else t for name, t in state.items()}
-    model.load_state_dict(floats, assign=True)
+    model.load_state_dict(as_float32(state), assign=True)
 
 
 def needs_values(path: Path) -> bool:
     """Whether the model to fill must hold values: timm's reader of npz copies into them."""
     return path.suffix.lower() == NUMPY
+
+
+def as_float32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights, those of any other precision as float32."""
+    return {name: t.detach().float() if t.is_floating_point() else t for name, t in state.items()}
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -97,11 +106,20 @@ def _read_torch(path: Path) -> Any:
         new = path.with_suffix(SAFETENSORS).name
         raise UserError(
             f"{path} holds more than tensors ({what}), and opening such a pickle can run any code: nothing of it was "
-            f"loaded. Give a file of the weights alone; where you trust its origin, make one yourself: "
+            f"loaded. Give a file of the weights alone; only where you trust its origin, make one yourself: "
             f"state = torch.load({path.name!r}, weights_only=False), take the dictionary of weights out of it, then "
             f"safetensors.torch.save_file(state, {new!r})"
         ) from error
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        EOFError,
+        OSError,
+    ) as error:
         # What a damaged or foreign file makes the reader stumble over differs from case to case.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} cannot be read as tensors saved by torch: {first}") from error
@@ -167,8 +185,8 @@ def _is_students(name: str, prefix: str) -> bool:
     return "teacher" in prefix.split(".") and "student" in name.split(".")
 
 
-def _refuse_misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor], path: Path) -> None:
-    shared = sorted(wanted.keys() & state.keys())
+def _refuse_misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor], path: Path, but: str = "") -> None:
+    shared = sorted((wanted.keys() & state.keys()) - {but})
     problems = {
         "missing": sorted(wanted.keys() - state.keys()),
         "unexpected": sorted(state.keys() - wanted.keys()),
@@ -204,9 +222,9 @@ def _take_grid(model: Any, shape: tuple[int, ...], path: Path, image_size: int |
     if image_size is None:
         rows, columns = model.patch_embed.grid_size
         raise UserError(
-            f"{path} holds positions of {side} x {side} patches, for images of {side * height} pixels; the architecture "
-            f"has {rows} x {columns}, for {rows * height} pixels. Say which is wanted: image_size={side * height} takes "
-            f"the positions as they are, any other image_size resamples them"
+            f"{path} holds positions of {side} x {side} patches, for images of {side * height} pixels; the "
+            f"architecture has {rows} x {columns}, for {rows * height} pixels. Say which is wanted: "
+            f"image_size={side * height} takes the positions as they are, any other image_size resamples them"
         )
     model.set_input_size((side * height, side * width))
 
@@ -223,7 +241,7 @@ def _fill_from_numpy(model: Any, path: Path, image_size: int | None) -> None:
             model.load_pretrained(str(path))
         except KeyError as error:
             _refuse({"missing": [str(error).strip("'\"")]}, path)
-        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        except (*_DAMAGED, RuntimeError, AttributeError, TypeError) as error:
             raise UserError(f"{path} does not fit this architecture: {error}") from error
     _refuse({"missing": [name for name, value in model.named_parameters() if value.isnan().any()]}, path)
 
@@ -240,9 +258,8 @@ def _compare_with_numpy(model: Any, path: Path, image_size: int | None) -> None:
             inner = [name.removeprefix(layout) for name in archive.files if name.startswith(layout)]
             kernel, positions = archive[f"{layout}embedding/kernel"], _numpy_positions(archive, layout)
             heads, blocks = _numpy_heads_and_blocks(archive, layout)
-    except (ValueError, OSError, EOFError, AttributeError) as error:
+    except (*_DAMAGED, TypeError) as error:  # an array alone is no context
         raise UserError(f"{path} cannot be read as an npz of arrays: {error}") from error
-    _take_grid(model, positions, path, image_size)
     known = (*_NUMPY_PARTS, *_NUMPY_BESIDE)
     _refuse({"unexpected": sorted(name for name in inner if not name.startswith(known))}, path)
     own_heads, patch = model.blocks[0].attn.num_heads, tuple(model.patch_embed.patch_size)
@@ -254,6 +271,7 @@ def _compare_with_numpy(model: Any, path: Path, image_size: int | None) -> None:
     }
     differing = [f"{name} {found} instead of {own}" for name, (found, own) in pairs.items() if found != own]
     _refuse({"of another shape": differing}, path)
+    _take_grid(model, positions, path, image_size)
 
 
 def _numpy_positions(archive: Mapping[str, Any], layout: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any
 
 from probprompt import api, distributed, methods, presets
+from probprompt.checkpoints import Listing
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
 from probprompt.config import (
@@ -195,7 +196,9 @@ def run_list(what: str) -> None:
 
         found = [(item.name, item.description, _whereabouts(item)) for item in checkpoints.known()]
         screen.listing(("backbone", "what it is", "on this machine"), found)
-        screen.say("Any other plain timm ViT by its arch.tag; a local file with --weights FILE (.safetensors, .npz, .pth).")
+        screen.say(
+            "Any other plain timm ViT by its arch.tag; a local file with --weights FILE (safetensors, npz, pth)."
+        )
 
 
 def _whereabouts(item: Listing) -> str:
