@@ -15,7 +15,7 @@ ROOT = Path(probprompt.__file__).parent
 LAYERS: list[set[str]] = [
     {"errors", "kernels", "randomness", "equations", "prompts", "transport"}
     | {"distributed", "evaluation.metrics", "evaluation.embedding"},
-    {"data"},
+    {"data", "weights_files"},
     {"fused"},
     {"backbone", "checkpoints"},
     {"heads"},
@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"report"},
     {"bench"},
     {"api"},
+    {"results"},
     {"cli"},
     {"__main__"},
 ]
@@ -42,6 +43,7 @@ FREE = {
     "methods",
     "backbone",
     "report",
+    "results",
     "cli",
 }  # may import their own kind
 

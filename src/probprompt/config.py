@@ -26,6 +26,9 @@ class DataConfig(_Settings):
 
     benchmark: str = "emoji-r"
     """A benchmark's name or the path of a folder of class folders."""
+    root: str | None = None
+    """Where the files of a published benchmark lie, or a folder that holds them under its name. None: where
+    ``probprompt data get`` puts them."""
     test: str | None = None
     """A separate test folder, for a folder of images."""
     test_fraction: float = Field(0.2, gt=0, lt=1)
@@ -150,7 +153,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     data, backbone = config.data, config.backbone
     return config.model_copy(
         update={
-            "data": data.model_copy(update={"benchmark": _absolute(data.benchmark), "test": _absolute(data.test)}),
+            "data": data.model_copy(
+                update={name: _absolute(getattr(data, name)) for name in ("benchmark", "test", "root")}
+            ),
             "backbone": backbone.model_copy(update={"weights": _absolute(backbone.weights)}),
         }
     )

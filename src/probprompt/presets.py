@@ -50,6 +50,8 @@ _BENCHMARKS: dict[str, Settings] = {
     "cifar100": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
     "imagenet-r": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
     "cub200": {"data": {"tasks": 10}, "backbone": {"name": "sup21k"}, "training": {"batch": 128}},
+    "tiny-imagenet": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
+    "tu-berlin": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
 }
 _EMOJI_R: Settings = {
     "data": {"tasks": 5},
@@ -64,7 +66,7 @@ The published rate of the head's refit (1e-5) is made for tens of thousands of i
 
 def _protocol(benchmark: str) -> str:
     """Whose published settings a benchmark takes that the authors did not run: those of ImageNet-R."""
-    return benchmark if benchmark in _BENCHMARKS else "imagenet-r"
+    return benchmark if benchmark in ("cifar100", "imagenet-r", "cub200") else "imagenet-r"
 
 
 def _surroundings(benchmark: str) -> Settings:

@@ -75,7 +75,7 @@ def train(
     ] = None,
     test: Annotated[Path | None, typer.Option(help="A separate test folder; else a part is held out.")] = None,
     backbone: Annotated[str | None, typer.Option(help="A named checkpoint or any timm arch.tag.")] = None,
-    weights: Annotated[str | None, typer.Option(help="A safetensors file for that architecture.")] = None,
+    weights: Annotated[str | None, typer.Option(help="A file of weights for that architecture.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per task.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="All three seeds at once: order, init, data.")] = None,
@@ -259,12 +259,129 @@ def cache(
     run_cache(keep)
 
 
+data_app = typer.Typer(no_args_is_help=True, help="Bring published datasets onto this machine, and check them.")
+app.add_typer(data_app, name="data")
+Quick = Annotated[bool, typer.Option("--quick", help="Only count the images, do not read them.")]
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="cifar100, imagenet-r, cub200, tiny-imagenet or tu-berlin.")],
+    to: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where datasets are kept.", show_default="PROBPROMPT_DATA"),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A mirror of the archive; it must have the published hash.")] = None,
+    file: Annotated[Path | None, typer.Option(help="The archive, where it is on this machine already.")] = None,
+    quick: Quick = False,
+) -> None:
+    """Fetch a dataset (going on where it was cut), verify, unpack and check it."""
+    from probprompt.cli.data import run_get
+
+    run_get(name, to, url, file, quick)
+
+
+@data_app.command("check")
+def data_check(
+    path: Annotated[str, typer.Argument(help="The folder of a dataset, or the name of a benchmark.")],
+    benchmark: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What it should be; found out by its layout by default.")
+    ] = None,
+    quick: Quick = False,
+) -> None:
+    """Compare with the published figures, find unreadable files and images on both sides; exit code 1 on trouble."""
+    from probprompt.cli.data import run_check
+
+    run_check(path, benchmark, quick)
+
+
 @app.command("list")
 def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None:
     """List methods, benchmarks or backbones."""
     from probprompt.cli.commands import run_list
 
     run_list(what.value)
+
+
+book_app = typer.Typer(help="The results book: our numbers beside the paper's, made from one file per run.")
+app.add_typer(book_app, name="book")
+Book = Annotated[Path, typer.Option("--book", metavar="FOLDER", help="Where the files of runs are.")]
+
+
+@book_app.callback(invoke_without_command=True)
+def book_page(
+    context: typer.Context,
+    book: Book = Path("results"),
+    page: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("RESULTS.md"),
+) -> None:
+    """Make RESULTS.md and its figures from the files of runs; with add, put finished runs among them."""
+    if context.invoked_subcommand is None:
+        from probprompt.cli.book import run_book
+
+        run_book(book, page)
+
+
+@book_app.command("add")
+def book_add(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs, or with such inside.")
+    ],
+    book: Book = Path("results"),
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also over a file that holds a run of other settings.")
+    ] = False,
+    skip_unfinished: Annotated[bool, typer.Option("--skip-unfinished", help="Pass over what is not finished.")] = False,
+) -> None:
+    """Write the files of finished runs, without paths of this machine."""
+    from probprompt.cli.book import run_add
+
+    run_add(runs, book, replace, skip_unfinished)
+
+
+class PaperTable(StrEnum):
+    """Tables of the paper."""
+
+    table1 = "table1"
+    table2 = "table2"
+    table3 = "table3"
+    ablation = "ablation"
+    topk = "topk"
+    samples = "samples"
+    aggregation = "aggregation"
+    cost = "cost"
+
+
+@app.command()
+def reproduce(
+    table: Annotated[PaperTable, typer.Argument(help="A table of the paper.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Start: run what is missing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what is there, missing, and its cost.")] = False,
+    seeds: Annotated[
+        list[int] | None, typer.Option("--seed", min=0, help="Only this seed; may be repeated.", show_default="all")
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help="Only rows of this method; may be repeated.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; then it is not the paper's.")
+    ] = None,
+    weights: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="A file for named weights, such as ibot1k=FILE.")
+    ] = None,
+    book: Book = Path("results"),
+    out: Annotated[Path, typer.Option(help="Where the runs are kept.")] = Path("runs/reproduce"),
+    bench: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Speeds for the estimate.", show_default="bench/methods.json of the book"),
+    ] = None,
+    device: Device = None,
+    workers: Annotated[int, typer.Option(min=1, help="Runs side by side, each in a process.")] = 1,
+) -> None:
+    """Run what is missing of a table of the paper, with the paper's weights and images, and set both side by side."""
+    from probprompt.cli.book import run_reproduce
+
+    given = seeds or [], methods or [], assignments or [], weights or []
+    run_reproduce(table.value, *given, book, out, bench, device, workers, yes, dry_run)
 
 
 @app.command()

@@ -18,6 +18,8 @@ from probprompt.errors import UserError
 
 LARGEST = 2**30
 """Bytes that a file may have: CIFAR's are 155 MB."""
+LONGEST = 10**7
+"""Items that all lists may have together: a small file can name a long list many times."""
 
 _ARRAYS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
 _NDARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
@@ -43,8 +45,8 @@ class _Array:
     content: NDArray[np.uint8] | None = None
 
 
-def read_pickle(path: Path) -> Any:
-    """Read texts, numbers, lists, dictionaries and arrays of bytes; anything else is refused.
+def read_pickle(path: Path) -> dict[str | bytes | int, Any]:
+    """Read a dictionary of texts, numbers, lists of them and arrays of bytes; anything else is refused.
 
     Texts of Python 2 are given as ``bytes``.
     """
@@ -233,18 +235,19 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
 }
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """The same with arrays for what stands for them."""
-    if depth > 4:
-        raise RefusedPickleError("it is nested too deeply")
-    if isinstance(value, _Array):
-        if value.content is None:
-            raise RefusedPickleError("it has an array without numbers")
+def _plain(value: Any) -> dict[str | bytes | int, Any]:
+    """A dictionary of texts, numbers, arrays and lists of texts and numbers; nothing else is in such files."""
+    if type(value) is not dict:
+        raise RefusedPickleError("it holds no dictionary")
+    if sum(len(item) for item in value.values() if isinstance(item, list)) > LONGEST:
+        raise RefusedPickleError(f"it has lists of more than {LONGEST} items")
+    return {key: _plain_item(item) for key, item in value.items()}
+
+
+def _plain_item(value: Any) -> Any:
+    if isinstance(value, _Array) and value.content is not None:
         return value.content
-    if isinstance(value, dict):
-        return {key: _plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not isinstance(value, _Name):
-        return type(value)(_plain(item, depth + 1) for item in value)
-    if value is None or isinstance(value, str | bytes | int):
-        return value
-    raise RefusedPickleError("it holds something that is no plain data")
+    items = value if isinstance(value, list) else [value]
+    if not all(item is None or isinstance(item, str | bytes | int) for item in items):
+        raise RefusedPickleError("it holds something that is no plain data")
+    return value

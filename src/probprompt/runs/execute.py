@@ -161,7 +161,7 @@ def prepare(
     """
     begun = time.perf_counter()
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
-    source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction)
+    source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
     chosen = config.backbone
     backbone = load_backbone(chosen.name, chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size

@@ -1,0 +1,92 @@
+"""What ``probprompt data`` does: bring datasets onto this machine, and look whether they are right."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from probprompt.cli import Interrupted
+from probprompt.cli.screen import Screen
+from probprompt.data import benchmarks
+from probprompt.data.checking import Report, check, source_at
+from probprompt.data.datasets import PLACE, Dataset, data_folder
+from probprompt.data.obtain import get
+from probprompt.data.sets import Benchmark
+from probprompt.errors import UserError, suggest
+
+TROUBLE = 1  # exit code
+
+
+class TransferScreen(Screen):
+    """Draws, besides, how many bytes were moved, how fast, and how long it will take."""
+
+    @contextmanager
+    def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
+        """A bar of bytes."""
+        columns = (
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=20),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+            self._progress = progress
+            self._bar = progress.add_task(description, total=total, completed=done)
+            try:
+                yield
+            finally:
+                self._progress = None
+        if not self.console.is_terminal:
+            self.say(f"{description}: done")
+
+
+def run_get(name: str, to: Path | None, url: str | None, file: Path | None, quick: bool) -> None:
+    """Fetch a dataset, put it in its place and look at it."""
+    kind, screen = _published(name), TransferScreen()
+    try:
+        dataset = get(kind, to, url, file, screen)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; the same command goes on from here") from None
+    screen.say(f"{name}: {dataset.place}")
+    if to is not None and dataset.place.parent != data_folder():
+        screen.say(f"for it to be found there: export {PLACE}={quote(str(dataset.place.parent))}")
+    _tell(check(dataset, screen, quick), screen)
+
+
+def run_check(path: str, name: str | None, quick: bool) -> None:
+    """Look at a dataset that is there."""
+    screen = TransferScreen()
+    _tell(check(_named(path, name), screen, quick), screen)
+
+
+def _named(path: str, name: str | None) -> Benchmark:
+    folder = Path(path).expanduser()
+    if name is not None:
+        return _published(name)(folder)
+    if not folder.exists() and path in benchmarks.registered():
+        return benchmarks.find(path)
+    return source_at(folder)
+
+
+def _published(name: str) -> type[Dataset]:
+    known = {key: source for key, source in benchmarks.registered().items() if issubclass(source, Dataset)}
+    if name not in known:
+        raise UserError(f"no published dataset is called {name!r}: {suggest(name, known)}")
+    return known[name]
+
+
+def _tell(report: Report, screen: Screen) -> None:
+    for line in report.facts:
+        screen.say(line)
+    for line in report.remarks:
+        screen.say(f"note: {line}")
+    for line in report.troubles:
+        screen.say(f"TROUBLE: {line}")
+    if report.troubles:
+        screen.say(f"{len(report.troubles)} kind(s) of trouble")
+        raise typer.Exit(TROUBLE)
+    screen.say("all is well")

@@ -1,0 +1,177 @@
+"""Whether a dataset on disk is what was published: counts, unreadable files, images on both sides."""
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from probprompt.data.benchmarks import Folder
+from probprompt.data.cache import decoders
+from probprompt.data.datasets import Dataset, recognise
+from probprompt.data.download import Progress
+from probprompt.data.images import UnreadableImageError
+from probprompt.data.layouts import LISTED, find_lists
+from probprompt.data.sets import Benchmark, ImageData, ImageSet
+from probprompt.errors import UserError, shorten
+
+_AHEAD = 4  # images per thread that may wait
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found."""
+
+    facts: tuple[str, ...]
+    """What is there."""
+    remarks: tuple[str, ...]
+    """What one should know, though nothing is wrong."""
+    troubles: tuple[str, ...]
+    """What is wrong."""
+
+
+def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
+    """Look at all images of a dataset or folder; ``quick`` only counts them."""
+    facts: list[str] = []
+    remarks: list[str] = []
+    try:
+        if isinstance(source, Dataset):
+            folder, layout = source.locate()
+            facts.append(f"{source.name} in {folder}: {layout.form}")
+            remarks += _lists(source, folder) if layout is LISTED else []
+        data = source.load(None)
+    except UserError as problem:
+        return Report(tuple(facts), (), (str(problem),))
+    troubles = _counts(data, source, facts)
+    if not quick:
+        with watch.stage("reading images", len(data.train) + len(data.test)):
+            train, test = (_look(images, watch) for images in (data.train, data.test))
+        damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
+        troubles += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
+        _shared(train, test, source, remarks, troubles)
+    return Report(tuple(facts), tuple(remarks), tuple(troubles))
+
+
+# Counts ----------------------------------------------------------------------------------------------------------
+
+
+def _counts(data: ImageData, source: Benchmark, facts: list[str]) -> list[str]:
+    """Say how many there are of what; returns where that differs from the published figures."""
+    troubles: list[str] = []
+    found = {"train": data.train, "test": data.test}
+    per_class = {side: np.bincount(images.labels, minlength=len(data.class_names)) for side, images in found.items()}
+    facts.append(f"classes: {len(data.class_names)}")
+    for side, images in found.items():
+        few, many = per_class[side].min(), per_class[side].max()
+        each = f"{few}" if few == many else f"{few} to {many}"
+        facts.append(f"{side}: {len(images)} images, {each} of each class")
+    if not isinstance(source, Dataset):
+        return troubles
+    figures = source.figures
+    if len(data.class_names) != figures.classes:
+        troubles.append(f"{len(data.class_names)} classes, published are {figures.classes}")
+    for side, total, (least, most) in (
+        ("train", figures.train, figures.train_per_class),
+        ("test", figures.test, figures.test_per_class),
+    ):
+        if len(found[side]) != total:
+            troubles.append(f"{side}: {len(found[side])} images, published are {total}")
+        numbers = zip(data.class_names, per_class[side].tolist(), strict=True)
+        odd = [f"{name} has {count}" for name, count in numbers if not least <= count <= most]
+        if odd:
+            each = f"{least}" if least == most else f"{least} to {most}"
+            troubles.append(f"{side}: published are {each} images of each class, but {shorten(odd, _SHOWN)}")
+    return troubles
+
+
+def _lists(source: Dataset, folder: Path) -> list[str]:
+    """Whether the files that cut the images are the published ones."""
+    published = {item.sha256 for item in source.sources if not item.unpack}
+    remarks = []
+    for path in find_lists(folder) or ():
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found not in published:
+            remarks.append(f"{path} is a list of your own (sha256 {found}): results do not compare with published ones")
+    return remarks
+
+
+# Content ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the images of one side hold."""
+
+    names: dict[bytes, list[str]]
+    """By the hash of their pixels."""
+    unreadable: dict[str, str]
+
+
+def _look(images: ImageSet, watch: Progress) -> _Seen:
+    names: dict[bytes, list[str]] = {}
+    unreadable: dict[str, str] = {}
+    for name, found in zip(images.names, _digests(images), strict=True):
+        if isinstance(found, str):
+            unreadable[name] = found
+        else:
+            names.setdefault(found, []).append(name)
+        watch.advance(1)
+    return _Seen(names, unreadable)
+
+
+def _digests(images: ImageSet) -> Iterator[bytes | str]:
+    """The hash of each image's pixels, or why it cannot be read; in order, on several threads."""
+
+    def digest(index: int) -> bytes | str:
+        try:
+            pixels = images.read(index)
+        except UnreadableImageError as problem:
+            return str(problem)
+        content = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
+        content.update(np.ascontiguousarray(pixels).data)
+        return content.digest()
+
+    workers = decoders()
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = deque(pool.submit(digest, index) for index in range(min(len(images), _AHEAD * workers)))
+        for index in range(len(images)):
+            yield waiting.popleft().result()
+            if index + _AHEAD * workers < len(images):
+                waiting.append(pool.submit(digest, index + _AHEAD * workers))
+
+
+def _shared(train: _Seen, test: _Seen, source: Benchmark, remarks: list[str], troubles: list[str]) -> None:
+    """Say which test images are training images, too: published data has some of its own."""
+    pairs = [
+        f"{name} = {train.names[content][0]}"
+        for content in test.names
+        if content in train.names
+        for name in test.names[content]
+    ]
+    within = Counter({"train": _repeated(train), "test": _repeated(test)})
+    remarks += [f"{count} image(s) of {side} are there more than once" for side, count in within.items() if count]
+    if not pairs:
+        return
+    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs, _SHOWN)}"
+    known = source.figures.shared if isinstance(source, Dataset) else 0
+    if known is None:
+        remarks.append(f"{text}. Whether the published data has as many is not known")
+    elif len(pairs) <= known:
+        remarks.append(f"{text}. The published data has {known} of them")
+    else:
+        troubles.append(f"{text}. " + (f"The published data has {known} of them" if known else "Remove them from one"))
+
+
+def _repeated(seen: _Seen) -> int:
+    return sum(len(names) - 1 for names in seen.names.values())
+
+
+def source_at(path: Path) -> Benchmark:
+    """What lies in a folder: a published dataset where its layout or name says so, else a folder of class folders."""
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder: name a dataset's folder, or a benchmark")
+    return recognise(path) or Folder(path)

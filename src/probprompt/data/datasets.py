@@ -1,0 +1,202 @@
+"""The published benchmarks: what they hold, where they are obtained, where they are looked for."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from probprompt.data import layouts
+from probprompt.data.layouts import Layout
+from probprompt.data.sets import Benchmark, ImageData, benchmark, registered
+from probprompt.data.sources import Figures, Source
+from probprompt.errors import UserError
+
+PLACE = "PROBPROMPT_DATA"
+"""The environment variable that names the folder of all datasets."""
+
+_LISTS = (
+    "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
+)
+
+
+def data_folder() -> Path:
+    """Where datasets are kept: ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
+    named = os.environ.get(PLACE, "")
+    if named:
+        return Path(named).expanduser().absolute()
+    shared = Path(os.environ.get("XDG_DATA_HOME", ""))
+    try:
+        return (shared if shared.is_absolute() else Path.home() / ".local" / "share") / "probprompt"
+    except RuntimeError:
+        raise UserError(f"this user has no home: name the folder of datasets with {PLACE}") from None
+
+
+class Dataset(Benchmark):
+    """A published dataset in any layout that is common for it."""
+
+    sources: ClassVar[tuple[Source, ...]]
+    """The archive of the images first, then what belongs beside it."""
+    folders: ClassVar[tuple[str, ...]]
+    """What its archive, or other people, call the folder inside."""
+    layouts: ClassVar[tuple[Layout, ...]]
+    figures: ClassVar[Figures]
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root
+        """Where it lies, or a folder that holds it under its name; the folder of all datasets by default."""
+
+    def load(self, short_side: int | None) -> ImageData:
+        """List the images, in whichever layout they are."""
+        folder, layout = self.locate()
+        return layout.load(folder, short_side)
+
+    def locate(self) -> tuple[Path, Layout]:
+        """The folder of the images, and the layout in which they are."""
+        found = self.recognise()
+        if found is None:
+            raise UserError(self._missing())
+        return found
+
+    def recognise(self) -> tuple[Path, Layout] | None:
+        """The same, or None where there is no such dataset."""
+        for folder in self._candidates():
+            for layout in self.layouts:
+                if folder.is_dir() and layout.fits(folder):
+                    return folder, layout
+        return None
+
+    @property
+    def place(self) -> Path:
+        """The folder in which it is looked for."""
+        return self.root.absolute() if self.root else data_folder() / self.name
+
+    def _candidates(self) -> Iterator[Path]:
+        bases = (self.place / self.name, self.place) if self.root else (self.place,)
+        for base in bases:
+            yield from (base / folder for folder in self.folders)
+            yield base
+
+    def _missing(self) -> str:
+        forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
+        state = "holds nothing that looks like it" if self.place.is_dir() else "does not exist"
+        return (
+            f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
+            f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"
+        )
+
+
+@benchmark
+class Cifar100(Dataset):
+    """Small photographs of 100 kinds of things (Krizhevsky, 2009)."""
+
+    name = "cifar100"
+    summary = "CIFAR-100: photographs of 100 kinds of things, 32 px"
+    enlarge = False
+    sources = (
+        Source(
+            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+            "cifar-100-python.tar.gz",
+            md5="eb9058c3a382ffc7106e4002c42a8d85",
+        ),
+    )
+    folders = ("cifar-100-python", "CIFAR-100", "cifar-100")
+    layouts = (layouts.CIFAR, layouts.tree(layouts.plain_names))
+    figures = Figures(100, 50_000, 10_000, (500, 500), (100, 100), shared=10)
+
+
+@benchmark
+class ImageNetR(Dataset):
+    """Renditions of 200 classes of ImageNet (Hendrycks et al., 2021), cut as CODA-Prompt cut them."""
+
+    name = "imagenet-r"
+    summary = "ImageNet-R: 200 classes as art, cartoons, sketches, toys and more"
+    sources = (
+        Source(
+            "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar",
+            "imagenet-r.tar",
+            md5="a61312130a589d0ca1a8fca1f2bd3337",
+        ),
+        Source(
+            _LISTS + "imagenet-r_train.yaml",
+            "imagenet-r_train.yaml",
+            sha256="6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
+            unpack=False,
+        ),
+        Source(
+            _LISTS + "imagenet-r_test.yaml",
+            "imagenet-r_test.yaml",
+            sha256="57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
+            unpack=False,
+        ),
+    )
+    folders = ("imagenet-r",)
+    layouts = (layouts.LISTED, layouts.tree(layouts.wordnet_names))
+    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81))
+
+
+@benchmark
+class Cub200(Dataset):
+    """Photographs of 200 species of birds (Wah et al., 2011)."""
+
+    name = "cub200"
+    summary = "CUB-200-2011: photographs of 200 species of birds"
+    sources = (
+        Source(
+            "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
+            "CUB_200_2011.tgz",
+            md5="97eceeb196236b17998738112f37df78",
+        ),
+    )
+    folders = ("CUB_200_2011",)
+    layouts = (layouts.CUB, layouts.tree(layouts.numbered_names))
+    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30))
+
+
+@benchmark
+class TinyImageNet(Dataset):
+    """Small photographs of 200 classes of ImageNet (Stanford's CS231n); not in the paper."""
+
+    name = "tiny-imagenet"
+    summary = "Tiny-ImageNet: photographs of 200 classes of ImageNet, 64 px"
+    enlarge = False
+    sources = (
+        Source(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+            "tiny-imagenet-200.zip",
+            md5="90528d7ca1a48142e341f4ef8d21d0de",
+        ),
+    )
+    folders = ("tiny-imagenet-200",)
+    layouts = (layouts.TINY, layouts.tree(layouts.wordnet_names))
+    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7)
+
+
+@benchmark
+class TuBerlin(Dataset):
+    """Sketches of 250 kinds of things by everybody (Eitz et al., 2012), 80 of each; not in the paper."""
+
+    name = "tu-berlin"
+    summary = "TU-Berlin: sketches of 250 kinds of things, 64 for training and 16 for the test each"
+    sources = (
+        Source("https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip", "sketches_png.zip"),
+    )
+    folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
+    layouts = (
+        layouts.tree(layouts.plain_names),
+        layouts.flat("png/ with 250 class folders", "tu-berlin, seed 0", layouts.plain_names),
+    )
+    figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16))
+
+
+def recognise(path: Path) -> Dataset | None:
+    """Which dataset lies in a folder, where its layout or a name says so."""
+    known = [source for source in registered().values() if issubclass(source, Dataset)]
+    for source in known:
+        found = source(path).recognise()
+        if found and found[1].telling:
+            return source(path)
+    for source in known:
+        names = {source.name, *source.folders}
+        if path.name in names and source(path).recognise():
+            return source(path)
+    return None

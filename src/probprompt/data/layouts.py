@@ -1,0 +1,426 @@
+"""The ways in which datasets lie on disk, and how each becomes a training and a test set."""
+
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from probprompt.data.images import SUFFIXES, ImageFiles, Pixels, reduce_to
+from probprompt.data.pickles import read_pickle
+from probprompt.data.sets import ImageData, ImageSet, stratified_split
+from probprompt.errors import UserError, shorten
+
+Listed = Sequence[tuple[str, int]]
+"""Images by their paths below a folder, each with its class."""
+Rename = Callable[[Path, Sequence[str]], tuple[str, ...]]
+"""What classes are called, by the dataset's folder and the names of theirs."""
+
+SIDES = ("test", "val", "valid", "validation")
+_WNID = re.compile(r"n\d{8}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lie on disk."""
+
+    form: str
+    """What it looks like, for who has to put it there."""
+    fits: Callable[[Path], bool]
+    """Whether a folder looks like it."""
+    load: Callable[[Path, int | None], ImageData]
+    telling: bool = False
+    """Whether no other benchmark looks like it."""
+
+
+def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: Listed, test: Listed) -> ImageData:
+    """A training and a test set of one folder, whose images are decoded and kept together."""
+    names = tuple(name for name, _ in chain(train, test))
+    labels = np.array([label for _, label in chain(train, test)], dtype=np.int64)
+    every = ImageSet.of_files(ImageFiles(root, names, short_side), labels)
+    cut = len(train)
+    return ImageData(tuple(classes), every.subset(range(cut)), every.subset(range(cut, len(names))))
+
+
+# Class folders ---------------------------------------------------------------------------------------------------
+
+
+def subfolders(root: Path) -> list[Path]:
+    """The folders in a folder by their names, hidden ones aside."""
+    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """The names of class folders: at least two, and no two alike."""
+    names = [path.name for path in subfolders(root)]
+    if len(names) < 2:
+        loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
+        hint = f"; its {loose} image(s) must lie in one folder per class" if loose else ""
+        raise UserError(f"{root} holds {len(names)} class folder(s), at least 2 are needed{hint}")
+    seen: dict[str, str] = {}
+    for name in names:
+        same = unicodedata.normalize("NFC", name).casefold().strip()
+        if same in seen:
+            raise UserError(f"{root} has two classes of one name, {seen[same]!r} and {name!r}: rename or merge one")
+        seen[same] = name
+    return tuple(names)
+
+
+def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[tuple[str, int]]:
+    """The images in class folders (those of the folder ``within``) by their paths below the root."""
+    found: list[tuple[str, int]] = []
+    for label, name in enumerate(classes):
+        folder = root / within / name
+        files = sorted(path for path in folder.rglob("*") if _is_image(path, root))
+        if not files:
+            raise UserError(f"the class folder {folder} holds no image: fill it or remove it")
+        found += [(path.relative_to(root).as_posix(), label) for path in files]
+    return found
+
+
+def _is_image(path: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return path.suffix.lower() in SUFFIXES and not hidden and path.is_file()
+
+
+def same_classes(train: Path, test: Path) -> tuple[str, ...]:
+    """The classes of two sides, which must be the same."""
+    classes, found = class_folders(train), class_folders(test)
+    for missing, where in ((set(classes) - set(found), test), (set(found) - set(classes), train)):
+        if missing:
+            raise UserError(f"{where} has no folder for the class(es) {shorten(sorted(missing))}")
+    return classes
+
+
+def _side(root: Path) -> str | None:
+    """Which folder holds the test images of a tree: the first with the classes of ``train``, or with any."""
+    train = root / "train"
+    if not train.is_dir() or len(subfolders(train)) < 2:
+        return None
+    found = {side: {path.name for path in subfolders(root / side)} for side in SIDES if (root / side).is_dir()}
+    classes = {path.name for path in subfolders(train)}
+    same = [side for side in found if found[side] == classes]
+    some = [side for side in found if len(found[side]) > 1]
+    return next(iter(same + some), None)
+
+
+def tree(rename: Rename) -> Layout:
+    """``train/<class>/`` and ``test/<class>/``."""
+
+    def load(root: Path, short_side: int | None) -> ImageData:
+        side = _side(root) or "test"
+        classes = same_classes(root / "train", root / side)
+        train, test = (list_classes(root, classes, within) for within in ("train", side))
+        return assemble(root, short_side, rename(root, classes), train, test)
+
+    return Layout("train/<class>/ and test/<class>/ (or val/) with PNG or JPEG files", lambda r: bool(_side(r)), load)
+
+
+def flat(form: str, purpose: str, rename: Rename) -> Layout:
+    """One folder of class folders, a fifth of each held out."""
+
+    def fits(root: Path) -> bool:
+        first = subfolders(root)[:2]
+        return len(first) == 2 and all(any(_is_image(path, root) for path in folder.iterdir()) for folder in first)
+
+    def load(root: Path, short_side: int | None) -> ImageData:
+        folders = class_folders(root)
+        names = rename(root, folders)
+        listed = list_classes(root, folders)
+        kept, held = stratified_split(np.array([label for _, label in listed]), 0.2, purpose, names)
+        return assemble(root, short_side, names, [listed[i] for i in kept], [listed[i] for i in held])
+
+    return Layout(form, fits, load)
+
+
+# What classes are called -----------------------------------------------------------------------------------------
+
+
+def plain_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
+    """Folder names with blanks for underscores.
+
+    >>> plain_names(Path(), ["aquarium_fish"])
+    ('aquarium fish',)
+    """
+    return _distinct([name.replace("_", " ") for name in folders], folders)
+
+
+def numbered_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
+    """Folder names without the number before them.
+
+    >>> numbered_names(Path(), ["001.Black_footed_Albatross"])
+    ('Black footed Albatross',)
+    """
+    return plain_names(root, [re.sub(r"^\d+\.", "", name) for name in folders])
+
+
+def wordnet_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
+    """The words for WordNet's numbers, from ``words.txt`` or ``README.txt`` where one lies with the images."""
+    words: dict[str, str] = {}
+    for folder in (root, root.parent):
+        for file in ("words.txt", "README.txt"):
+            words = words or _words(folder / file)
+    return _distinct([words.get(name, name) for name in folders], folders)
+
+
+def _words(path: Path) -> dict[str, str]:
+    """Lines such as ``n01443537 goldfish, Carassius auratus``; the first of several words is taken."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    lines = re.findall(rf"^({_WNID.pattern})\s+([^,\n]+)", text, flags=re.MULTILINE)
+    return {number: word.strip().replace("_", " ") for number, word in lines}
+
+
+def _distinct(names: Sequence[str], folders: Sequence[str]) -> tuple[str, ...]:
+    """Two classes of one name are told apart by their folders."""
+    seen = Counter(names)
+    return tuple(name if seen[name] == 1 else f"{name} ({folder})" for name, folder in zip(names, folders, strict=True))
+
+
+# CIFAR -----------------------------------------------------------------------------------------------------------
+
+
+def load_cifar(root: Path, short_side: int | None) -> ImageData:
+    """CIFAR-100 as its python pickles hold it, with the fine labels."""
+    meta = _texts(read_pickle(root / "meta"))
+    try:
+        classes = plain_names(root, [_text(name) for name in meta["fine_label_names"]])
+        train, test = (_cifar_side(root / side, classes, short_side) for side in ("train", "test"))
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise UserError(f"the files of {root} are no CIFAR-100 ({problem!r}): get them anew") from None
+    return ImageData(classes, train, test)
+
+
+def _cifar_side(path: Path, classes: Sequence[str], short_side: int | None) -> ImageSet:
+    held = _texts(read_pickle(path))
+    labels = np.array(held["fine_labels"], dtype=np.int64)
+    pixels = held["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)  # (n, 32, 32, 3)
+    if len(pixels) != len(labels) or len(labels) == 0 or not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError("labels that fit no image or class")
+    files = [_text(name) for name in held["filenames"]]
+    names = tuple(f"{path.name}/{classes[label]}/{file}" for label, file in zip(labels, files, strict=True))
+
+    def read(index: int) -> Pixels:
+        image: Pixels = pixels[index]
+        if short_side is None or short_side >= len(image):
+            return image
+        return np.asarray(reduce_to(Image.fromarray(image), short_side))
+
+    return ImageSet(names, labels, read)
+
+
+def _texts(held: Mapping[Any, Any]) -> dict[str, Any]:
+    return {_text(key): value for key, value in held.items()}
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8")
+
+
+CIFAR = Layout(
+    "cifar-100-python/ with the pickles train, test and meta",
+    lambda root: all((root / name).is_file() for name in ("train", "test", "meta")),
+    load_cifar,
+    telling=True,
+)
+
+
+# CUB -------------------------------------------------------------------------------------------------------------
+
+
+def load_cub(root: Path, short_side: int | None) -> ImageData:
+    """Caltech's birds by their official lists."""
+    paths, labels = _table(root / "images.txt"), _table(root / "image_class_labels.txt")
+    training = _table(root / "train_test_split.txt")
+    folders = _cub_folders(paths, labels, root)
+    sides: dict[str, list[tuple[str, int]]] = {"1": [], "0": []}
+    for number, path in paths.items():
+        if training.get(number) not in sides:
+            raise UserError(f"{root / 'train_test_split.txt'} says nothing of image {number}: get the lists anew")
+        sides[training[number]].append((f"images/{path}", int(labels[number]) - 1))
+    _refuse_missing(root, [name for side in sides.values() for name, _ in side], root / "images.txt")
+    return assemble(root, short_side, numbered_names(root, folders), sides["1"], sides["0"])
+
+
+def _cub_folders(paths: Mapping[str, str], labels: Mapping[str, str], root: Path) -> list[str]:
+    """The folder of each class, in the order of their numbers."""
+    folders: dict[str, str] = {}
+    for number, path in paths.items():
+        label, folder = labels.get(number, "none"), path.split("/")[0]
+        if not label.isdecimal() or folders.setdefault(label, folder) != folder:
+            raise UserError(f"{root / 'image_class_labels.txt'} gives image {number} the class {label}: get it anew")
+    if set(folders) != {str(label) for label in range(1, len(folders) + 1)}:
+        raise UserError(f"{root / 'image_class_labels.txt'} leaves out classes: get it anew")
+    return [folders[str(label)] for label in range(1, len(folders) + 1)]
+
+
+def _table(path: Path) -> dict[str, str]:
+    """Lines of a number and what belongs to it."""
+    rows: dict[str, str] = {}
+    for place, line in _lines(path):
+        number, _, value = line.partition(" ")
+        if not value.strip() or number in rows:
+            raise UserError(f"{path}, line {place}: a number and a value are due, each number once, not {line!r}")
+        rows[number] = value.strip()
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty, with their numbers."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"the list {path} cannot be read: {problem}") from None
+    for place, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield place, line.strip()
+
+
+def _refuse_missing(root: Path, names: Sequence[str], source: Path) -> None:
+    """All files of a list must be there, and none outside of the folder."""
+    there: set[str] = set()
+    for folder, _, files in os.walk(root):
+        within = Path(folder).relative_to(root).as_posix()
+        there.update(file if within == "." else f"{within}/{file}" for file in files)
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise UserError(f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}")
+
+
+CUB = Layout(
+    "CUB_200_2011/ with images/, images.txt, image_class_labels.txt and train_test_split.txt",
+    lambda root: all((root / f"{name}.txt").is_file() for name in ("images", "train_test_split")),
+    load_cub,
+    telling=True,
+)
+
+
+# ImageNet-R ------------------------------------------------------------------------------------------------------
+
+
+def find_lists(root: Path) -> tuple[Path, Path] | None:
+    """The files that say which images are for training and which for the test."""
+    places = (root, root.parent, root / "splits", root.parent / "splits")
+    for folder in places:
+        for name in ("imagenet-r_{}", "{}"):
+            for ending in (".yaml", ".yml", ".txt"):
+                train, test = (folder / (name.format(side) + ending) for side in ("train", "test"))
+                if train.is_file() and test.is_file():
+                    return train, test
+    return None
+
+
+def read_list(path: Path) -> tuple[list[str], list[int] | None]:
+    """Images as ``class/file`` and the numbers of their classes, where they are given.
+
+    A list is YAML of two lists, ``data`` and ``targets``, or text: a path in a line, and a number after it or not.
+    """
+    parts: dict[str, list[str]] = {"data": [], "targets": []}
+    part = "data"
+    for place, line in _lines(path):
+        if line.startswith("#"):
+            continue
+        if line.rstrip(":") in parts and line.endswith(":"):
+            part = line[:-1]
+        elif path.suffix != ".txt" and line.startswith("- "):
+            parts[part].append(line[2:].strip(" \"'"))
+        elif path.suffix == ".txt":
+            name, _, number = line.rpartition(" ") if line.rpartition(" ")[2].isdecimal() else (line, "", "")
+            parts["data"].append(name.strip())
+            parts["targets"] += [number] if number else []
+        else:
+            raise UserError(f"{path}, line {place}: a path or a number is due, not {line!r}")
+    return _checked_list(path, parts["data"], parts["targets"])
+
+
+def _checked_list(path: Path, data: list[str], targets: list[str]) -> tuple[list[str], list[int] | None]:
+    names = ["/".join(name.split("/")[-2:]) for name in data]
+    wrong = [name for name in names if "/" not in name or ".." in name.split("/") or name.startswith("/")]
+    if wrong or not names:
+        raise UserError(f"{path} must name images as class/file, not {shorten(wrong or ['nothing'], 3)}")
+    if targets and (len(targets) != len(names) or not all(number.isdecimal() for number in targets)):
+        raise UserError(f"{path} has {len(names)} images and {len(targets)} classes of them: get it anew")
+    return names, [int(number) for number in targets] or None
+
+
+def load_listed(root: Path, short_side: int | None) -> ImageData:
+    """One folder of class folders, cut by two lists of files; the classes are in the order of their numbers."""
+    lists = find_lists(root)
+    if lists is None:
+        raise UserError(
+            f"{root} has the class folders, but not the lists that say which images are for training and which for "
+            "the test. Fetch them with: probprompt data get imagenet-r; or put your own there, as train.txt and "
+            "test.txt with a path (class/file) in each line"
+        )
+    (train, train_labels), (test, test_labels) = (read_list(path) for path in lists)
+    twice = set(train) & set(test)
+    if twice or len(set(train)) != len(train) or len(set(test)) != len(test):
+        raise UserError(f"{lists[0]} and {lists[1]} name images twice: {shorten(sorted(twice) or ['in one list'], 3)}")
+    labels = train_labels + test_labels if train_labels and test_labels else None
+    folders = _numbered_folders(train + test, labels, lists[0])
+    _refuse_missing(root, train + test, lists[0])
+    number = {folder: label for label, folder in enumerate(folders)}
+    sides = [[(name, number[name.split("/")[0]]) for name in side] for side in (train, test)]
+    return assemble(root, short_side, wordnet_names(root, folders), sides[0], sides[1])
+
+
+def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, source: Path) -> list[str]:
+    """The folder of each class in the order of the lists' numbers, or by name where they have none."""
+    folders = [name.split("/")[0] for name in names]
+    if labels is None:
+        return sorted(set(folders))
+    pairs = sorted(set(zip(labels, folders, strict=True)))
+    if [label for label, _ in pairs] != list(range(len(set(folders)))):
+        raise UserError(f"{source} gives a class two numbers, or leaves out one of 0 to {len(set(folders)) - 1}")
+    return [folder for _, folder in pairs]
+
+
+def _wordnet_folders(root: Path) -> bool:
+    return sum(bool(_WNID.fullmatch(path.name)) for path in subfolders(root)) > 1
+
+
+LISTED = Layout(
+    "imagenet-r/ with 200 folders such as n01443537/, beside it imagenet-r_train.yaml and imagenet-r_test.yaml "
+    "(or train.txt and test.txt of one's own)",
+    _wordnet_folders,
+    load_listed,
+    telling=True,
+)
+
+
+# Tiny-ImageNet ---------------------------------------------------------------------------------------------------
+
+
+def load_tiny(root: Path, short_side: int | None) -> ImageData:
+    """Tiny-ImageNet as it was published; its validation images are the test set, since its test/ has no labels."""
+    folders = class_folders(root / "train")
+    number = {folder: label for label, folder in enumerate(folders)}
+    test = []
+    annotations = root / "val" / "val_annotations.txt"
+    for place, line in _lines(annotations):
+        file, *rest = line.split("\t")
+        if not rest or rest[0] not in number or "/" in file:
+            raise UserError(
+                f"{annotations}, line {place}: a file and one of the classes of train/ are due, not {line!r}"
+            )
+        test.append((f"val/images/{file}", number[rest[0]]))
+    _refuse_missing(root / "val", [name.removeprefix("val/") for name, _ in test], annotations)
+    train = list_classes(root, folders, "train")
+    return assemble(root, short_side, wordnet_names(root, folders), train, test)
+
+
+TINY = Layout(
+    "tiny-imagenet-200/ with train/<wnid>/images/ and val/ with images/ and val_annotations.txt",
+    lambda root: (root / "val" / "val_annotations.txt").is_file() and (root / "train").is_dir(),
+    load_tiny,
+    telling=True,
+)

@@ -1,0 +1,285 @@
+"""The paper's Figures 1a-c, 2 and 4, drawn from the runs of the book: PNG files beside them."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from probprompt.evaluation import metrics
+from probprompt.report.figures import DASHES, DEPTH, INK, MARKERS, MUTED, PAGE, PALETTE, accuracy_floor, label, styled
+from probprompt.results.book import Entry
+from probprompt.results.naming import backbone_slug, slug
+
+SHOWN = {
+    "l2p": "L2P",
+    "dual-prompt": "DualPrompt",
+    "vq-prompt": "VQ-Prompt",
+    "coda-prompt": "CODA-P",
+    "probprompt": "ProbPrompt",
+}
+"""The methods of the paper's figures, in the order of its Figure 2."""
+FOLDER = "figures"
+_PRESETS = ("published", "matched", "ridge")
+_STEPS = 10  # what Figures 2 and 4 are about, where it is there
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the paper from our runs."""
+
+    file: str
+    """Within the book."""
+    title: str
+    caption: str
+    draw: Callable[[], bytes]
+    """As a PNG."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Runs that may share a figure: one benchmark, one backbone, one preset, no other settings."""
+
+    benchmark: str
+    backbone: str
+    preset: str
+    entries: Sequence[Entry]
+
+    @property
+    def name(self) -> str:
+        """For files."""
+        side = self.entries[0].config["backbone"].get("image_size")
+        backbone = backbone_slug(self.entries[0].config["backbone"]) + (f"-{side}px" if side else "")
+        return f"{slug(self.benchmark)}-{backbone}-{self.preset}"
+
+    @property
+    def words(self) -> str:
+        """For captions."""
+        return f"{self.benchmark}, {self.backbone}, `{self.preset}`"
+
+    def by_method(self, tasks: int) -> dict[str, list[Entry]]:
+        """The runs in so many tasks, one per seed."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.tasks == tasks:
+                found.setdefault(entry.method, []).append(entry)
+        return {method: found[method] for method in SHOWN if method in found}
+
+    @property
+    def numbers_of_tasks(self) -> list[int]:
+        """All that runs have."""
+        return sorted({entry.tasks for entry in self.entries})
+
+    @property
+    def tasks(self) -> int:
+        """Ten where there are such runs, else the number that most runs have."""
+        counts = {tasks: sum(map(len, self.by_method(tasks).values())) for tasks in self.numbers_of_tasks}
+        return _STEPS if counts.get(_STEPS) else max(counts, key=lambda tasks: counts[tasks])
+
+
+def pictures(entries: Sequence[Entry]) -> list[Picture]:
+    """All figures that the runs give."""
+    found: list[Picture] = []
+    for scene in _scenes(entries):
+        found += [*_queries(scene), *_over_tasks(scene), *_similarities(scene), *_courses(scene)]
+    return sorted(found, key=lambda picture: picture.title)
+
+
+def _scenes(entries: Sequence[Entry]) -> list[Scene]:
+    """Of each benchmark and backbone that preset under which most of the paper's methods were run."""
+    groups: dict[tuple[str, str], dict[str, list[Entry]]] = {}
+    for entry in entries:
+        if entry.method in SHOWN and entry.preset in _PRESETS and not entry.held_out and not entry.varied:
+            here = str(entry.config["data"]["benchmark"]), entry.backbone
+            groups.setdefault(here, {}).setdefault(entry.preset, []).append(entry)
+    scenes = []
+    for (benchmark, backbone), by_preset in groups.items():
+        most = max(by_preset, key=lambda preset: (len({e.method for e in by_preset[preset]}), -_PRESETS.index(preset)))
+        scenes.append(Scene(benchmark.partition("@")[0], backbone, most, by_preset[most]))
+    return scenes
+
+
+def _picture(scene: Scene, number: str, title: str, caption: str, draw: Callable[[], bytes]) -> Picture:
+    return Picture(f"{FOLDER}/{number}-{scene.name}.png", f"Figure {number}: {title}, {scene.words}", caption, draw)
+
+
+# Which figures there are
+
+
+def _queries(scene: Scene) -> list[Picture]:
+    shown = [entry for entry in scene.entries if "queries" in entry.content["pictures"]]
+    if not shown:
+        return []
+    entry = min(shown, key=lambda entry: (entry.tasks, entry.seed))
+    how = entry.content["pictures"]["queries"]["embedding"]
+    caption = (
+        f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by {how}, coloured by class."
+    )
+    return [_picture(scene, "1a", "queries of a task", caption, partial(draw_queries, entry))]
+
+
+def _over_tasks(scene: Scene) -> list[Picture]:
+    counts = [tasks for tasks in scene.numbers_of_tasks if len(scene.by_method(tasks)) > 1]
+    if not counts:
+        return []
+    found = []
+    alike = {tasks: _values(scene, tasks, _similarity) for tasks in counts}
+    if any(alike.values()):
+        caption = "Mean pairwise cosine of the prompts of different classes, the mean over seeds."
+        draw = partial(draw_bars, alike, "pairwise similarity", 3)
+        found.append(_picture(scene, "1b", "similarity of prompts", caption, draw))
+    final = {tasks: _values(scene, tasks, _final) for tasks in counts}
+    caption = "Average accuracy over all tasks in the end (FAA), the mean over seeds; the axis does not begin at 0."
+    found.append(_picture(scene, "1c", "final average accuracy", caption, partial(draw_bars, final, "FAA, %", 1)))
+    return found
+
+
+def _similarity(entry: Entry) -> float | None:
+    found: float | None = entry.content["similarity"].get("mean")
+    return found
+
+
+def _final(entry: Entry) -> float | None:
+    return metrics.final_average_accuracy(entry.matrix)
+
+
+def _values(scene: Scene, tasks: int, measure: Callable[[Entry], float | None]) -> dict[str, float]:
+    found = {}
+    for method, entries in scene.by_method(tasks).items():
+        values = [value for entry in entries if (value := measure(entry)) is not None]
+        if values:
+            found[method] = float(np.mean(values))
+    return found
+
+
+def _similarities(scene: Scene) -> list[Picture]:
+    drawn = {
+        method: [entry for entry in entries if "similarity" in entry.content["pictures"]]
+        for method, entries in scene.by_method(scene.tasks).items()
+    }
+    chosen = {method: min(entries, key=lambda entry: entry.seed) for method, entries in drawn.items() if entries}
+    if len(chosen) < 2:
+        return []
+    caption = (
+        f"Cosine between the prompts that different classes receive, in the order they were learned "
+        f"({scene.tasks} tasks, one seed each); under each name the mean over all pairs."
+    )
+    return [_picture(scene, "2", "similarity between classes", caption, partial(draw_similarities, chosen))]
+
+
+def _courses(scene: Scene) -> list[Picture]:
+    runs = {m: [e for e in entries if len(e.matrix) > 1] for m, entries in scene.by_method(scene.tasks).items()}
+    if sum(map(bool, runs.values())) < 2:
+        return []
+    matrices = {m: np.mean([entry.matrix for entry in entries], axis=0) for m, entries in runs.items() if entries}
+    caption = (
+        "Accuracy on each task from the step that learned it to the last, the mean over seeds. In parentheses: how "
+        "much each method lost on that task by the end."
+    )
+    return [_picture(scene, "4", "accuracy on each task", caption, partial(draw_courses, matrices))]
+
+
+# How they are drawn
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _look(method: str) -> tuple[str, str, int]:
+    """A method's colour, marker and place."""
+    place = list(SHOWN).index(method)
+    return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], place
+
+
+@styled
+def draw_queries(entry: Entry) -> bytes:
+    """Queries in the plane, a colour and marker per class."""
+    content = entry.content["pictures"]["queries"]
+    points, labels = np.asarray(content["points"], dtype=float), np.asarray(content["labels"])
+    figure = Figure(figsize=(5, 4), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    for index in np.unique(labels):
+        own, marker = points[labels == index], MARKERS[index % len(MARKERS)]
+        look: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "markeredgecolor": PAGE, "markeredgewidth": 0.5}
+        axes.plot(own[:, 0], own[:, 1], marker, markersize=5, **look)
+    axes.set(xticks=[], yticks=[])
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.spines[:].set_visible(True)
+    return _png(figure)
+
+
+@styled
+def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int) -> bytes:
+    """Bars of methods side by side, a group for each number of tasks."""
+    methods = [method for method in SHOWN if any(method in group for group in values.values())]
+    figure = Figure(figsize=(2.2 + 0.55 * len(methods) * len(values), 3.4), layout="constrained", facecolor="white")
+    axes, width = figure.add_subplot(), 0.8 / len(methods)
+    for place, method in enumerate(methods):
+        colour = _look(method)[0]
+        where = [group + width * (place - (len(methods) - 1) / 2) for group in range(len(values))]
+        heights = [group.get(method, np.nan) for group in values.values()]
+        axes.bar(where, heights, 0.92 * width, color=colour, label=SHOWN[method], zorder=2)
+        for x, height in zip(where, heights, strict=True):
+            if np.isfinite(height):
+                axes.text(x, height, f"{height:.{digits}f}", ha="center", va="bottom", fontsize=7.5, color=INK)
+    every = [value for group in values.values() for value in group.values()]
+    if min(every) > 1.0:  # percent: bars from 0 would all look alike
+        axes.set_ylim(accuracy_floor(every), min(100.0, max(every) + 4.0))
+    axes.set_xticks(range(len(values)), [f"{tasks} tasks" for tasks in values])
+    axes.grid(False, axis="x")
+    axes.set_ylabel(axis)
+    axes.legend(frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
+    return _png(figure)
+
+
+@styled
+def draw_similarities(chosen: Mapping[str, Entry]) -> bytes:
+    """Likeness of prompts between classes, a map per method on one scale."""
+    maps = {method: np.asarray(entry.content["pictures"]["similarity"]["matrix"]) for method, entry in chosen.items()}
+    low = min(float(matrix.min()) for matrix in maps.values())
+    figure = Figure(figsize=(2.3 * len(maps) + 0.8, 2.9), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(maps), squeeze=False)[0]
+    for axes, (method, matrix) in zip(panels, maps.items(), strict=True):
+        image = axes.imshow(matrix, cmap=DEPTH, vmin=min(low, 0.99), vmax=1.0, interpolation="none")
+        axes.grid(False)
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(SHOWN[method], fontsize=10)
+        axes.set_xlabel(f"mean {chosen[method].content['similarity']['mean']:.3f}")
+    figure.colorbar(image, ax=panels, fraction=0.02, pad=0.01, label="cosine")
+    return _png(figure)
+
+
+@styled
+def draw_courses(matrices: Mapping[str, NDArray[np.float64]]) -> bytes:
+    """A panel per task: its accuracy after each step, a line per method."""
+    count = len(next(iter(matrices.values())))
+    columns = min(5, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(2.7 * columns, 2.5 * rows), layout="constrained", facecolor="white")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for task, axes in enumerate(panels[:count]):
+        _course(axes, task, count, {method: matrix[task, task:] for method, matrix in matrices.items()})
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    panels[0].set_ylabel("accuracy, %")
+    return _png(figure)
+
+
+def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.float64]]) -> None:
+    for method, values in lines.items():
+        colour, marker, place = _look(method)
+        told = label(f"{SHOWN[method]} ({values[0] - values[-1]:.1f})".replace(" (-", " (−"), 24)
+        look: dict[str, Any] = {"linestyle": DASHES[place % len(DASHES)], "markersize": 3.5, "linewidth": 1.3}
+        axes.plot(range(task + 1, count + 1), values, color=colour, marker=marker, label=told, **look)
+    axes.set_title(f"Task {task + 1}", fontsize=9.5, color=MUTED)
+    axes.set_xlim(0.6, count + 0.4)
+    axes.grid(False, axis="x")
+    axes.legend(frameon=False, fontsize=6.5, handlelength=2.2)

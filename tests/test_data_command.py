@@ -1,0 +1,229 @@
+"""`probprompt data`: datasets fetched and checked, as a user sees it."""
+
+import hashlib
+import io
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from probprompt.data.datasets import Cifar100, ImageNetR, TuBerlin
+from probprompt.data.sources import Figures, Source
+
+Answer = tuple[int, str, str]
+Command = Callable[..., Answer]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PROBPROMPT_DATA", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "home"
+
+
+def picture(colour: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4), (colour % 256, colour // 256, 0)).save(content, "PNG")
+    return content.getvalue()
+
+
+def tree(folder: Path, train: int = 4, test: int = 2, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
+    colour = 0
+    for side, count in (("train", train), ("test", test)):
+        for name in classes:
+            (folder / side / name).mkdir(parents=True)
+            for index in range(count):
+                (folder / side / name / f"{index}.png").write_bytes(picture(colour))
+                colour += 1
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFAR-100 and TU-Berlin, as if they had been published with two classes."""
+    monkeypatch.setattr(Cifar100, "figures", Figures(2, 8, 4, (4, 4), (2, 2), shared=1))
+    monkeypatch.setattr(TuBerlin, "figures", Figures(2, 8, 2, (4, 4), (1, 1)))
+
+
+# check
+
+
+def test_a_dataset_as_published_is_well(tmp_path: Path, probprompt: Command, small: None) -> None:
+    code, out, _ = probprompt("data", "check", tree(tmp_path / "cifar100"))
+    assert code == 0, out
+    assert f"cifar100 in {tmp_path / 'cifar100'}" in out and "classes: 2" in out
+    assert "train: 8 images, 4 of each class" in out and "test: 4 images, 2 of each class" in out
+    assert out.rstrip().endswith("all is well")
+
+
+def test_counts_that_differ_from_the_published_are_trouble(tmp_path: Path, probprompt: Command, small: None) -> None:
+    root = tree(tmp_path / "data")
+    (root / "train" / "dog" / "1.png").unlink()
+    code, out, _ = probprompt("data", "check", root, "--benchmark", "cifar100")
+    assert code == 1
+    assert "TROUBLE: train: 7 images, published are 8" in out
+    assert "TROUBLE: train: published are 4 images of each class, but dog has 3" in out
+    assert "TROUBLE: test" not in out and "2 kind(s) of trouble" in out
+
+
+def test_another_number_of_classes_is_trouble(tmp_path: Path, probprompt: Command, small: None) -> None:
+    root = tree(tmp_path / "cifar100", classes=("cat", "cow", "dog"))
+    code, out, _ = probprompt("data", "check", root, "--quick")
+    assert code == 1 and "TROUBLE: 3 classes, published are 2" in out
+
+
+def test_unreadable_files_are_named(tmp_path: Path, probprompt: Command, small: None) -> None:
+    root = tree(tmp_path / "cifar100")
+    (root / "test" / "cat" / "0.png").write_bytes(picture(7)[:40])
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 1 and "TROUBLE: 1 file(s) cannot be read: test/cat/0.png (" in out
+    assert probprompt("data", "check", root, "--quick")[0] == 0, "which only counts"
+
+
+def test_images_on_both_sides_are_trouble_beyond_what_was_published(
+    tmp_path: Path, probprompt: Command, small: None
+) -> None:
+    root = tree(tmp_path / "cifar100")
+    copy = Image.open(root / "train" / "cat" / "3.png")
+    copy.save(root / "test" / "dog" / "1.png", compress_level=1)
+    assert (root / "test" / "dog" / "1.png").read_bytes() != (root / "train" / "cat" / "3.png").read_bytes()
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 0 and "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png" in out
+    (root / "test" / "dog" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 1 and "TROUBLE: 2 test image(s) are training images, too" in out
+    assert "The published data has 1 of them" in out
+
+
+def test_a_folder_of_ones_own_is_checked_without_figures(tmp_path: Path, probprompt: Command) -> None:
+    root = tree(tmp_path / "mine")
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 0 and "classes: 2" in out and "published" not in out
+    (root / "test" / "cat" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
+    (root / "train" / "cat" / "0.png").write_bytes((root / "train" / "cat" / "1.png").read_bytes())
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 1 and "TROUBLE: 1 test image(s) are training images, too: cat/0.png = dog/0.png" in out
+    assert "note: 1 image(s) of train are there more than once" in out
+
+
+def test_what_cannot_be_listed_at_all_is_trouble(tmp_path: Path, probprompt: Command) -> None:
+    code, out, _ = probprompt("data", "check", "cub200")
+    assert code == 1 and "TROUBLE: cub200 is not on this machine" in out
+    code, out, _ = probprompt("data", "check", tmp_path, "--benchmark", "tu-berlin")
+    assert code == 1 and "holds nothing that looks like it" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("/no/such/place",), "is no folder"),
+        ((".", "--benchmark", "cifar10"), "no published dataset is called 'cifar10': did you mean 'cifar100'?"),
+        ((".", "--benchmark", "emoji-r"), "no published dataset is called 'emoji-r'"),
+    ],
+)
+def test_mistakes_are_told_in_words(probprompt: Command, arguments: tuple[str, ...], problem: str) -> None:
+    code, _, err = probprompt("data", "check", *arguments)
+    assert code == 2 and problem in err
+
+
+def test_lists_of_ones_own_are_said_to_be(tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageNetR, "figures", Figures(2, 2, 2, (1, 1), (1, 1)))
+    for place, name in enumerate(("n00000001", "n00000002")):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for index in range(2):
+            (tmp_path / "set" / name / f"{index}.png").write_bytes(picture(2 * place + index))
+    for index, side in enumerate(("train", "test")):
+        (tmp_path / "set" / f"{side}.txt").write_text(f"n00000001/{index}.png\nn00000002/{index}.png\n")
+    code, out, _ = probprompt("data", "check", tmp_path / "set")
+    assert code == 0, out
+    digest = hashlib.sha256((tmp_path / "set" / "train.txt").read_bytes()).hexdigest()
+    assert f"train.txt is a list of your own (sha256 {digest})" in out
+
+
+# get
+
+
+def sketches(path: Path, images: int = 5) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for place, name in enumerate(("airplane", "flying bird")):
+            for index in range(images):
+                archive.writestr(f"png/{name}/{images * place + index}.png", picture(images * place + index))
+    return path
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server of the folder ``www``."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "www").mkdir()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "www")))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_archive_at_hand_is_put_in_its_place_and_checked(
+    tmp_path: Path, home: Path, probprompt: Command, small: None
+) -> None:
+    archive = sketches(tmp_path / "sketches_png.zip")
+    code, out, err = probprompt("data", "get", "tu-berlin", "--file", archive)
+    assert code == 0, out + err
+    assert f"tu-berlin: {home / 'tu-berlin'}" in out and "all is well" in out
+    assert f"sha256 {hashlib.sha256(archive.read_bytes()).hexdigest()}" in out.replace("\n", "")
+    assert (home / "tu-berlin" / "png" / "flying bird" / "7.png").is_file()
+    code, out, _ = probprompt("data", "get", "tu-berlin")
+    assert code == 0 and "already" in out
+    code, out, _ = probprompt("data", "check", "tu-berlin")
+    assert code == 0 and "train: 8 images, 4 of each class" in out
+
+
+def test_a_mirror_is_asked_and_the_place_is_told(
+    web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = sketches(tmp_path / "www" / "mirror.zip")
+    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(TuBerlin, "sources", (Source(f"{web}/gone.zip", "sketches_png.zip", md5=md5),))
+    code, _, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other")
+    assert code == 2 and "answers 404" in err and "--url" in err
+    code, out, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other", "--url", f"{web}/mirror.zip")
+    assert code == 0, out + err
+    assert "sketches_png.zip: done" in out and "unpacking: done" in out
+    assert f"export PROBPROMPT_DATA={tmp_path / 'other'}" in out
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["tu-berlin"]
+
+
+def test_what_was_fetched_but_is_not_as_published_is_trouble(tmp_path: Path, probprompt: Command, small: None) -> None:
+    code, out, _ = probprompt("data", "get", "tu-berlin", "--file", sketches(tmp_path / "a.zip", images=10))
+    assert code == 1 and "TROUBLE: train: 16 images, published are 8" in out
+
+
+def test_a_wrong_archive_is_refused_with_both_hashes(tmp_path: Path, probprompt: Command) -> None:
+    archive = sketches(tmp_path / "a.zip")
+    code, _, err = probprompt("data", "get", "cifar100", "--file", archive)
+    assert code == 2 and "eb9058c3a382ffc7106e4002c42a8d85" in err
+    assert hashlib.md5(archive.read_bytes()).hexdigest() in err
+
+
+def test_only_published_datasets_can_be_got(probprompt: Command) -> None:
+    code, _, err = probprompt("data", "get", "cub")
+    assert code == 2 and "did you mean 'cub200'?" in err
+
+
+def test_benchmarks_are_listed(probprompt: Command) -> None:
+    code, out, _ = probprompt("list", "benchmarks")
+    assert code == 0
+    for name in ("cifar100", "cub200", "emoji-r", "imagenet-r", "tiny-imagenet", "tu-berlin"):
+        assert name in out

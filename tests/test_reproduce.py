@@ -1,0 +1,236 @@
+"""Running a table of the paper again: the right cells, told ahead, resumed, and kept in the book."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from probprompt.bench.page import PAPER, run_seconds
+from probprompt.bench.record import FORMAT, KIND
+from probprompt.config import flatten, parse_config
+from probprompt.errors import UserError
+from probprompt.results import book, page, paper, reproduce
+from probprompt.runs.carry_out import GridWatcher
+from probprompt.runs.grid import Cell, Grid, Outcome
+
+Command = Callable[..., Any]
+SMALL: dict[str, Any] = {"backbone.name": "test_vit", "backbone.weights": "random", "backbone.image_size": 32}
+SHORT: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "alignment.epochs": 1}
+OPTIONS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture(autouse=True)
+def _no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBPROMPT_DATA", str(tmp_path / "datasets"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def table(pictures: Path) -> paper.Table:
+    """A table as the paper has them, on a few pictures."""
+    column = {"key": "3", "heading": "3 tasks", "benchmark": str(pictures), "tasks": 3, "backbone": "demo"}
+    return paper.Table.model_validate(
+        {
+            "name": "samples",
+            "number": 6,
+            "label": "tab:few",
+            "title": "A few pictures",
+            "study": True,
+            "measures": ["FAA"],
+            "columns": [{**column, "seeds": [0, 1]}],
+            "rows": [
+                {"label": "30", "line": 1, "settings": SHORT, "printed": {"3": {"FAA": [50.0, 1.0]}}},
+                {
+                    "label": "5",
+                    "line": 2,
+                    "settings": {**SHORT, "method.samples": 5},
+                    "printed": {"3": {"FAA": [40.0, 1.0]}},
+                },
+            ],
+        }
+    )
+
+
+def _cells(name: str, **named: Any) -> list[Cell]:
+    wanted = reproduce.wishes(paper.find(name), Path("out"), **named)
+    return [cell for wish in wanted for cell in Grid(wish.spec, wish.out).cells]
+
+
+# Which runs a table is
+
+
+@pytest.mark.parametrize("name", [table.name for table in paper.tables()])
+def test_every_printed_number_is_run_with_the_papers_weights_and_settings(name: str) -> None:
+    printed = paper.find(name)
+    cells = _cells(name)
+    assert len(cells) == sum(len(printed.seeds(row, column)) for row, column in printed.cells())
+    assert len({cell.folder for cell in cells}) == len(cells)
+    backbones = {column.backbone for column in printed.columns}
+    for cell in cells:
+        assert cell.preset == "published" and cell.config.backbone.name in backbones
+        assert cell.config.backbone.normalisation in ("unit", "cifar100")
+
+
+def test_cells_follow_what_methods_and_benchmarks_ask_for() -> None:
+    coda = [cell.config for cell in _cells("table1", methods=["coda-prompt"], seeds=[0])]
+    per_task = {config.data.tasks: flatten(config.model_dump())["method.components_per_task"] for config in coda}
+    assert per_task == {5: 20, 10: 10, 20: 5}
+    birds = [cell for cell in _cells("table2", methods=["vq-prompt"]) if cell.benchmark == "cub200"]
+    assert [cell.seed for cell in birds] == [0, 12, 24, 36, 48] and birds[0].config.backbone.name == "sup21k"
+    assert [cell.seed for cell in _cells("table1", methods=["joint"])] == [0]
+    assert not [cell for cell in _cells("table2", methods=["l2p++"]) if cell.benchmark == "cub200"]
+    assert {cell.config.backbone.weights for cell in _cells("table3", weights={"ibot1k": "teacher.pth"})} == {
+        "teacher.pth",
+        None,
+    }
+    with pytest.raises(UserError, match="table3 has no row for 'apt'"):
+        _cells("table3", methods=["apt"])
+
+
+def test_tables_share_the_runs_that_they_have_in_common() -> None:
+    main = {cell.folder for cell in _cells("table1")}
+    for name in ("ablation", "samples", "topk", "cost"):
+        assert main & {cell.folder for cell in _cells(name)}, name
+    assert {cell.folder for cell in _cells("cost")} <= main
+    assert {cell.folder for cell in _cells("aggregation")} & {cell.folder for cell in _cells("ablation")}
+
+
+# What is told ahead
+
+
+def test_all_that_is_missing_is_told_at_once_and_nothing_is_started(tmp_path: Path, probprompt: Command) -> None:
+    answer = probprompt("reproduce", "table2", "--dry-run")
+    assert answer.code == 0 and "82 run(s), 82 missing" in answer.out and "no estimate of GPU hours" in answer.out
+    for name in ("cifar100", "cub200"):
+        assert f"probprompt data get {name}" in answer.out
+    answer = probprompt("reproduce", "table2", "--yes")
+    assert answer.code == 2 and "nothing was started" in answer.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_there_are_told_with_what_to_do() -> None:
+    def lacking(**backbone: Any) -> list[str]:
+        return reproduce.lacking([parse_config({"backbone": backbone, "data": {"benchmark": "emoji-r"}})] * 2)
+
+    assert not lacking(name="demo") and not lacking(name="test_vit", weights="random")
+    (told,) = lacking(name="sup1k", weights="nowhere.safetensors")
+    assert "there is no file nowhere.safetensors" in told
+    (told,) = lacking(name="ibot1k")
+    assert "--weights ibot1k=FILE" in told
+
+
+def test_a_wrong_option_is_told(probprompt: Command) -> None:
+    answer = probprompt("reproduce", "table3", "--weights", "sup1k=file", "--dry-run")
+    assert answer.code == 2 and "ibot1k, dino1k" in answer.err
+
+
+def _bench(path: Path, methods: dict[str, float]) -> Path:
+    results = [
+        {"method": name, "training": {"images_per_s": speed}, "inference": {"images_per_s": 3 * speed}}
+        for name, speed in methods.items()
+    ]
+    record = {"kind": KIND, "format": FORMAT, "hardware": {"gpu": "NVIDIA H200"}, "results": results}
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_the_cost_is_estimated_from_a_recorded_bench(tmp_path: Path, probprompt: Command) -> None:
+    bench = _bench(tmp_path / "speeds.json", {"probprompt": 1000.0, "vq-prompt": 2000.0})
+    wanted = paper.find("table3")
+    plan = reproduce.make_plan(wanted, reproduce.wishes(wanted, Path("out")), tmp_path / "book", Path("out"))
+    found = reproduce.estimate(plan, bench)
+    (experiment,) = (each for each in PAPER if (each.benchmark, each.tasks) == ("imagenet-r", 10))
+    entries = json.loads(bench.read_text())["results"]
+    assert found and found.hours == pytest.approx(sum(6 * run_seconds(entry, experiment) for entry in entries) / 3600)
+    assert found.unknown == 18
+    answer = probprompt("reproduce", "table3", "--dry-run", "--bench", bench)
+    assert f"{found.hours:.1f} GPU hours on one NVIDIA H200, and 18 run(s)" in answer.out
+
+
+# Carrying it out
+
+
+def _plan(table: paper.Table, where: Path, seeds: Sequence[int] | None = None) -> reproduce.Plan:
+    wanted = reproduce.wishes(table, where / "runs", seeds, settings=SMALL)
+    return reproduce.make_plan(table, wanted, where / "book", where / "runs")
+
+
+class _Impatient(GridWatcher):
+    """Interrupts after the first cell."""
+
+    def end(self, outcome: Outcome, rest: float | None) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_whole_table_comes_early(table: paper.Table, tmp_path: Path) -> None:
+    plan = _plan(table, tmp_path)
+    assert plan.to_run == 4 and not plan.problems and not plan.measure
+    assert [cell.seed for cell in plan.grid.cells] == [0, 0, 1, 1]
+
+
+def test_a_table_is_run_resumed_and_kept(table: paper.Table, tmp_path: Path) -> None:
+    place = tmp_path / "book"
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.carry_out(_plan(table, tmp_path, [3]), place, "cpu", _Impatient())
+    assert len(book.read_entries(place)) == 1, "what was finished is kept"
+    plan = _plan(table, tmp_path, [3])
+    assert plan.to_run == 1
+    (outcome,) = reproduce.carry_out(plan, place, "cpu")
+    assert outcome.run
+    found = {(entry.seed, entry.varied.get("method.samples", 30)) for entry in book.read_entries(place)}
+    assert found == {(3, 5), (3, 30)}
+    (tmp_path / "runs").rename(tmp_path / "away")
+    assert _plan(table, tmp_path, [3]).to_run == 0, "what the book has is not run again"
+    (tmp_path / "away").rename(tmp_path / "runs")
+    files = sorted(place.rglob("*.json"))
+    for path in files:
+        path.unlink()
+    plan = _plan(table, tmp_path, [3])
+    assert plan.to_run == 0 and len(plan.grid.cells) == 2, "finished, and only to be added"
+    reproduce.carry_out(plan, place, "cpu", _Impatient())  # no cell begins, so none ends
+    assert sorted(place.rglob("*.json")) == files
+
+
+def test_the_command_asks_runs_and_shows_the_table(
+    table: paper.Table, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "tables", lambda: (table,))
+    command = ("reproduce", "samples", "--seed", 0, *OPTIONS, "--device", "cpu")
+    answer = probprompt(*command)
+    assert answer.code == 0 and "add --yes" in answer.out and "2 run(s), 2 missing" in answer.out
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "results").exists()
+    (blocked,) = (cell.folder for cell in _plan_of(table).grid.cells if dict(cell.varied).get("method.samples") == 5)
+    blocked.mkdir(parents=True)
+    (blocked / "something").write_text("in the way")
+    answer = probprompt(*command, "--yes")
+    assert answer.code == 1 and "failed: 1 of 2 runs" in answer.out
+    assert len(book.read_entries(tmp_path / "results")) == 1, "one that fails takes nobody with it"
+    (blocked / "something").unlink()
+    answer = probprompt(*command, "--yes")
+    assert answer.code == 0 and "50.00 ± 1.00" in answer.out
+    assert answer.out.count("ours, pictures, test_vit (random) at 32 px, `published` †‡") == 2
+    answer = probprompt(*command)
+    assert answer.code == 0 and "2 run(s), 0 missing" in answer.out and "ours, " in answer.out
+
+
+def _plan_of(table: paper.Table) -> reproduce.Plan:
+    out = Path("runs/reproduce")
+    return reproduce.make_plan(table, reproduce.wishes(table, out, [0], settings=SMALL), Path("results"), out)
+
+
+def test_costs_are_measured_where_the_book_has_none(tmp_path: Path) -> None:
+    cost = paper.find("cost").model_copy(update={"rows": paper.find("cost").rows[-1:]})
+    plan = reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs")
+    assert plan.measure
+    small = {"backbone": {"name": "test_vit", "image_size": 32}, "training": {"batch": 4}}
+    path = reproduce.measure_costs(cost, tmp_path / "book", torch.device("cpu"), settings=small, seconds=0.01)
+    benches = page.read_benches(tmp_path / "book")
+    assert path.is_file() and [entry["method"] for entry in benches[0]["results"]] == ["probprompt"]
+    assert "test_vit" in page.paper_table(cost, [], benches)
+    assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "that was no ViT-B/16"
+    text = path.read_text().replace('"backbone": "test_vit"', '"backbone": "vit_base_patch16_224"')
+    path.write_text(text)
+    assert not reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure
