@@ -87,7 +87,15 @@ def test_tables_come_from_the_recorded_benches(page: str) -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "docs/methods.md", "docs/data.md", "docs/backbones.md", *BENCHED, *BOOKS):
+    for document in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/methods.md",
+        "docs/data.md",
+        "docs/backbones.md",
+        *BENCHED,
+        *BOOKS,
+    ):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
