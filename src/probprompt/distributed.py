@@ -14,10 +14,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -233,7 +235,14 @@ def join(device: torch.device) -> tuple[World, torch.device]:
         except (ValueError, RuntimeError) as problem:
             raise UserError(f"the {world.size} processes did not find each other ({problem}): {_REMEDY}") from problem
         atexit.register(_leave)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _stopped)
     return world, place
+
+
+def _stopped(number: int, frame: FrameType | None) -> None:
+    """Tell in words why torchrun stops this process, which may come before any exchange fails."""
+    raise LostError("another process of this run has ended, so this one was stopped. What was saved is intact")
 
 
 def _leave() -> None:

@@ -118,6 +118,7 @@ def _one_voice() -> Iterator[None]:
         yield
     except UserError:
         if not distributed.from_environment().writes:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # to be stopped now says nothing new
             time.sleep(_GRACE)  # should it be the mistake of this process alone, it is told then
         raise
     except Interrupted:

@@ -101,8 +101,9 @@ def train(
         check_tracker(track)
     world, place = join(pick_device(device))
     out = world.agree(out)  # a folder of no name is chosen by what is there
+    precision = world.agree(config.backbone.precision or usual_precision(place))  # GPUs may be of several kinds
     with world.in_turn():
-        workshop = prepare(config, place, watch, None, world)
+        workshop = prepare(config, place, watch, None, world, precision)
     run = Run.create(out, describe(workshop, out.name)) if writes else Run(out)
     with run.locked() if writes else nullcontext():
         return _carry_out(run, workshop, None, watch, track)
@@ -174,7 +175,7 @@ def prepare(
     train, test = load_kept((data.train, data.test), device, watch, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone).to(device)
-    model.set_precision(world.agree(precision or config.backbone.precision or usual_precision(device)))
+    model.set_precision(precision or config.backbone.precision or usual_precision(device))
     viewer = _viewer(config, backbone, short_side if source.enlarge else size, device)
     learner = Learner(model, train, viewer, config, world)
     joint = model.method.joint
