@@ -410,7 +410,9 @@ def test_mistakes_are_answered_in_words(
     assert sorted(str(path) for path in Path().rglob("*")) == ["taken", "taken/thesis.tex"]
 
 
-@pytest.mark.parametrize(("name", "hint"), [("emojir", "did you mean 'emoji-r'?"), ("xyz", "allowed: cifar100, cub200, emoji-r")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("emojir", "did you mean 'emoji-r'?"), ("xyz", "allowed: cifar100, cub200, emoji-r")]
+)
 def test_an_unknown_benchmark_is_answered_with_the_nearest(probprompt: Command, name: str, hint: str) -> None:
     message = mistake(probprompt("train", name))
     assert f"{name!r} is neither a benchmark nor a folder: {hint}" in message
