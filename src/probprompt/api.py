@@ -56,8 +56,7 @@ def with_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     name = preset or asked.preset
     if name is None:
         return dict(given)
-    tasks = asked.data.tasks
-    base = presets.settings(name, asked.method.name, asked.data.benchmark, tasks if isinstance(tasks, int) else None)
+    base = presets.settings(name, asked.method.name, asked.data.benchmark, asked.data.tasks)
     return merge(merge(base, given), {"preset": name})
 
 

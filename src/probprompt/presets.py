@@ -25,8 +25,11 @@ ORIGINAL_21K = "vit_base_patch16_224.orig_in21k"
 AUGREG_1K = "vit_base_patch16_224.augreg_in21k_ft_in1k"
 
 
-def settings(preset: str, method: str, benchmark: str, tasks: int | None = None) -> Settings:
-    """Nested settings of a method on a benchmark (a name or a folder), in its usual number of tasks or another."""
+def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> Settings:
+    """Nested settings of a method on a benchmark (a name or a folder), in its usual number of tasks or another.
+
+    Tasks that are given by their sizes or classes, not by their number, are none of a preset's business.
+    """
     if preset not in NAMES:
         raise UserError(f"no preset is called {preset!r}: {suggest(preset, NAMES)}")
     methods.find(method)
@@ -36,7 +39,7 @@ def settings(preset: str, method: str, benchmark: str, tasks: int | None = None)
     makers = {"published": _published, "matched": _matched, "ridge": _ridge, "flagship": _flagship}
     made = makers[preset](method, benchmark)
     made = merge(base, made)
-    if tasks is not None:
+    if isinstance(tasks, int):
         made = merge(made, {"data": {"tasks": tasks}})
     if preset == "published" and method == "coda-prompt":  # a hundred components over all tasks
         count = made["data"].get("tasks") or 10

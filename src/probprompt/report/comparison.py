@@ -1,6 +1,5 @@
 """A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import page
 from probprompt.runs.book import Recorded, read_book
+from probprompt.runs.files import natural_order
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
 from probprompt.runs.record import Run
 
@@ -425,9 +425,8 @@ def _departures(result: Result) -> list[str]:
     data: Mapping[str, Any] = {"tasks": None, **config["data"]}
     if place.preset not in presets.NAMES:
         return []
-    tasks = data["tasks"] if isinstance(data["tasks"], int) else None
     try:
-        preset = presets.settings(place.preset, config["method"]["name"], data["benchmark"], tasks)
+        preset = presets.settings(place.preset, config["method"]["name"], data["benchmark"], data["tasks"])
     except UserError:  # a method or preset of another version
         return []
     usual, own = (flatten(part) for part in (parse_config(preset).model_dump(mode="json"), config))
@@ -489,18 +488,13 @@ def _read(path: Path) -> list[Recorded]:
     """A run's folder, a folder of them at any depth (a grid's), or a book."""
     if path.is_file():
         return read_book(path)
-    inside = [] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=_natural)
+    inside = [] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=natural_order)
     if inside:
         return [run for found in inside for run in _read(found.parent)]
     run = Run.open(path)
     if not run.finished:
         raise UserError(f"only finished runs can be compared, not {path}")
     return [Recorded.of(run, str(path))]
-
-
-def _natural(path: Path) -> list[str | int]:
-    """Sorts 10 after 2."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _order(preset: str) -> tuple[int, str]:

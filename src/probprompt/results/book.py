@@ -24,9 +24,9 @@ from probprompt.evaluation import metrics
 from probprompt.report.page import write
 from probprompt.results.naming import backbone_slug, backbone_words
 from probprompt.runs.book import Recorded
-from probprompt.runs.files import read_json
+from probprompt.runs.files import natural_order, read_json
 from probprompt.runs.grid import CUSTOM, describe
-from probprompt.runs.record import Run
+from probprompt.runs.record import Run, settings_hash
 
 FORMAT = 1
 CLASSES = 50  # shown at most in the picture of a similarity: files stay small
@@ -125,7 +125,7 @@ def count_tasks(record: Mapping[str, Any]) -> int:
     return len(stream.get("test_classes") or stream["tasks"])
 
 
-def _usual(config: Settings, tasks: int | None) -> Settings:
+def _usual(config: Settings, tasks: object) -> Settings:
     """What the preset of a run says, or the defaults where it has none."""
     method, benchmark = config["method"]["name"], str(config["data"]["benchmark"])
     if config.get("preset") in presets.NAMES:
@@ -138,10 +138,7 @@ def departures(record: Mapping[str, Any]) -> dict[str, Any]:
     config = record["config"]
     tasks = config["data"].get("tasks")
     try:
-        usual, own = (
-            flatten(parse_config(part).model_dump(mode="json"))
-            for part in (_usual(config, tasks if isinstance(tasks, int) else None), config)
-        )
+        usual, own = (flatten(parse_config(part).model_dump(mode="json")) for part in (_usual(config, tasks), config))
     except UserError:  # settings of another version: whatever they are, runs that share them belong together
         text = json.dumps({**config, "seeds": None}, sort_keys=True)
         return {"config": hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}
@@ -232,7 +229,7 @@ def _bare(config: Settings) -> Settings | None:
 def read_entries(book: Path) -> list[Entry]:
     """All runs of a book, in the order of their files; what else lies there is passed over."""
     paths = [path for path in book.glob("*/*/*.json") if _FILE.fullmatch(path.name)]
-    return [read_entry(book, path) for path in sorted(paths, key=lambda path: _natural(path.relative_to(book)))]
+    return [read_entry(book, path) for path in sorted(paths, key=lambda path: natural_order(path.relative_to(book)))]
 
 
 def read_entry(book: Path, path: Path) -> Entry:
@@ -249,11 +246,6 @@ def read_entry(book: Path, path: Path) -> Entry:
     if wrong:
         raise UserError(f"{path} was changed by hand: its metrics are not those of its matrix; add the run again")
     return entry
-
-
-def _natural(path: Path) -> list[str | int]:
-    """Sorts s12 after s2."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.as_posix())]
 
 
 # Writing
@@ -300,7 +292,7 @@ def _runs(path: Path) -> Iterator[Run]:
     if (path / "run.json").exists():
         yield Run.open(path)
         return
-    inside = sorted(path.rglob("run.json"), key=_natural)
+    inside = sorted(path.rglob("run.json"), key=natural_order)
     if not inside:
         raise UserError(f"{path} is no run and holds none: name the folder of a run, or one with runs inside")
     yield from (Run.open(found.parent) for found in inside)
@@ -309,7 +301,7 @@ def _runs(path: Path) -> Iterator[Run]:
 def content_of(run: Run) -> dict[str, Any]:
     """What the book says of a finished run."""
     record, matrix = run.record, run.matrix
-    own = hashlib.sha256(json.dumps(record["config"], sort_keys=True).encode()).hexdigest()
+    own = settings_hash(record["config"])
     if own != record["config_hash"]:
         raise UserError(f"{run.folder}/run.json was changed by hand: its settings do not have the hash that it records")
     inside = run.folder / "diagnostics.json"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,11 @@ def remove_parts(folder: Path) -> None:
         if is_part(path):
             with suppress(OSError):
                 path.unlink()
+
+
+def natural_order(path: Path) -> list[str | int]:
+    """A key that sorts paths by the numbers in them: 10 after 2."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.as_posix())]
 
 
 def is_part(path: Path) -> bool:

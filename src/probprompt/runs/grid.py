@@ -273,8 +273,7 @@ class Grid:
         base: dict[str, Any] = {"data": {"benchmark": benchmark}, "method": {"name": method}}
         if preset != CUSTOM:
             try:
-                tasks = self._settings.get("data.tasks")
-                base = presets.settings(preset, method, benchmark, tasks if isinstance(tasks, int) else None)
+                base = presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
             except UserError as problem:
                 left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
                 left_out[method] = str(problem)

@@ -26,7 +26,12 @@ FORMAT = 1
 
 def config_hash(config: RunConfig) -> str:
     """Fingerprint of all settings."""
-    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    return settings_hash(config.model_dump(mode="json"))
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """Fingerprint of settings as they are written down."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 class Run:

@@ -7,6 +7,7 @@ once: the same kernels on the same memory, so what goes in is copied to where th
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -106,15 +107,13 @@ def look_ahead(batches: Iterator[Inputs], look: Captured, learn: Captured) -> It
     Where both are captured, looking runs beside the learning from the batch before, which it does not depend on.
     """
     while True:
-        side = look.stream
-        if side is None or not (look.warm and learn.warm) or learn.taken is None:
+        side = look.stream if look.warm and learn.warm and learn.taken else None
+        if side and learn.taken:
+            side.wait_event(learn.taken)
+        with torch.cuda.stream(side) if side else nullcontext():
             inputs = next(batches, None)
             seen = look(inputs.images) if inputs else ()
-        else:
-            side.wait_event(learn.taken)
-            with torch.cuda.stream(side):
-                inputs = next(batches, None)
-                seen = look(inputs.images) if inputs else ()
+        if side:
             torch.cuda.current_stream().wait_stream(side)
         if inputs is None:
             return
