@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from probprompt import api
 from probprompt.checkpoints import load_backbone
 from probprompt.config import parse_config
+from probprompt.errors import UserError
 from probprompt.runs import execute, files
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.progress import Watcher
@@ -528,3 +529,16 @@ def test_other_weights_are_refused_with_both_fingerprints(stopped: Stopped, prob
     finally:
         stopped.weights.write_bytes(whole)
     assert recorded != found and recorded in message and found in message
+
+
+def test_other_pixels_than_at_the_beginning_are_refused(settings: Any) -> None:
+    workshop = execute.prepare(parse_config(settings()), torch.device("cpu"), Watcher())
+    record = execute.describe(workshop, "run")
+    execute._refuse_changed_data(record, workshop)  # nothing is kept on disk: there is no hash to compare
+    workshop.learner.images = replace(workshop.learner.images, sha256="b" * 64)
+    execute._refuse_changed_data(record, workshop)
+    record["data"]["train"]["pixels_sha256"] = "b" * 64
+    execute._refuse_changed_data(record, workshop)
+    record["data"]["train"]["pixels_sha256"] = "a" * 64
+    with pytest.raises(UserError, match=r"the pixels of the train images of .* \(hash a{12}, now b{12}\)"):
+        execute._refuse_changed_data(record, workshop)

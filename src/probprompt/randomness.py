@@ -81,11 +81,6 @@ class Noise:
         """How many rows the whole batch has, where it is more than the ones here."""
         self._source: torch.Generator | None = None
 
-    @classmethod
-    def of(cls, device: torch.device, *key: Key) -> "Noise":
-        """The noise of this key."""
-        return cls(torch.tensor([number(*key)], device=device))
-
     def normal(self, shape: tuple[int, int, int, int], place: int) -> Tensor:
         """Standard normal numbers (B, M, K, D) for M pools; ``place`` numbers the first of them among all.
 

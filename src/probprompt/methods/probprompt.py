@@ -122,9 +122,7 @@ class ProbPrompt(Method):
             tokens = self._sample_mixture(query, context)
         weight = self.config.regularisation
         loss = weight * self.drift() if context.training and weight else None
-        halves = tokens.unflatten(1, (2 * len(self.config.blocks), -1)).unbind(
-            dim=1
-        )  # (B, M / 2, D): keys, values, ...
+        halves = tokens.unflatten(1, (2 * len(self.config.blocks), -1)).unbind(dim=1)  # (B, M / 2, D) each
         each = map(Prefix, halves[::2], halves[1::2])
         return Prompted(dict(zip(self.config.blocks, each, strict=True)), loss)
 

@@ -288,22 +288,18 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
 
 def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
     stream, remedy = record["stream"], "put them back as they were, or start a new run"
-    now = order_hash(workshop.stream, workshop.class_names)
+    sides = {"train": workshop.learner.images.sha256, "test": workshop.scorer.images.sha256}
+    pixels = {side: record.get("data", {}).get(side, {}).get("pixels_sha256") for side in sides}
     for what, before, after in (
-        ("tasks", stream["order_hash"], now),
+        ("tasks", stream["order_hash"], order_hash(workshop.stream, workshop.class_names)),
         ("images", stream["split_hash"], workshop.split_hash),
+        # Pixels have a hash only where they are kept on disk.
+        *((f"pixels of the {side} images", pixels[side], now) for side, now in sides.items() if now and pixels[side]),
     ):
         if before != after:
             raise UserError(
                 f"the {what} of {workshop.config.data.benchmark} are not those the run began with "
                 f"(hash {before[:12]}, now {after[:12]}): {remedy}"
-            )
-    for side, images in (("train", workshop.learner.images), ("test", workshop.scorer.images)):
-        old, new = record.get("data", {}).get(side, {}).get("pixels_sha256"), images.sha256
-        if old and new and old != new:
-            raise UserError(
-                f"the pixels of the {side} images of {workshop.config.data.benchmark} are not those the run began with "
-                f"(hash {old[:12]}, now {new[:12]}): {remedy}"
             )
     changed = sorted(set(record["skipped"]) ^ set(workshop.skipped))
     if changed:
