@@ -384,13 +384,12 @@ def _expanded(prefix: Prompt | None, batch: int) -> tuple[Tensor, Tensor] | None
 
 def _embed_patches(projection: nn.Conv2d, images: Tensor, base: Tensor) -> Tensor:
     """Patches by one product, which is what a convolution without overlap is, put behind the other tokens of base."""
-    high, wide = projection.kernel_size[0], projection.kernel_size[1]
-    batch, colours, height, width = images.shape
-    grid = images.view(batch, colours, height // high, high, width // wide, wide)
-    rows = grid.permute(0, 2, 4, 1, 3, 5).reshape(-1, colours * high * wide)  # (B patches, 3 p p)
+    from probprompt.kernels.patches import patches as cut
+
+    rows = cut(images, projection.kernel_size[0], projection.kernel_size[1])  # (B patches, 3 p p)
     patches = functional.linear(rows, projection.weight.flatten(1), projection.bias)
-    patches = patches.view(batch, -1, base.shape[2])  # (B, patches, D)
-    tokens = base.new_empty(batch, *base.shape[1:])  # (B, T, D)
+    patches = patches.view(len(images), -1, base.shape[2])  # (B, patches, D)
+    tokens = base.new_empty(len(images), *base.shape[1:])  # (B, T, D)
     before = base.shape[1] - patches.shape[1]
     tokens[:, :before] = base[:, :before]
     torch.add(patches, base[:, before:], out=tokens[:, before:])

@@ -2,7 +2,8 @@
 
 :mod:`~probprompt.kernels.norm` and :mod:`~probprompt.kernels.attention` serve the frozen blocks
 (:mod:`probprompt.fused`), :mod:`~probprompt.kernels.mixture` and :mod:`~probprompt.kernels.sampling` ProbPrompt's
-equations, :mod:`~probprompt.kernels.crop` the views of images.
+equations, :mod:`~probprompt.kernels.crop` and
+:mod:`~probprompt.kernels.patches` the way from stored pixels to views and patches.
 """
 
 import importlib.util
