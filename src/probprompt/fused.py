@@ -21,6 +21,8 @@ Prefixed = tuple[Tensor, Tensor]
 """Keys and values before the sequence's own, (B, P, W) each."""
 KeptMlp = tuple[Tensor, ...]
 """What the way back through an MLP needs: the sum (R, D) that goes into its norm, and what else it chose to keep."""
+Normed = tuple[Tensor, Tensor, Tensor]
+"""Rows (R, D) after a norm, with their means and one over their deviations before it, (R,) each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,24 @@ class Norm:
         return cls(layer.weight.detach(), layer.bias.detach(), float(layer.eps))
 
 
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Tokens between two blocks."""
+
+    total: Tensor  # (R, D)
+    update: Tensor | None = None  # (R, D), still to be added
+    normed: Normed | None = None
+    """After the norm that comes next, where it was taken already."""
+
+    def go_through(self, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The sum, added up, and its norm."""
+        from probprompt.kernels.norm import add_norm
+
+        if self.normed is not None:
+            return self.total, *self.normed
+        return add_norm(self.total, self.update, *norm.parts)
+
+
 class WideMlp:
     """The MLP of a block with its norm and both residual sums, the second of which is left to whoever norms it next."""
 
@@ -80,14 +100,14 @@ class WideMlp:
         self.norm = Norm.of(block.norm2)
         self.fc1, self.fc2 = Linear.of(block.mlp.fc1), Linear.of(block.mlp.fc2, block.ls2)
 
-    def forward(self, before: Tensor, update: Tensor) -> tuple[Tensor, Tensor | None, KeptMlp]:
-        """A sum (R, D) + (R, D) to another; the second part may be nothing."""
+    def forward(self, before: Tensor, update: Tensor, following: Norm | None) -> tuple[Sum, KeptMlp]:
+        """A sum (R, D) + (R, D) to another, which may go through a norm next."""
         from probprompt.kernels.activation import gelu
         from probprompt.kernels.norm import add_norm
 
         middle, normed, mean, rstd = add_norm(before, update, *self.norm.parts)
         hidden = self.fc1(normed)  # (R, 4 D)
-        return middle, self.fc2(gelu(hidden)), (middle, mean, rstd, hidden)
+        return Sum(middle, self.fc2(gelu(hidden))), (middle, mean, rstd, hidden)
 
     def backward(self, gradient: Tensor, kept: KeptMlp) -> Tensor:
         """Gradient (R, D) of the sum that it gives to that of the sum that it is given."""
@@ -110,12 +130,13 @@ class NarrowMlp(WideMlp):
         hidden, width = block.mlp.fc1.weight.shape
         return bool(hidden == 4 * width and fits(width))
 
-    def forward(self, before: Tensor, update: Tensor) -> tuple[Tensor, Tensor | None, KeptMlp]:
-        """A sum (R, D) + (R, D) to one that is added up already."""
+    def forward(self, before: Tensor, update: Tensor, following: Norm | None) -> tuple[Sum, KeptMlp]:
+        """A sum (R, D) + (R, D) to one that is added up already, and normed."""
         from probprompt.kernels.mlp import mlp
 
-        middle, after = mlp(before, update, self.norm.parts, *self.fc1.parts, *self.fc2.parts)
-        return after, None, (middle,)
+        layers = (*self.fc1.parts, *self.fc2.parts)
+        middle, after, normed = mlp(before, update, self.norm.parts, *layers, following.parts if following else None)
+        return Sum(after, None, normed), (middle,)
 
     def backward(self, gradient: Tensor, kept: KeptMlp) -> Tensor:
         """Gradient (R, D) of the sum that it gives to that of the sum that it is given."""
@@ -166,18 +187,17 @@ class FusedBlock:
         return self.qkv(normed).view(*tokens.shape[:2], -1)
 
     def forward(
-        self, total: Tensor, update: Tensor | None, shape: torch.Size, prefix: Prefixed | None, qkv: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Kept]:
-        """Tokens as a sum (R, D) + (R, D) to the same; shape (B, T, D); what qkv is may be known already."""
+        self, tokens: Sum, shape: torch.Size, prefix: Prefixed | None, qkv: Tensor | None, following: Norm | None
+    ) -> tuple[Sum, Kept]:
+        """Tokens of shape (B, T, D) to the same, which may go through a norm next; what qkv is may be known."""
         from probprompt.kernels.attention import attention
-        from probprompt.kernels.norm import add_norm
 
-        before, normed, mean, rstd = add_norm(total, update, *self.norm1.parts)
+        before, normed, mean, rstd = tokens.go_through(self.norm1)
         if qkv is None:
             qkv = self.qkv(normed).view(*shape[:2], -1)  # (B, T, 3 W)
         mixed, logsumexp = attention(qkv, self.heads, self.scale, prefix)  # (B, T, W)
-        total, update, kept = self.mlp.forward(before, self.proj(mixed.flatten(0, 1)))
-        return total, update, Kept(before, mean, rstd, qkv, prefix, mixed, logsumexp, kept)
+        result, kept = self.mlp.forward(before, self.proj(mixed.flatten(0, 1)), following)
+        return result, Kept(before, mean, rstd, qkv, prefix, mixed, logsumexp, kept)
 
     def backward(self, gradient: Tensor, kept: Kept, own: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradient (R, D) of what the block gives to that of what it is given (if asked for), and the prefix's."""
@@ -267,28 +287,26 @@ def _forward(
     keep_from: int,
 ) -> tuple[tuple[Tensor, Tensor | None], list[Kept], KeptLast | None]:
     """Run the blocks, keeping what the way back needs from block ``keep_from`` on."""
-    total, update = tokens.flatten(0, 1), None  # (R, D)
-    everything = []
-    for index, block in enumerate(blocks):
+    sums, everything = Sum(tokens.flatten(0, 1)), []
+    after: list[Norm | None] = [*(block.norm1 for block in blocks[1:]), last.norm1 if last else None]
+    for index, (block, following) in enumerate(zip(blocks, after, strict=True)):
         key, value = flat[2 * index], flat[2 * index + 1]
         prefix = None if key is None or value is None else (key, value)
-        total, update, kept = block.forward(total, update, tokens.shape, prefix, qkv if index == 0 else None)
+        sums, kept = block.forward(sums, tokens.shape, prefix, qkv if index == 0 else None, following)
         if index >= keep_from:
             everything.append(kept)
     if last is None:
+        total, update = sums.total, sums.update
         return ((total if update is None else total + update).view_as(tokens), None), everything, None
-    first, mixed, kept_last = _read_out(last, total, update, tokens.shape)
+    first, mixed, kept_last = _read_out(last, sums, tokens.shape)
     return (first, mixed), everything, kept_last
 
 
-def _read_out(
-    last: FusedBlock, total: Tensor, update: Tensor | None, shape: torch.Size
-) -> tuple[Tensor, Tensor, KeptLast]:
+def _read_out(last: FusedBlock, tokens: Sum, shape: torch.Size) -> tuple[Tensor, Tensor, KeptLast]:
     """The first token of each sequence and what the last block's attention mixes for it."""
-    from probprompt.kernels.norm import add_norm
     from probprompt.kernels.readout import read
 
-    before, normed, mean, rstd = add_norm(total, update, *last.norm1.parts)
+    before, normed, mean, rstd = tokens.go_through(last.norm1)
     packed = last.keys_and_values()(normed).view(*shape[:2], -1)  # (B, T, 2 W)
     query = last.queries()(normed.view(shape)[:, 0])  # (B, W)
     mixed, weights = read(query, packed, last.heads, last.scale)

@@ -3,8 +3,9 @@
 A program holds a block of whole rows, so that it norms them itself, and walks over the hidden layer chunk by chunk:
 what the first layer gives goes through the GELU and into the second one while it is still in registers. Neither the
 normed rows nor the hidden layer ever go to memory: the way back computes both again from what went into the norm, which
-is one more product and saves keeping them. Both ways sum over the hidden layer in a fixed order, so that what a row
-gives depends neither on its neighbours nor on how the rows are cut.
+is one more product and saves keeping them. On the way forth it also takes the norm that the next block begins with.
+Both ways sum over the hidden layer in a fixed order, so that what a row gives depends neither on its neighbours nor on
+how the rows are cut.
 
 Blocks of a product are powers of two wide. A width that is none, such as 192, is cut into two that are (128 + 64), both
 where it is summed over and where it is the result, so that nothing is computed in vain.
@@ -12,6 +13,8 @@ where it is summed over and where it is the result, so that nothing is computed 
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
 
+from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +31,8 @@ LEAST = 16
 
 Norm = tuple[Tensor, Tensor, float]
 """A layer norm: its weight (D,), its bias (D,), and what it adds to the variance."""
+Normed = tuple[Tensor, Tensor, Tensor]
+"""Rows after a layer norm (R, D), their means and one over their deviations before it (R,), in float32."""
 
 
 class Tuning(NamedTuple):
@@ -43,12 +48,14 @@ class Tuning(NamedTuple):
     registers: int | None = None  # of a thread, at most
 
 
-FORWARD = {192: Tuning(64, 64, 4, 3), 256: Tuning(128, 64, 8, 2)}
+FORWARD = {192: Tuning(128, 64, 8, 3), 256: Tuning(128, 64, 8, 2)}
 """By width, at most."""
 BACKWARD = {192: Tuning(128, 64, 8, 3, held=1), 256: Tuning(64, 32, 4, 3)}
 """The same for the way back."""
-FEW = 64 * 132
-"""Up to so many rows a program takes 64 of them: on a GPU of 132 processors all still run side by side."""
+SMALL = 64
+"""Rows of a program that leave none of a GPU's processors idle where more would."""
+PROCESSORS = 132
+"""How many run side by side where there is no GPU to be asked."""
 SINGLE = Tuning(16, 32, 4, 1)
 """For float32, whose products run without tensor cores."""
 
@@ -310,8 +317,14 @@ def _forward(
     bias1: tl.tensor | None,
     weight2: tl.tensor,
     bias2: tl.tensor | None,
+    next_weight: tl.tensor | None,
+    next_bias: tl.tensor | None,
+    next_eps: tl.tensor,
     middle: tl.tensor,
     after: tl.tensor,
+    normed: tl.tensor | None,
+    mean: tl.tensor | None,
+    rstd: tl.tensor | None,
     count: tl.tensor,
     plan: tl.constexpr,
 ) -> None:
@@ -339,7 +352,14 @@ def _forward(
     known = row < count - start
     if bias2 is not None:
         totals = _added(totals, _vector(bias2, plan))
-    _write(after + place, _added(totals, _again(middle + place, row, known, plan)), row, known, plan)
+    low, high = _added(totals, _again(middle + place, row, known, plan))
+    low, high = low.to(kind), high.to(kind)
+    _write(after + place, (low, high), row, known, plan)
+    if next_weight is not None:
+        moments = _moments((low, high), next_eps, plan)
+        _write(normed + place, _norm((low, high), moments, next_weight, next_bias, plan), row, known, plan)
+        tl.store(mean + start + row, moments[0].reshape(plan.rows), mask=known)
+        tl.store(rstd + start + row, moments[1].reshape(plan.rows), mask=known)
 
 
 @triton.jit
@@ -427,18 +447,26 @@ def mlp(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    following: Norm | None = None,
+) -> tuple[Tensor, Tensor, Normed | None]:
     """The sum before + update (R, D), and that sum plus what the MLP makes of its layer norm (R, D).
 
-    The MLP is the layer (H, D), the exact GELU and the layer (D, H). The first sum is rounded to the dtype of the rows
-    before its norm is taken.
+    The MLP is the layer (H, D), the exact GELU and the layer (D, H). Each sum is rounded to the dtype of the rows
+    before its norm is taken. The second sum's own norm comes along where it is given: ``following``.
     """
     _check(before, update, norm, weight1, weight2)
+    if following is not None:
+        _check_norm(following, before.shape[1])
     middle, after = torch.empty_like(before), torch.empty_like(before)  # (R, D)
-    grid, options = _launch(before, weight1, FORWARD)
-    inputs = (before, update, *norm, weight1, bias1, weight2, bias2)
-    _forward[grid](*inputs, middle, after, before.shape[0], **options)
-    return middle, after
+    normed = None
+    if following is not None:
+        mean, rstd = before.new_empty(2, before.shape[0], dtype=torch.float32)  # (R,) each
+        normed = torch.empty_like(before), mean, rstd
+    weights = (*norm, weight1, bias1, weight2, bias2, *(following or (None, None, 0.0)))
+    for part, grid, options in _launches(before, weight1, FORWARD):
+        results = [None if one is None else one[part] for one in (middle, after, *(normed or (None, None, None)))]
+        _forward[grid](before[part], update[part], *weights, *results, part.stop - part.start, **options)
+    return middle, after, normed
 
 
 def mlp_backward(
@@ -447,8 +475,9 @@ def mlp_backward(
     """The gradient (R, D) of the first sum that :func:`mlp` gives, for the gradient (R, D) of the second."""
     _check(middle, grad, norm, weight1, weight2)
     result = torch.empty_like(middle)  # (R, D)
-    grid, options = _launch(middle, weight1, BACKWARD)
-    _backward[grid](grad, middle, *norm, weight1, bias1, weight2, result, middle.shape[0], **options)
+    weights = (*norm, weight1, bias1, weight2)
+    for part, grid, options in _launches(middle, weight1, BACKWARD):
+        _backward[grid](grad[part], middle[part], *weights, result[part], part.stop - part.start, **options)
     return result
 
 
@@ -462,9 +491,7 @@ def _check(rows: Tensor, other: Tensor, norm: Norm, weight1: Tensor, weight2: Te
     if weight1.shape != (hidden, width) or weight2.shape != (width, hidden):
         shapes = [tuple(tensor.shape) for tensor in (rows, weight1, weight2)]
         raise UserError(f"the MLP's kernel takes (R, D), (H, D) and (D, H), not {shapes[0]}, {shapes[1]}, {shapes[2]}")
-    if norm[0].shape != (width,) or norm[1].shape != (width,):
-        shapes = [tuple(tensor.shape) for tensor in norm[:2]]
-        raise UserError(f"the MLP's kernel takes a norm of {width} weights and biases, not of {shapes[0]}, {shapes[1]}")
+    _check_norm(norm, width)
     tensors = (rows, other, weight1, weight2)
     if not all(tensor.is_contiguous() and tensor.dtype == rows.dtype for tensor in tensors):
         raise UserError("the MLP's kernel takes tensors of one dtype that lie in order in memory: call contiguous()")
@@ -473,16 +500,41 @@ def _check(rows: Tensor, other: Tensor, norm: Norm, weight1: Tensor, weight2: Te
         raise UserError(f"the MLP's kernel takes an update or a gradient for every row, not {given}")
 
 
-def _launch(rows: Tensor, weight1: Tensor, table: dict[int, Tuning]) -> tuple[tuple[int], dict[str, object]]:
-    """The grid, and what the kernels are compiled for."""
-    count, width = rows.shape
+def _check_norm(norm: Norm, width: int) -> None:
+    if norm[0].shape != (width,) or norm[1].shape != (width,):
+        shapes = [tuple(tensor.shape) for tensor in norm[:2]]
+        raise UserError(f"the MLP's kernel takes a norm of {width} weights and biases, not of {shapes[0]}, {shapes[1]}")
+
+
+def _launches(
+    rows: Tensor, weight1: Tensor, table: dict[int, Tuning]
+) -> Iterator[tuple[slice, tuple[int], dict[str, object]]]:
+    """Which rows are to be launched together, on which grid, and what the kernels are compiled for."""
+    width, hidden = rows.shape[1], weight1.shape[0]
     tuning = SINGLE if rows.dtype == torch.float32 else table[min(most for most in table if most >= width)]
-    if count <= FEW and tuning.rows > 64:
-        tuning = tuning._replace(rows=64, warps=4)
-    hidden = weight1.shape[0]
     low = 1 << (width.bit_length() - 1)
-    chunk = min(tuning.chunk, hidden & -hidden)
-    held = tuning.held if width > low else 0
-    plan = Plan(width, low, width - low, hidden, tuning.rows, chunk, held)
-    options = {"num_warps": tuning.warps, "num_stages": tuning.stages, "maxnreg": tuning.registers}
-    return (triton.cdiv(count, tuning.rows),), {"plan": plan, **options}
+    for part, cut in _cut(len(rows), tuning, _processors(rows.device)):
+        held = cut.held if width > low else 0
+        plan = Plan(width, low, width - low, hidden, cut.rows, min(cut.chunk, hidden & -hidden), held)
+        options = {"num_warps": cut.warps, "num_stages": cut.stages, "maxnreg": cut.registers}
+        yield part, (triton.cdiv(part.stop - part.start, cut.rows),), {"plan": plan, **options}
+
+
+def _cut(count: int, tuning: Tuning, processors: int) -> list[tuple[slice, Tuning]]:
+    """As many rows as keep all processors busy at a time; what is left in small blocks, if one for each will do.
+
+    >>> [(part, cut.rows) for part, cut in _cut(1000, Tuning(128, 64, 8, 3), processors=6)]
+    [(slice(0, 768, None), 128), (slice(768, 1000, None), 64)]
+    >>> [(part, cut.rows) for part, cut in _cut(1300, Tuning(128, 64, 8, 3), processors=6)]
+    [(slice(0, 1300, None), 128)]
+    """
+    whole = count - count % (tuning.rows * processors)
+    if tuning.rows <= SMALL or not 0 < count - whole <= SMALL * processors:
+        return [(slice(0, count), tuning)]
+    small = tuning._replace(rows=SMALL, warps=tuning.warps * SMALL // tuning.rows)
+    return [(slice(0, whole), tuning)] * (whole > 0) + [(slice(whole, count), small)]
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS

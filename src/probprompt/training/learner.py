@@ -366,10 +366,12 @@ class Step:
         captured = kernels.usable(learner.device) and self.world.alone  # without kernels noise needs the host
         looks = not learner.model.static and not learner.model.backbone.learns
         self.learn, self._look = Captured(self._learn, captured, 0), Captured(self._see, captured and looks, 1)
+        # An external event is recorded anew whenever a captured step is replayed.
+        self._pause = torch.cuda.Event(external=True) if captured and looks else None
 
     def ahead(self, batches: Iterator[Inputs]) -> Iterator[tuple[Tensor, ...]]:
         """What :attr:`learn` is to be called with, batch by batch."""
-        return look_ahead(batches, self._look, self.learn)
+        return look_ahead(batches, self._look, self.learn, self._pause)
 
     def _see(self, images: Tensor) -> tuple[Tensor, ...]:
         """What the backbone makes of images before any prompt; nothing where it learns, or features are frozen."""
@@ -384,7 +386,9 @@ class Step:
     def _learn(self, labels: Tensor, seed: Tensor, *seen: Tensor) -> tuple[Tensor, ...]:
         noise = Noise(seed, self.own.start, self.batch)
         context = Context(True, self.task.index, labels, self.task.first, noise)
+        self.learner.model.on_the_way_back = None if self._pause is None else self._note_pause
         features, loss = self._features(seen, context)
+        self.learner.model.on_the_way_back = None
         logits = self.learner._logits(features, self.first)  # (B, new), or (B, C) where old classes are compared with
         labels = labels - self.first  # (B,)
         objective = self._weighed(nn.functional.cross_entropy(logits, labels))
@@ -396,6 +400,10 @@ class Step:
         right = self._weighed((logits.argmax(dim=1) == labels).float().mean())
         self.tally += torch.stack([objective.detach(), right])
         return ()
+
+    def _note_pause(self) -> None:
+        assert self._pause is not None
+        self._pause.record()
 
     def _features(self, seen: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor | None]:
         """Features of a batch, and what the method adds to the loss."""

@@ -1,6 +1,6 @@
 """The whole model: image to query, query to prompts, image and prompts to features, features to logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from probprompt.backbone import DTYPES, Embedded, FrozenViT, Precision
 from probprompt.heads import Head
 from probprompt.methods import EVALUATION, Context, Method
+from probprompt.prompts import Prompts, Tokens
 
 
 class PromptedModel(nn.Module):
@@ -17,6 +18,8 @@ class PromptedModel(nn.Module):
         super().__init__()
         self.backbone, self.method, self.head = backbone, method, head
         self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
+        self.on_the_way_back: Callable[[], None] | None = None
+        """Called in a backward pass when the backbone is behind it, and what is left is the method's own."""
         if method.trains_backbone:
             backbone.unfreeze()
 
@@ -67,6 +70,8 @@ class PromptedModel(nn.Module):
         prompted = self.method.prompts(query, context)
         if not prompted.prompts and not self.method.trains_backbone:
             return self.backbone.query(images), prompted.loss
+        if self.on_the_way_back is not None:
+            _call_on_the_way_back(self.on_the_way_back, prompted.prompts)
         device = next(self.backbone.parameters()).device
         with torch.autocast(device.type, DTYPES[self._mixed], enabled=self._mixed != "fp32"):
             return self.backbone.features(images, prompted.prompts, self.method.readout), prompted.loss
@@ -85,3 +90,11 @@ class PromptedModel(nn.Module):
         query = self.query(seen) if query is None else query
         logits: Tensor = self.head(self.head_input(self.features(seen, EVALUATION, query)[0], query))
         return logits
+
+
+def _call_on_the_way_back(function: Callable[[], None], prompts: Prompts) -> None:
+    """Call a function when the gradient of the first block's prompt is there."""
+    prompt = prompts[min(prompts)]
+    value = prompt.tokens if isinstance(prompt, Tokens) else prompt.key
+    if value.requires_grad:
+        value.register_hook(lambda _: function())

@@ -100,24 +100,29 @@ class Captured:
         return graph
 
 
-def look_ahead(batches: Iterator[Inputs], look: Captured, learn: Captured) -> Iterator[tuple[Tensor, ...]]:
+def look_ahead(
+    batches: Iterator[Inputs], look: Captured, learn: Captured, pause: torch.cuda.Event | None = None
+) -> Iterator[tuple[Tensor, ...]]:
     """What ``learn`` is to be called with, batch by batch: labels, seed, and what ``look`` makes of the images.
 
-    Where both are captured, looking runs beside the learning from the batches before, which it does not depend on.
+    Where both are captured, looking runs beside the learning from the batches before, which it does not depend on. It
+    begins at the event that learning records when it comes to a part that leaves the GPU nearly idle.
     """
     while not (look.warm and learn.warm and learn.taken):
         inputs = next(batches, None)
         if inputs is None:
             return
         yield inputs.labels, inputs.seed, *look(inputs.images)
-    yield from _side_by_side(batches, look, learn)
+    yield from _side_by_side(batches, look, learn, pause)
 
 
-def _side_by_side(batches: Iterator[Inputs], look: Captured, learn: Captured) -> Iterator[tuple[Tensor, ...]]:
+def _side_by_side(
+    batches: Iterator[Inputs], look: Captured, learn: Captured, pause: torch.cuda.Event | None
+) -> Iterator[tuple[Tensor, ...]]:
     """The same on two streams: what was seen in a batch waits in a place of its own while the next is looked at.
 
-    So looking is up to two batches ahead, and fills the many small kernels at the end of a step and the start of
-    another, which leave a GPU nearly idle.
+    So looking is up to two batches ahead: it begins with the small kernels at the end of a step, goes on through those
+    at the start of the next one, and ends during its pass through the backbone.
     """
     main, side = torch.cuda.current_stream(), look.stream
     assert side is not None and learn.taken is not None
@@ -130,6 +135,8 @@ def _side_by_side(batches: Iterator[Inputs], look: Captured, learn: Captured) ->
             side.wait_event(learn.taken)
             waiting = _copied(seen, waiting)
             there = side.record_event()
+            if pause is not None:
+                side.wait_event(pause)
             following, seen = _look_at_next(batches, look)
         main.wait_event(there)
         yield inputs.labels, inputs.seed, *waiting
