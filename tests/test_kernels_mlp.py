@@ -146,7 +146,7 @@ def test_large_blocks_of_rows(width: int, monkeypatch: pytest.MonkeyPatch) -> No
     small_grad = mlp.mlp_backward(grad, middle, norm, *given[:3])
     expected, expected_grad = plainly(middle, norm, given, grad)
     assert_near(small, expected, HALF)
-    monkeypatch.setattr(mlp, "SMALL", 0)
+    monkeypatch.setattr(mlp, "FEW", 0)
     monkeypatch.setattr(mlp, "FORWARD", {width: mlp.Tuning(128, 32, 8, 2)})
     large_middle, large, _ = mlp.mlp(before, update, norm, *given)
     assert torch.equal(large_middle, middle)
@@ -156,25 +156,6 @@ def test_large_blocks_of_rows(width: int, monkeypatch: pytest.MonkeyPatch) -> No
         found = mlp.mlp_backward(grad, middle, norm, *given[:3])
         assert_near(found, expected_grad, HALF)
         assert_near(found, small_grad.double(), HALF)
-
-
-def test_whole_waves_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are launched in two parts are those that are launched in one."""
-    norm, given = norm_of(48, HALF), layers(48, 192, HALF)
-    before, update, grad = rows_of(70, 48, HALF)
-    together, back = mlp.mlp(before, update, norm, *given, norm), mlp.mlp_backward(grad, before, norm, *given[:3])
-    tuning = mlp.Tuning(32, 32, 4, 1)
-    monkeypatch.setattr(mlp, "FORWARD", {48: tuning})
-    monkeypatch.setattr(mlp, "BACKWARD", {48: tuning})
-    monkeypatch.setattr(mlp, "SMALL", 16)
-    monkeypatch.setattr(mlp, "_processors", lambda device: 2)
-    assert [part for part, _, _ in mlp._launches(before, given[0], mlp.FORWARD)] == [slice(0, 64), slice(64, 70)]
-    apart = mlp.mlp(before, update, norm, *given, norm)
-    assert apart[2] is not None and together[2] is not None
-    assert torch.equal(apart[0], together[0])
-    for one, two in zip((apart[1], *apart[2]), (together[1], *together[2]), strict=True):
-        torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-3)
-    torch.testing.assert_close(mlp.mlp_backward(grad, before, norm, *given[:3]), back, rtol=2e-2, atol=2e-3)
 
 
 def test_the_same_twice() -> None:
@@ -201,7 +182,7 @@ def test_rows_beyond_the_last_are_neither_used_nor_written() -> None:
     norm, given = norm_of(32, torch.float32), layers(32, 128, torch.float32)
     before, update, grad, middle, after, slope = (torch.full((32, 32), torch.nan, device=DEVICE) for _ in range(6))
     before[:19], update[:19], grad[:19] = rows_of(19, 32, torch.float32)
-    ((_, grid, options),) = mlp._launches(before, given[0], mlp.FORWARD)
+    grid, options = mlp._launch(before, given[0], mlp.FORWARD)
     mlp._forward[grid](before, update, *norm, *given, None, None, 0.0, middle, after, None, None, None, 19, **options)
     mlp._backward[grid](grad, middle, *norm, *given[:3], slope, 19, **options)
     assert torch.equal(middle[:19], before[:19] + update[:19])
@@ -281,9 +262,8 @@ from probprompt.kernels import mlp
 
 def build(kernel, table, width, name):
     rows = torch.empty(25216, width, dtype=torch.bfloat16, device="meta")
-    launches = list(mlp._launches(rows, torch.empty(4 * width, width, device="meta"), table))
-    assert len(launches) == 2, name
-    for _, _, options in launches:
+    for count in (25216, 100):
+        _, options = mlp._launch(rows[:count], torch.empty(4 * width, width, device="meta"), table)
         build_one(kernel, options, name)
 
 def build_one(kernel, options, name):

@@ -13,8 +13,6 @@ where it is summed over and where it is the result, so that nothing is computed 
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
 
-from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -49,13 +47,12 @@ class Tuning(NamedTuple):
 
 
 FORWARD = {192: Tuning(128, 64, 8, 3), 256: Tuning(128, 64, 8, 2)}
-"""By width, at most."""
+"""By width, at most. Blocks of 128 rows leave processors idle in a second wave, which what runs beside it then takes:
+that is worth more than a kernel that is faster by itself, or a second launch for what is left over."""
 BACKWARD = {192: Tuning(128, 64, 8, 3, held=1), 256: Tuning(64, 32, 4, 3)}
 """The same for the way back."""
-SMALL = 64
-"""Rows of a program that leave none of a GPU's processors idle where more would."""
-PROCESSORS = 132
-"""How many run side by side where there is no GPU to be asked."""
+FEW = 64 * 132
+"""Up to so many rows a program takes 64 of them: on a GPU of 132 processors all still run side by side."""
 SINGLE = Tuning(16, 32, 4, 1)
 """For float32, whose products run without tensor cores."""
 
@@ -462,10 +459,9 @@ def mlp(
     if following is not None:
         mean, rstd = before.new_empty(2, before.shape[0], dtype=torch.float32)  # (R,) each
         normed = torch.empty_like(before), mean, rstd
-    weights = (*norm, weight1, bias1, weight2, bias2, *(following or (None, None, 0.0)))
-    for part, grid, options in _launches(before, weight1, FORWARD):
-        results = [None if one is None else one[part] for one in (middle, after, *(normed or (None, None, None)))]
-        _forward[grid](before[part], update[part], *weights, *results, part.stop - part.start, **options)
+    grid, options = _launch(before, weight1, FORWARD)
+    inputs = (before, update, *norm, weight1, bias1, weight2, bias2, *(following or (None, None, 0.0)))
+    _forward[grid](*inputs, middle, after, *(normed or (None, None, None)), before.shape[0], **options)
     return middle, after, normed
 
 
@@ -475,9 +471,8 @@ def mlp_backward(
     """The gradient (R, D) of the first sum that :func:`mlp` gives, for the gradient (R, D) of the second."""
     _check(middle, grad, norm, weight1, weight2)
     result = torch.empty_like(middle)  # (R, D)
-    weights = (*norm, weight1, bias1, weight2)
-    for part, grid, options in _launches(middle, weight1, BACKWARD):
-        _backward[grid](grad[part], middle[part], *weights, result[part], part.stop - part.start, **options)
+    grid, options = _launch(middle, weight1, BACKWARD)
+    _backward[grid](grad, middle, *norm, weight1, bias1, weight2, result, middle.shape[0], **options)
     return result
 
 
@@ -506,35 +501,16 @@ def _check_norm(norm: Norm, width: int) -> None:
         raise UserError(f"the MLP's kernel takes a norm of {width} weights and biases, not of {shapes[0]}, {shapes[1]}")
 
 
-def _launches(
-    rows: Tensor, weight1: Tensor, table: dict[int, Tuning]
-) -> Iterator[tuple[slice, tuple[int], dict[str, object]]]:
-    """Which rows are to be launched together, on which grid, and what the kernels are compiled for."""
-    width, hidden = rows.shape[1], weight1.shape[0]
+def _launch(rows: Tensor, weight1: Tensor, table: dict[int, Tuning]) -> tuple[tuple[int], dict[str, object]]:
+    """The grid, and what the kernels are compiled for."""
+    count, width = rows.shape
     tuning = SINGLE if rows.dtype == torch.float32 else table[min(most for most in table if most >= width)]
+    if count <= FEW and tuning.rows > 64:
+        tuning = tuning._replace(rows=64, warps=4)
+    hidden = weight1.shape[0]
     low = 1 << (width.bit_length() - 1)
-    for part, cut in _cut(len(rows), tuning, _processors(rows.device)):
-        held = cut.held if width > low else 0
-        plan = Plan(width, low, width - low, hidden, cut.rows, min(cut.chunk, hidden & -hidden), held)
-        options = {"num_warps": cut.warps, "num_stages": cut.stages, "maxnreg": cut.registers}
-        yield part, (triton.cdiv(part.stop - part.start, cut.rows),), {"plan": plan, **options}
-
-
-def _cut(count: int, tuning: Tuning, processors: int) -> list[tuple[slice, Tuning]]:
-    """As many rows as keep all processors busy at a time; what is left in small blocks, if one for each will do.
-
-    >>> [(part, cut.rows) for part, cut in _cut(1000, Tuning(128, 64, 8, 3), processors=6)]
-    [(slice(0, 768, None), 128), (slice(768, 1000, None), 64)]
-    >>> [(part, cut.rows) for part, cut in _cut(1300, Tuning(128, 64, 8, 3), processors=6)]
-    [(slice(0, 1300, None), 128)]
-    """
-    whole = count - count % (tuning.rows * processors)
-    if tuning.rows <= SMALL or not 0 < count - whole <= SMALL * processors:
-        return [(slice(0, count), tuning)]
-    small = tuning._replace(rows=SMALL, warps=tuning.warps * SMALL // tuning.rows)
-    return [(slice(0, whole), tuning)] * (whole > 0) + [(slice(whole, count), small)]
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+    chunk = min(tuning.chunk, hidden & -hidden)
+    held = tuning.held if width > low else 0
+    plan = Plan(width, low, width - low, hidden, tuning.rows, chunk, held)
+    options = {"num_warps": tuning.warps, "num_stages": tuning.stages, "maxnreg": tuning.registers}
+    return (triton.cdiv(count, tuning.rows),), {"plan": plan, **options}
