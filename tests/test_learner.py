@@ -22,7 +22,7 @@ from probprompt.methods.probprompt import ProbPrompt
 from probprompt.runs import execute
 from probprompt.runs.execute import Workshop, prepare
 from probprompt.runs.progress import Watcher
-from probprompt.training.learner import EpochResult, Learner, TaskImages
+from probprompt.training.learner import Ahead, Drawn, EpochResult, Learner, TaskImages
 
 Settings = Callable[..., dict[str, Any]]
 Weights = dict[str, Tensor]
@@ -1056,3 +1056,33 @@ def test_a_refit_that_diverges_is_told(settings: Settings) -> None:
         for task in workshop.tasks[:2]:
             workshop.learner.begin(task)
             workshop.learner.finish(task, lambda _: None)
+
+
+def test_what_is_drawn_ahead_is_what_would_be_drawn() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def draw(task: TaskImages, epoch: int) -> Drawn:
+        asked.append((len(task), epoch))
+        return Drawn(torch.tensor([len(task), epoch]), torch.zeros(1, 2), None)
+
+    def task(images: int) -> TaskImages:
+        return TaskImages(0, 0, 2, torch.arange(images), torch.zeros(images, dtype=torch.long))
+
+    ahead, two, three = Ahead(draw, epochs=3), task(2), task(3)
+    found = [ahead.take(*given).order.tolist() for given in ((two, 0), (two, 1), (two, 2), (three, 0), (two, 1))]
+    assert found == [[2, 0], [2, 1], [2, 2], [3, 0], [2, 1]]
+    # The third epoch is the last; a task of another size does not get what was drawn for this one.
+    assert asked[:4] == [(2, 0), (2, 1), (2, 2), (3, 0)] and (2, 1) in asked[4:]
+
+
+def test_nothing_is_drawn_ahead_on_a_cpu() -> None:
+    asked: list[int] = []
+
+    def draw(task: TaskImages, epoch: int) -> Drawn:
+        asked.append(epoch)
+        return Drawn(torch.zeros(1), torch.zeros(1, 2), None)
+
+    ahead = Ahead(draw, epochs=0)
+    for epoch in range(3):
+        ahead.take(TaskImages(0, 0, 2, torch.arange(2), torch.zeros(2, dtype=torch.long)), epoch)
+    assert asked == [0, 1, 2]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -18,7 +19,7 @@ import probprompt
 from probprompt import api
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
-from probprompt.runs import execute
+from probprompt.runs import checkpoint, execute
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
@@ -517,3 +518,41 @@ def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UserError, match="could not be written: Is a directory"), Run(tmp_path).locked():
         pass
+
+
+def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("probprompt.runs.checkpoint.time.perf_counter", lambda: now)
+    monkeypatch.delenv(checkpoint.SWITCH)
+    saving = checkpoint.Saving()
+    assert saving.due()  # nothing was written yet
+    with saving.timed():
+        now += 0.1
+    due = []
+    for _ in range(8):
+        now += 1
+        due.append(saving.due())
+    assert due == [False] * 4 + [True] * 4  # a fiftieth of five seconds is what the last one took
+    monkeypatch.setenv(checkpoint.SWITCH, "all")
+    with saving.timed():
+        now += 100
+    assert saving.due()
+
+
+def test_a_run_writes_few_checkpoints_and_one_after_each_task(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+    save = checkpoint.save_checkpoint
+
+    def slowly(path: Path, config: str, position: Any, *others: Any) -> None:
+        written.append((position.task, position.epoch))
+        time.sleep(0.2)
+        save(path, config, position, *others)
+
+    monkeypatch.setattr(execute, "save_checkpoint", slowly)
+    monkeypatch.delenv(checkpoint.SWITCH)
+    run = execute.train(parse_config(settings(training={"epochs": 3, "batch": 8})), tmp_path / "run")
+    tasks = len(run.matrix)
+    assert [place for place in written if place[1] == 0] == [(task, 0) for task in range(1, tasks + 1)]
+    assert written[0] == (0, 1) and len(written) == tasks + 1

@@ -67,6 +67,12 @@ class Decoded:
     sha256: str | None = None
     """Of the pixels, where they are kept on disk."""
 
+    @classmethod
+    def of(cls, images: Pixels) -> Self:
+        """Images (n, H, W, 3) that need no decoding."""
+        sizes = np.tile(np.array(images.shape[1:3], np.int64), (len(images), 1))
+        return cls(np.ascontiguousarray(images).reshape(-1), sizes, {})
+
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """(n,): where each image begins in the pixels."""

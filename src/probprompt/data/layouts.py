@@ -215,7 +215,8 @@ def _cifar_side(path: Path, classes: Sequence[str], short_side: int | None) -> I
             return image
         return np.asarray(reduce_to(Image.fromarray(image), short_side))
 
-    return ImageSet(names, labels, read)
+    small = short_side is not None and short_side < pixels.shape[1]
+    return ImageSet(names, labels, read, pixels=None if small else pixels)
 
 
 def _texts(held: Mapping[Any, Any]) -> dict[str, Any]:

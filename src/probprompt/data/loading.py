@@ -280,7 +280,12 @@ class Watching(Protocol):
 
 def load(images: ImageSet, device: torch.device, advance: Advance, workers: int | None = None) -> Loaded:
     """Decode a set, no more than that, and keep it nowhere; files that cannot be read are left out and named."""
-    return _chosen(images, decode(images.read, len(images), advance, workers), np.arange(len(images)), device)
+    if images.pixels is None:
+        decoded = decode(images.read, len(images), advance, workers)
+    else:
+        decoded = Decoded.of(images.pixels)
+        advance(len(images))
+    return _chosen(images, decoded, np.arange(len(images)), device)
 
 
 def load_kept(

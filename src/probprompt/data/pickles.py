@@ -6,7 +6,6 @@ by which NumPy writes an array are words to it, and whatever else a file asks fo
 """
 
 import math
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ _ARRAYS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray",
 _NDARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
 _BYTES = {b"u1", "u1"}
 _MARK = object()
+_STOP = ord(".")
 
 
 class RefusedPickleError(Exception):
@@ -66,7 +66,7 @@ class _Machine:
     """Carries out the instructions of plain data."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = memoryview(data)
+        self.data = data
         self.place = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
@@ -74,33 +74,35 @@ class _Machine:
     def run(self) -> Any:
         """Everything up to the stop."""
         try:
-            while True:
-                code = bytes(self._take(1))
-                if code == b".":
+            while self.place < len(self.data):
+                code = self.data[self.place]
+                self.place += 1
+                if code == _STOP:
                     return self._finished()
-                if code not in _CODES:
-                    raise RefusedPickleError(f"it has the instruction {code!r} at byte {self.place - 1}")
-                _CODES[code](self)
-        except (IndexError, KeyError, TypeError, ValueError, struct.error) as problem:
+                if code not in _BY_NUMBER:
+                    raise RefusedPickleError(f"it has the instruction {bytes([code])!r} at byte {self.place - 1}")
+                _BY_NUMBER[code](self)
+            raise RefusedPickleError("it ends too early")
+        except (IndexError, KeyError, TypeError, ValueError) as problem:
             raise RefusedPickleError(f"it is damaged near byte {self.place} ({problem})") from None
 
     def _finished(self) -> Any:
         (value,) = self.stack
         return value
 
-    def _take(self, count: int) -> memoryview:
+    def _take(self, count: int) -> bytes:
         piece = self.data[self.place : self.place + count]
         if len(piece) < count:
             raise RefusedPickleError("it ends too early")
         self.place += count
         return piece
 
-    def _number(self, form: str) -> int:
-        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
-        return int(value)
+    def _number(self, size: int, signed: bool = False) -> int:
+        """A number of so many bytes."""
+        return int.from_bytes(self._take(size), "little", signed=signed)
 
     def _line(self) -> str:
-        end = bytes(self.data[self.place : self.place + 256]).index(b"\n")
+        end = self.data[self.place : self.place + 256].index(b"\n")
         return str(self._take(end + 1)[:-1], "ascii")
 
     def _to_mark(self) -> list[Any]:
@@ -117,29 +119,29 @@ class _Machine:
         """Put a value on the stack."""
         self.stack.append(value)
 
-    def skip(self, form: str) -> None:
+    def skip(self, size: int) -> None:
         """Pass over a number that says nothing to this reader."""
-        self._number(form)
+        self._number(size)
 
-    def integer(self, form: str) -> None:
+    def integer(self, size: int, signed: bool = False) -> None:
         """A whole number."""
-        self.push(self._number(form))
+        self.push(self._number(size, signed))
 
-    def octets(self, form: str) -> None:
+    def octets(self, size: int) -> None:
         """Bytes, their number before them."""
-        self.push(bytes(self._take(self._number(form))))
+        self.push(self._take(self._number(size)))
 
-    def text(self, form: str) -> None:
+    def text(self, size: int) -> None:
         """Text, its number of bytes before it."""
-        self.push(str(self._take(self._number(form)), "utf-8"))
+        self.push(str(self._take(self._number(size)), "utf-8"))
 
-    def remember(self, form: str | None) -> None:
+    def remember(self, size: int | None) -> None:
         """Keep the top of the stack under a number."""
-        self.memo[len(self.memo) if form is None else self._number(form)] = self.stack[-1]
+        self.memo[len(self.memo) if size is None else self._number(size)] = self.stack[-1]
 
-    def recall(self, form: str) -> None:
+    def recall(self, size: int) -> None:
         """What was kept."""
-        self.push(self.memo[self._number(form)])
+        self.push(self.memo[self._number(size)])
 
     def tuple_of(self, count: int | None) -> None:
         """A tuple of the last so many values, or of all since the mark."""
@@ -197,8 +199,8 @@ class _Machine:
 
 
 _CODES: dict[bytes, Callable[[_Machine], None]] = {
-    b"\x80": lambda machine: machine.skip("<B"),  # the protocol
-    b"\x95": lambda machine: machine.skip("<Q"),  # a frame's length
+    b"\x80": lambda machine: machine.skip(1),  # the protocol
+    b"\x95": lambda machine: machine.skip(8),  # a frame's length
     b"(": lambda machine: machine.push(_MARK),
     b"N": lambda machine: machine.push(None),
     b"\x88": lambda machine: machine.push(True),
@@ -206,20 +208,20 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"}": lambda machine: machine.push({}),
     b"]": lambda machine: machine.push([]),
     b")": lambda machine: machine.push(()),
-    b"K": lambda machine: machine.integer("<B"),
-    b"M": lambda machine: machine.integer("<H"),
-    b"J": lambda machine: machine.integer("<i"),
-    b"U": lambda machine: machine.octets("<B"),
-    b"T": lambda machine: machine.octets("<I"),
-    b"C": lambda machine: machine.octets("<B"),
-    b"B": lambda machine: machine.octets("<I"),
-    b"X": lambda machine: machine.text("<I"),
-    b"\x8c": lambda machine: machine.text("<B"),
-    b"q": lambda machine: machine.remember("<B"),
-    b"r": lambda machine: machine.remember("<I"),
+    b"K": lambda machine: machine.integer(1),
+    b"M": lambda machine: machine.integer(2),
+    b"J": lambda machine: machine.integer(4, signed=True),
+    b"U": lambda machine: machine.octets(1),
+    b"T": lambda machine: machine.octets(4),
+    b"C": lambda machine: machine.octets(1),
+    b"B": lambda machine: machine.octets(4),
+    b"X": lambda machine: machine.text(4),
+    b"\x8c": lambda machine: machine.text(1),
+    b"q": lambda machine: machine.remember(1),
+    b"r": lambda machine: machine.remember(4),
     b"\x94": lambda machine: machine.remember(None),
-    b"h": lambda machine: machine.recall("<B"),
-    b"j": lambda machine: machine.recall("<I"),
+    b"h": lambda machine: machine.recall(1),
+    b"j": lambda machine: machine.recall(4),
     b"\x85": lambda machine: machine.tuple_of(1),
     b"\x86": lambda machine: machine.tuple_of(2),
     b"\x87": lambda machine: machine.tuple_of(3),
@@ -233,6 +235,8 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"R": lambda machine: machine.reduce(),
     b"b": lambda machine: machine.build(),
 }
+
+_BY_NUMBER = {code[0]: action for code, action in _CODES.items()}  # a byte of bytes is a number
 
 
 def _plain(value: Any) -> dict[str | bytes | int, Any]:

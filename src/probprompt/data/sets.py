@@ -25,6 +25,8 @@ class ImageSet:
     """All the files of the folder that the images come from, where they do."""
     rows: NDArray[np.int64] | None = None
     """Which of the files they are."""
+    pixels: Pixels | None = None
+    """All images (n, H, W, 3), where they lie in memory anyway and have one size."""
 
     @classmethod
     def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
@@ -43,6 +45,7 @@ class ImageSet:
             lambda index: self.read(chosen[index]),
             self.files,
             None if self.rows is None else self.rows[chosen],
+            None if self.pixels is None else self.pixels[chosen],
         )
 
 

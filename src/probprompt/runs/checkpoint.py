@@ -3,6 +3,11 @@
 All randomness is keyed, so no generator's state is among it.
 """
 
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,11 @@ from probprompt.alignment import ClassStatistics
 from probprompt.errors import UserError
 from probprompt.runs.tensors import read_tensors, write_tensors
 from probprompt.training.learner import Learner, TaskImages
+
+SWITCH = "PROBPROMPT_CHECKPOINTS"
+"""The environment variable that asks for a checkpoint after every epoch when it is ``all``."""
+SHARE = 0.02
+"""Of the time, for checkpoints after epochs."""
 
 
 @dataclass
@@ -51,6 +61,29 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     if model.method.needs_prototypes:
         tensors["statistics.prototypes"] = learner.prototypes
     return tensors
+
+
+class Saving:
+    """When a checkpoint is written after an epoch: so seldom that they take a small share of the time, together.
+
+    An epoch of a small task may take no longer than writing where it ended. Not more than fifty times what the last
+    checkpoint took is ever lost; after a task there is always one.
+    """
+
+    def __init__(self) -> None:
+        self._ended, self._took = -math.inf, 0.0
+
+    def due(self) -> bool:
+        """Whether it is time for another."""
+        return os.environ.get(SWITCH) == "all" or time.perf_counter() - self._ended >= self._took / SHARE
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around the writing of one."""
+        begun = time.perf_counter()
+        yield
+        self._ended = time.perf_counter()
+        self._took = self._ended - begun
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from probprompt.evaluation import diagnostics, metrics
 from probprompt.evaluation.scoring import Scorer
 from probprompt.heads import make_head
 from probprompt.methods import Method, Shape
-from probprompt.runs.checkpoint import Position, Saved, load_checkpoint, save_checkpoint
+from probprompt.runs.checkpoint import Position, Saved, Saving, load_checkpoint, save_checkpoint
 from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import save_model
 from probprompt.runs.progress import Watcher
@@ -334,6 +334,7 @@ class Execution:
         self._begun = time.perf_counter()
         self._before = sum(self.position.seconds.values())
         self._spend("loading_s", workshop.loading_s)
+        self._saving = Saving()
 
     def run_all(self) -> None:
         """Learn what is left to learn."""
@@ -384,7 +385,8 @@ class Execution:
             step = task.index * self.workshop.config.training.epochs + epoch
             self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
         self.position.task, self.position.epoch = task.index, epoch + 1
-        self._checkpoint(optimiser)
+        if self._saving.due():
+            self._checkpoint(optimiser)
 
     def _score(self, step: int) -> list[float]:
         joint = self.workshop.learner.model.method.joint
@@ -411,7 +413,7 @@ class Execution:
     def _checkpoint(self, optimiser: torch.optim.Optimizer | None) -> None:
         if not self.writes:
             return
-        with self._timed("saving_s"):
+        with self._timed("saving_s"), self._saving.timed():
             save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimiser)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class Learner:
         self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, where a method asks
         self._frozen: tuple[int, tuple[Tensor, Tensor | None]] | None = None  # of which task; features and queries
         self._current: Step | None = None
+        self._ahead = Ahead(self._draw, config.training.epochs if self.device.type == "cuda" else 0)
 
     def begin(self, task: TaskImages) -> None:
         """Make room for the task's classes."""
@@ -229,7 +232,8 @@ class Learner:
     def _align(self, task: TaskImages, advance: Advance) -> None:
         settings, key = self.config.alignment, (self.config.seeds.data, "alignment", task.index)
         if settings.augmented_statistics and not self.model.static:
-            features = self._pass(task, self._random_views(task, "statistics", 0), advance)[0]  # (n, D)
+            views = self._random_views(task, self._draw_views(task, "statistics", 0))
+            features = self._pass(task, views, advance)[0]  # (n, D)
         else:
             features = self._evaluation_features(task, advance)
         self.statistics = self.statistics.extended(features, task.labels, task.classes, key)
@@ -270,30 +274,41 @@ class Learner:
         return head.logits(features, head.weight[first:], head.bias[first:])
 
     def _batches(self, task: TaskImages, epoch: int) -> Iterator[Inputs]:
-        seed, batch, steps = self.config.seeds.data, self._batch(task), self.steps(task)
-        order = torch.from_numpy(randomness.permutation(len(task), seed, "order", task.index, epoch)).to(self.device)
-        seeds = [randomness.number(seed, "noise", task.index, epoch * steps + step) for step in range(steps)]
-        # Each on a boundary of 16 bytes, as captured tensors are: Triton compiles another kernel for other addresses.
-        noise = torch.tensor([[key, 0] for key in seeds], device=self.device)[:, :1]  # (steps, 1)
+        batch, drawn = self._batch(task), self._ahead.take(task, epoch)
+        order, noise = drawn.order.to(self.device), drawn.noise.to(self.device)[:, :1]  # (n,), (steps, 1)
         rows, labels = task.rows[order], task.labels[order]  # (n,)
-        static = self.model.static
-        views = self._evaluation_features(task, lambda _: None) if static else self._random_views(task, "views", epoch)
+        if drawn.views is None:
+            views: Tensor | RandomViews = self._evaluation_features(task, lambda _: None)
+        else:
+            views = self._random_views(task, drawn.views)
         views = views[order]
         own = self.world.part(batch)
-        for step in range(steps):
+        for step in range(self.steps(task)):
             part = slice(step * batch + own.start, step * batch + own.stop)
             view = views[part]
             if isinstance(view, RandomViews):
                 view = self.viewer.random(self.images.store, rows[part], view)
             yield Inputs(view, labels[part], noise[step])
 
-    def _random_views(self, task: TaskImages, purpose: str, epoch: int) -> RandomViews:
-        settings = self.config.training
+    def _draw(self, task: TaskImages, epoch: int) -> "Drawn":
+        seed, steps = self.config.seeds.data, self.steps(task)
+        order = torch.from_numpy(randomness.permutation(len(task), seed, "order", task.index, epoch))
+        seeds = [randomness.number(seed, "noise", task.index, epoch * steps + step) for step in range(steps)]
+        # Each on a boundary of 16 bytes, as captured tensors are: Triton compiles another kernel for other addresses.
+        noise = torch.tensor([[key, 0] for key in seeds])
+        return Drawn(order, noise, None if self.model.static else self._draw_views(task, "views", epoch))
+
+    def _draw_views(self, task: TaskImages, purpose: str, epoch: int) -> tuple[Tensor, Tensor]:
+        """Numbers (n, draws) for the boxes and for the colours of random views."""
         key = (self.config.seeds.data, purpose, task.index, epoch)
-        draws = randomness.uniform((len(task), DRAWS), *key).to(self.device)
+        colours = draws_needed(self.config.training.augmentation)
+        return randomness.uniform((len(task), DRAWS), *key), randomness.uniform((len(task), colours), *key, "colour")
+
+    def _random_views(self, task: TaskImages, drawn: tuple[Tensor, Tensor]) -> RandomViews:
+        settings = self.config.training
+        draws, colours = (part.to(self.device) for part in drawn)
         sizes = self.images.store.sizes[task.rows]  # (n, 2)
         boxes = random_boxes(sizes, draws, settings.crop_scale, flip=settings.flip)
-        colours = randomness.uniform((len(task), draws_needed(settings.augmentation)), *key, "colour").to(self.device)
         return RandomViews(boxes, settings.augmentation, colours)
 
     def _evaluation_features(self, task: TaskImages, advance: Advance) -> Tensor:
@@ -347,6 +362,38 @@ class Learner:
                 f"training.prompt_rate_factor ({self.config.training.prompt_rate_factor}); "
                 "the checkpoint before this epoch is kept"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """All that is drawn at random for an epoch, on the host."""
+
+    order: Tensor  # (n,)
+    noise: Tensor  # (steps, 2): the key of each step's noise
+    views: tuple[Tensor, Tensor] | None  # (n, draws) each; none where features are frozen
+
+
+class Ahead:
+    """Draws for one epoch while the GPU trains the one before, which would wait for it otherwise."""
+
+    def __init__(self, draw: Callable[[TaskImages, int], Drawn], epochs: int) -> None:
+        self._draw, self._epochs = draw, epochs
+        self._next: tuple[tuple[int, int, int], Future[Drawn]] | None = None
+
+    def take(self, task: TaskImages, epoch: int) -> Drawn:
+        """What was drawn for this epoch, or is now; the next one's is begun."""
+        key, ready = (task.index, len(task), epoch), self._next
+        self._next = None
+        drawn = ready[1].result() if ready and ready[0] == key else self._draw(task, epoch)
+        if epoch + 1 < self._epochs:
+            self._next = ((*key[:2], epoch + 1), _helper().submit(self._draw, task, epoch + 1))
+        return drawn
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    """One thread, for numbers that are drawn ahead."""
+    return ThreadPoolExecutor(1, "drawing")
 
 
 class Step:
