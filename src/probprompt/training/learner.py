@@ -51,6 +51,14 @@ class EpochResult:
 Advance = Callable[[int], None]
 
 
+def adapted_tasks(config: RunConfig, trained_head: bool) -> int | None:
+    """In how many tasks prompts learn, from the first on; None: in all."""
+    adapted = config.training.adapt_tasks
+    if adapted is None and not trained_head:
+        return 1  # a solve over all tasks needs features that stay where they are
+    return adapted
+
+
 class Learner:
     """Teaches a model one task after another.
 
@@ -91,9 +99,7 @@ class Learner:
 
     def adapts(self, task: TaskImages) -> bool:
         """Whether prompts learn in this task."""
-        adapted = self.config.training.adapt_tasks
-        if adapted is None and not self.model.head.trained:
-            adapted = 1  # a solve over all tasks needs features that stay where they are
+        adapted = adapted_tasks(self.config, self.model.head.trained)
         return adapted is None or task.index < adapted
 
     def learns_head(self, task: TaskImages) -> bool:
