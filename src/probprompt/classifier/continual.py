@@ -66,7 +66,7 @@ class ContinualClassifier:
         self._predictor: Predictor | None = None
         self._changing = threading.RLock()
 
-    # What it knows ---------------------------------------------------------------------------------------------------
+    # What it knows --------------------------------------------------------------------------------------------------
 
     @property
     def _state(self) -> State:
@@ -99,7 +99,7 @@ class ContinualClassifier:
         """The versions that are kept, the current one last."""
         return [one.version for one in self._kept]
 
-    # Predicting --------------------------------------------------------------------------------------------------------
+    # Predicting -----------------------------------------------------------------------------------------------------
 
     @property
     def predictor(self) -> Predictor:
@@ -136,7 +136,7 @@ class ContinualClassifier:
         given = labelled(images, self._engine.short_side)
         return evaluate(self._engine, self.predictor, self._kept, given, unknown, watcher or Watcher())
 
-    # Changing ----------------------------------------------------------------------------------------------------------
+    # Changing -------------------------------------------------------------------------------------------------------
 
     def learn(
         self, images: object, *, known: Known = "refuse", name: str | None = None, watcher: Watcher | None = None
@@ -217,10 +217,10 @@ class ContinualClassifier:
         kept = (*older, Kept(version, state, secrets.token_hex(8)))[-self.keep_versions :]
         self._kept, self._predictor = kept, predictor
 
-    # On disk -----------------------------------------------------------------------------------------------------------
+    # On disk --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write a classifier, or the versions that are new since it was loaded; killed at any time, it is old or new."""
+        """Write it, or the versions that are new since it was loaded; killed at any time, what is there is old or new."""
         self._save(Store(Path(folder).expanduser()))
 
     def _save(self, store: Store) -> None:
