@@ -220,7 +220,7 @@ class ContinualClassifier:
     # On disk --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write it, or the versions that are new since it was loaded; killed at any time, what is there is old or new."""
+        """Write it, or the versions that are new since it was loaded; killed midway, what is there is old or new."""
         self._save(Store(Path(folder).expanduser()))
 
     def _save(self, store: Store) -> None:
