@@ -51,10 +51,13 @@ class ContinualClassifier:
         device: str | None = None,
         seed: int = 0,
         keep_versions: int = 10,
+        epochs: int | None = None,
         config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         place = pick_device(device)
+        if epochs is not None:
+            settings["training.epochs"] = epochs
         parsed, own_epochs = make_config(preset, method, backbone, place, seed, config, settings)
         if keep_versions < 1:
             raise UserError(f"keep_versions must be at least 1, not {keep_versions}")
