@@ -12,7 +12,7 @@ from probprompt.data import emoji_r
 from probprompt.data.datasets import Dataset
 from probprompt.data.hub import PREFIX, HubDataset
 from probprompt.data.images import ImageFiles
-from probprompt.data.layouts import class_folders, list_classes, same_classes, subfolders
+from probprompt.data.layouts import SIDES, TRAINING, class_folders, list_classes, same_classes, subfolders
 from probprompt.data.sets import Benchmark, ImageData, ImageSet, benchmark, registered, stratified_split
 from probprompt.errors import UserError, suggest
 
@@ -110,13 +110,15 @@ def _list_images(root: Path, classes: tuple[str, ...], short_side: int | None) -
 
 
 def _find_sides(root: Path, test: Path | None) -> tuple[Path, Path | None]:
-    """Use ``train/`` and ``test/`` (or ``val/``) inside the folder where they are all it holds."""
+    """Use ``train/`` and ``test/`` (or ``val/``, ``validation/``) inside the folder where they are all it holds."""
     if test is not None:
         if not test.is_dir():
             raise UserError(f"the test folder {test} is not a folder")
         return root, test
-    inside = {path.name: path for path in subfolders(root)}
-    for other in ("test", "val"):
-        if {"train", other} <= set(inside) <= {"train", "test", "val"}:
-            return inside["train"], inside[other]
+    inside = {path.name.casefold(): path for path in subfolders(root)}
+    train = next((name for name in TRAINING if name in inside), None)
+    if train is not None and set(inside) - {train} <= set(SIDES):
+        for other in SIDES:
+            if other in inside:
+                return inside[train], inside[other]
     return root, None
