@@ -25,7 +25,9 @@ Rename = Callable[[Path, Sequence[str]], tuple[str, ...]]
 
 TRAINING = ("train", "training")
 SIDES = ("test", "testing", "val", "valid", "validation")
-SYSTEM_FOLDERS = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"})
+SYSTEM_FOLDERS = frozenset(
+    {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
+)
 """What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
 _WNID = re.compile(r"n\d{8}")
 

@@ -103,13 +103,32 @@ def _scenes(entries: Sequence[Entry]) -> list[Scene]:
     for entry in entries:
         if entry.method in SHOWN and entry.preset in _PRESETS and not entry.held_out:
             here = str(entry.config["data"]["benchmark"]), entry.backbone
-            way = entry.preset, ", ".join(describe(tuple(entry.varied.items())))
-            groups.setdefault(here, {}).setdefault(way, []).append(entry)
+            groups.setdefault(here, {}).setdefault((entry.preset, _told(entry, own=False)), []).append(entry)
     scenes = []
     for (benchmark, backbone), ways in groups.items():
-        preset, settings = max(ways, key=lambda way: (not way[1], len({e.method for e in ways[way]}), _rank(way)))
-        scenes.append(Scene(benchmark.partition("@")[0], backbone, preset, settings, ways[preset, settings]))
+        kept = {way: _plainest(some) for way, some in ways.items()}
+        way = max(kept, key=lambda way: (not _settings(way, kept[way]), len({e.method for e in kept[way]}), _rank(way)))
+        scenes.append(Scene(benchmark.partition("@")[0], backbone, way[0], _settings(way, kept[way]), kept[way]))
     return scenes
+
+
+def _told(entry: Entry, own: bool) -> str:
+    """What a run has set otherwise than its preset: of its method, or of all else."""
+    return ", ".join(describe(tuple((k, v) for k, v in entry.varied.items() if k.startswith("method.") is own)))
+
+
+def _plainest(entries: Sequence[Entry]) -> list[Entry]:
+    """Of each method the runs with the same settings of its own: none where there are such runs."""
+    chosen: dict[str, str] = {}
+    for entry in sorted(entries, key=lambda entry: len(entry.varied)):
+        chosen.setdefault(entry.method, _told(entry, own=True))
+    return [entry for entry in entries if _told(entry, own=True) == chosen[entry.method]]
+
+
+def _settings(way: tuple[str, str], entries: Sequence[Entry]) -> str:
+    """In words, what all runs have set otherwise than the preset, and what those of a method have."""
+    own = dict.fromkeys(f"{e.method} with {_told(e, own=True)}" for e in entries if _told(e, own=True))
+    return ", ".join(filter(None, (way[1], *own)))
 
 
 def _rank(way: tuple[str, str]) -> int:
