@@ -6,12 +6,10 @@ before it: `<!-- parsed only: needs eight GPUs -->`. Then its python must compil
 `probprompt` in it must be a command with options that exist, settings that exist and names that exist.
 """
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -25,10 +23,8 @@ import pytest
 import typer
 from markdown_it import MarkdownIt
 
-import probprompt
 from probprompt import methods, presets
 from probprompt.cli.app import app
-from probprompt.cli.compare import read_spec
 from probprompt.config import apply_assignments
 from probprompt.data import benchmarks
 from probprompt.errors import UserError
@@ -42,6 +38,8 @@ OTHER_COMMANDS = {"pip", "make", "ray", "torchrun", "export", "cat", "if", "then
 _MARK = re.compile(r"<!-- parsed only: (.{5,}) -->")
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
 _OPENING = {"if", "then", "else"}
+REFUSED = typer.BadParameter.__mro__[1]
+"""What the parser raises: a wrong option, value or command."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,9 @@ def check_other(words: Sequence[str]) -> None:
         targets = (ROOT / "Makefile").read_text(encoding="utf-8")
         assert all(re.search(rf"^{target}:", targets, re.MULTILINE) for target in words[1:])
     if words[0] == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "optional-dependencies"
+        ]
         asked = {name for word in words for found in re.findall(r"\[(.*?)\]", word) for name in found.split(",")}
         assert asked <= set(extras), f"no such extra: {asked - set(extras)}"
 
@@ -195,12 +195,8 @@ def _listed(value: object) -> list[str]:
     ],
 )
 def test_a_wrong_line_is_found(line: str) -> None:
-    with pytest.raises((AssertionError, UserError, typer.Exit, Exception)) as told:  # noqa: B017, PT011
+    with pytest.raises((AssertionError, UserError, REFUSED)):
         check_shell(line)
-    assert type(told.value).__name__ in (
-        *("AssertionError", "UserError", "NoSuchOption", "UsageError", "BadParameter", "MissingParameter"),
-        "NoSuchCommand",
-    )
 
 
 # What is executed

@@ -310,6 +310,19 @@ def data_check(
     run_check(path, benchmark, quick)
 
 
+@data_app.command("sample")
+def data_sample(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    classes: Annotated[str, typer.Option(help="How many, or their names with commas between.")] = "4",
+    images: Annotated[int, typer.Option(min=1, help="Pictures of each class.")] = 12,
+    test: Annotated[bool, typer.Option("--test", help="In styles that the others are not drawn in.")] = False,
+) -> None:
+    """Write pictures to try things with, embedded ones, as a folder of class folders."""
+    from probprompt.cli.data import run_sample
+
+    run_sample(folder, classes, images, test)
+
+
 @app.command("list")
 def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None:
     """List methods, benchmarks or backbones."""
