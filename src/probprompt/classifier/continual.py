@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -51,10 +50,13 @@ class ContinualClassifier:
         device: str | None = None,
         seed: int = 0,
         keep_versions: int = 10,
+        epochs: int | None = None,
         config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         place = pick_device(device)
+        if epochs is not None:
+            settings["training.epochs"] = epochs
         parsed, own_epochs = make_config(preset, method, backbone, place, seed, config, settings)
         if keep_versions < 1:
             raise UserError(f"keep_versions must be at least 1, not {keep_versions}")
@@ -150,10 +152,10 @@ class ContinualClassifier:
         begun = time.perf_counter()
         with self._changing:
             state, number = self._state, self.version + 1
-            if not isinstance(images, str | Path | Mapping) and not hasattr(images, "__getitem__"):
-                raise UserError(f"images to learn need classes: give a folder or lists by class, not {images!r:.60}")
             given = labelled(images, self._engine.short_side)
-            title = name or (Path(images).resolve().name if isinstance(images, str | Path) else f"task {number}")
+            title = name or (
+                Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(state.tasks) + 1}"
+            )
             done = teaching.learn(self._engine, state, given, known, title, number, watcher or Watcher())
             lesson, calibration = done.lesson, done.state.calibration
             new, refined = lesson.new, lesson.refined
@@ -273,11 +275,6 @@ class ContinualClassifier:
         made._begin(engine, keep, head["model"])
         made._kept = tuple(kept for _, kept in every)
         return made
-
-    @cached_property
-    def short_side(self) -> int | None:
-        """What the short side of an image is reduced to when it is decoded."""
-        return self._engine.short_side
 
 
 @contextmanager

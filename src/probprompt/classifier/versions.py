@@ -20,10 +20,11 @@ from typing import Any
 from probprompt.classifier.answers import Version
 from probprompt.classifier.state import Kept, State
 from probprompt.classifier.sums import Part
-from probprompt.errors import UserError
+from probprompt.errors import UserError, shorten
 from probprompt.runs.files import is_part, read_json, write_error, write_json
 
 FORMAT = 1
+_OWN = {"current.json", "versions", "objects", ".lock"}
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
 
 
@@ -45,6 +46,7 @@ class Store:
         if self._held:
             yield
             return
+        self._refuse_foreign()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = (self.folder / ".lock").open("a")
@@ -57,6 +59,27 @@ class Store:
                 yield
             finally:
                 self._held = False
+                self._leave_nothing()
+
+    def _refuse_foreign(self) -> None:
+        """A new classifier goes into a folder of its own."""
+        if self.exists or not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder} is a file: a classifier is saved as a folder")
+        strange = [path.name for path in self.folder.iterdir() if path.name not in _OWN and not is_part(path)]
+        if strange:
+            raise UserError(
+                f"{self.folder} holds no classifier, but other things ({shorten(sorted(strange), 3)}): "
+                "choose a new folder"
+            )
+
+    def _leave_nothing(self) -> None:
+        """Where nothing was saved, no folder is left behind that looks as if."""
+        if not self.exists:
+            with suppress(OSError):
+                (self.folder / ".lock").unlink()
+                self.folder.rmdir()
 
     # Reading -------------------------------------------------------------------------------------------------------
 
