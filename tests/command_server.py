@@ -60,7 +60,8 @@ if __name__ == "__main__":
     import probprompt.cli.book
     import probprompt.cli.commands
     import probprompt.cli.compare
-    import probprompt.cli.data  # noqa: F401
+    import probprompt.cli.data
+    import probprompt.cli.model  # noqa: F401
     from probprompt.cli import main
 
     torch.set_num_threads(1)

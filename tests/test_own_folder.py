@@ -202,3 +202,40 @@ def test_without_the_extra_a_user_is_told_what_to_install(
         answer = probprompt(*command, "--out", tmp_path / "refused")
     assert answer.code == 2 and "pip install 'probprompt[heic]'" in answer.err and "6 image file(s)" in answer.err
     assert probprompt(*command, "--out", tmp_path / "run").code == 0  # what failed for want of it is read again
+
+
+# Pictures to try things with
+
+
+def test_the_sample_is_a_folder_that_can_be_learned(tmp_path: Path, probprompt: Command) -> None:
+    answer = probprompt("data", "sample", tmp_path / "photos", "--classes", "cat,moon", "--images", 5)
+    assert answer.code == 0 and "(cat, moon)" in answer.out
+    data = Folder(tmp_path / "photos").load(None)
+    assert data.class_names == ("cat", "moon") and len(data.train) + len(data.test) == 10
+    assert len({data.train.read(index).shape for index in range(len(data.train))}) > 1  # wide and tall ones
+    assert (tmp_path / "photos" / "ATTRIBUTION.md").stat().st_size > 0
+    tests = probprompt("data", "sample", tmp_path / "test", "--classes", "cat,moon", "--images", 5, "--test")
+    assert tests.code == 0
+    styles = [
+        {path.stem.rpartition("(")[2] for path in (tmp_path / side).rglob("*.jpg")} for side in ("photos", "test")
+    ]
+    assert not styles[0] & styles[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--classes", "cats"), "there are no pictures of 'cats': did you mean 'cat'"),
+        (("--classes", "21"), "there are 20 classes of pictures: 21 cannot be written"),
+    ],
+)
+def test_a_sample_that_cannot_be_written_is_refused(
+    tmp_path: Path, probprompt: Command, arguments: tuple[str, ...], told: str
+) -> None:
+    answer = probprompt("data", "sample", tmp_path / "photos", *arguments)
+    assert answer.code == 2 and told in answer.err
+
+
+def test_a_sample_never_writes_over_what_is_there(photos: Path, probprompt: Command) -> None:
+    answer = probprompt("data", "sample", photos)
+    assert answer.code == 2 and "exists already" in answer.err

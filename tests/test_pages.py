@@ -31,7 +31,8 @@ from probprompt.errors import UserError
 from probprompt.methods import base
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
+PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "results").glob("*.md"))]  # part of the site
 WITHOUT_LANGUAGE = {"README.md"}  # pages whose blocks without a language are commands that are parsed only
 SHOWN = {"text", "json", "toml"}  # languages of what is only shown
 OTHER_COMMANDS = {"pip", "make", "ray", "torchrun", "export", "cat", "if", "then", "else", "fi", "[", "mkdir", "curl"}
