@@ -1,6 +1,7 @@
 """A folder of one's own photographs is a benchmark like any other: odd names, junk between them, HEIC among them."""
 
 import json
+import shutil
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -81,6 +82,18 @@ def test_a_folder_named_train_among_others_is_a_class(photos: Path, tmp_path: Pa
 @pytest.mark.parametrize(("classes", "tasks"), [(100, 10), (20, 10), (8, 4), (3, 1), (2, 1)])
 def test_a_folder_has_no_more_tasks_than_its_classes_fill(photos: Path, classes: int, tasks: int) -> None:
     assert Folder(photos).usual_tasks(classes) == tasks
+
+
+def test_a_folder_one_level_too_high_is_remarked_on(
+    photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]
+) -> None:
+    for month in ("2026-01", "2026-02"):
+        for name in NAMES[:2]:
+            shutil.copytree(photos / name, tmp_path / "deep" / month / name)
+    command = ("train", tmp_path / "deep", "--method", "nearest-mean", *settings, "--out", tmp_path / "run")
+    answer = probprompt(*command)
+    assert answer.code == 0 and "the classes are 2026-01, 2026-02, whose images all lie in folders" in answer.out
+    assert not Folder(photos).remarks() and not Folder(tmp_path / "deep" / "2026-01").remarks()
 
 
 def test_names_of_classes_are_found_however_their_accents_are_written() -> None:

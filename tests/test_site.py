@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -61,6 +62,12 @@ def test_every_page_of_the_docs_is_there(pages: dict[Path, Seen], site: Path) ->
     wanted |= {path.relative_to(ROOT).with_suffix(".html") for path in (ROOT / "results").glob("*.md")}
     assert wanted | {Path("reference/command-line.html")} == {path.relative_to(site) for path in pages}
     assert {Path(f"tutorials/{name}.html") for name in TUTORIALS} <= wanted
+
+
+def test_every_extra_is_described() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    table = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("| Extra |")[2].partition("\n\n")[0]
+    assert not [name for name in extras if f"`{name}`" not in table], "say in docs/index.md what they add"
 
 
 def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Seen], site: Path) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from probprompt.data import emoji_r
 from probprompt.data.datasets import Dataset
 from probprompt.data.hub import PREFIX, HubDataset
-from probprompt.data.images import ImageFiles
+from probprompt.data.images import SUFFIXES, ImageFiles
 from probprompt.data.layouts import SIDES, TRAINING, class_folders, list_classes, same_classes, subfolders
 from probprompt.data.sets import Benchmark, ImageData, ImageSet, benchmark, registered, stratified_split
-from probprompt.errors import UserError, suggest
+from probprompt.errors import UserError, shorten, suggest
 
 __all__ = [
     "Benchmark",
@@ -101,6 +101,21 @@ class Folder(Benchmark):
         classes = same_classes(self.root, self.test)
         train, test = (_list_images(root, classes, short_side) for root in (self.root, self.test))
         return ImageData(classes, train, test)
+
+    def remarks(self) -> list[str]:
+        """Whether the folder may be one level too high: its folders hold folders, and no images of their own."""
+        folders = subfolders(self.root)
+        if not folders or not all(_holds_folders_only(folder) for folder in folders):
+            return []
+        first = folders[0]
+        return [
+            f"the classes are {shorten([folder.name for folder in folders], 3)}, whose images all lie in folders inside "
+            f"them: if those are the classes, name a folder such as {first}"
+        ]
+
+
+def _holds_folders_only(folder: Path) -> bool:
+    return len(subfolders(folder)) > 1 and not any(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
 
 
 def _list_images(root: Path, classes: tuple[str, ...], short_side: int | None) -> ImageSet:

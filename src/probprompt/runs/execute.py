@@ -168,6 +168,8 @@ def prepare(
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
     stored = config.data.stored_side
+    for remark in source.remarks():
+        watch.note(remark)
     data = source.load(None if stored == "full" else stored or short_side)
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
