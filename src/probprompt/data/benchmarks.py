@@ -107,10 +107,10 @@ class Folder(Benchmark):
         folders = subfolders(self.root)
         if not folders or not all(_holds_folders_only(folder) for folder in folders):
             return []
-        first = folders[0]
+        names = shorten([folder.name for folder in folders], 3)
         return [
-            f"the classes are {shorten([folder.name for folder in folders], 3)}, whose images all lie in folders inside "
-            f"them: if those are the classes, name a folder such as {first}"
+            f"the classes are {names}, whose images all lie in folders inside them: if those are the classes, name a "
+            f"folder such as {folders[0]}"
         ]
 
 
