@@ -65,6 +65,7 @@ class ContinualClassifier:
     def _begin(self, engine: Engine, keep: int, model: str) -> None:
         self._engine, self.keep_versions, self._model = engine, keep, model
         self._kept: tuple[Kept, ...] = ()
+        self._ancestors: dict[int, str] = {}
         self._predictor: Predictor | None = None
         self._changing = threading.RLock()
 
@@ -216,8 +217,9 @@ class ContinualClassifier:
         version = Version(self.version + 1, when, what, classes, images, note, len(state.classes))
         older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
         predictor = self._engine.predictor(state)
-        kept = (*older, Kept(version, state, secrets.token_hex(8)))[-self.keep_versions :]
-        self._kept, self._predictor = kept, predictor
+        newest = Kept(version, state, secrets.token_hex(8))
+        self._ancestors[version.number] = newest.token
+        self._kept, self._predictor = (*older, newest)[-self.keep_versions :], predictor
 
     # On disk --------------------------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class ContinualClassifier:
         if not self._kept:
             raise UserError("nothing is learned yet: there is nothing to save")
         with self._changing:
-            store.write(self._model, self._note(), self._kept, self.keep_versions)
+            store.write(self._model, self._note(), self._kept, self._ancestors, self.keep_versions)
 
     def _note(self) -> dict[str, Any]:
         """The settings that every version is saved with."""
@@ -274,6 +276,7 @@ class ContinualClassifier:
         made = cls.__new__(cls)
         made._begin(engine, keep, head["model"])
         made._kept = tuple(kept for _, kept in every)
+        made._ancestors = {kept.version.number: kept.token for kept in made._kept}
         return made
 
 
@@ -295,7 +298,7 @@ def changing(
             if made.version != before:
                 made._save(store)
         return
-    made = ContinualClassifier(device=device, **create)
+    made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
     with store.locked():
         yield made
         made._save(store)

@@ -123,10 +123,15 @@ class Store:
 
     # Writing -------------------------------------------------------------------------------------------------------
 
-    def write(self, model: str, settings: Mapping[str, Any], every: Sequence[Kept], keep: int) -> None:
-        """Add the versions that are not here yet; the last one becomes the current one. Older ones are pruned."""
+    def write(
+        self, model: str, settings: Mapping[str, Any], every: Sequence[Kept], ancestors: Mapping[int, str], keep: int
+    ) -> None:
+        """Add the versions that are not here yet; the last one becomes the current one. Older ones are pruned.
+
+        ``ancestors`` are the tokens of all versions that they come from, kept or not, by their numbers.
+        """
         with self.locked():
-            there = self._refuse_others(model, every)
+            there = self._refuse_others(model, ancestors)
             for folder in (self._objects, self.folder / "versions"):
                 folder.mkdir(parents=True, exist_ok=True)
             chosen = every[-keep:]
@@ -144,7 +149,7 @@ class Store:
         note = {"version": vars(one.version), "token": one.token, "settings": dict(settings), "state": state}
         write_json(self._version_file(one.version.number), note)
 
-    def _refuse_others(self, model: str, every: Sequence[Kept]) -> int:
+    def _refuse_others(self, model: str, ancestors: Mapping[int, str]) -> int:
         """The number of the version here, of which the versions to be written must be later ones."""
         if not self.exists:
             return 0
@@ -152,8 +157,7 @@ class Store:
         if head["model"] != model:
             raise UserError(f"{self.folder} holds another classifier: load that one, or choose another folder")
         token = self.read(head["version"])[1].token
-        known = {one.version.number: one.token for one in every}
-        if known.get(head["version"]) != token:
+        if ancestors.get(head["version"]) != token:
             raise UserError(
                 f"{self.folder} has moved on to version {head['version']}, which this classifier does not know: "
                 "load it again and repeat the change, or save into another folder"
