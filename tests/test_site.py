@@ -123,6 +123,8 @@ def test_docstrings_are_shown_as_words(pages: dict[Path, Seen], site: Path) -> N
     for path in (site / "reference").glob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert ":class:" not in text and ":func:" not in text and ":meth:" not in text, path.name
+        assert "<blockquote>" not in text, f"{path.name}: examples are no quotations"
+    assert "&gt;&gt;&gt; " in (site / "reference" / "equations.html").read_text(encoding="utf-8")
 
 
 def test_the_search_knows_the_pages(site: Path) -> None:
