@@ -13,6 +13,7 @@ import pillow_heif
 import pytest
 from PIL import Image
 
+from probprompt.classifier.pictures import walk
 from probprompt.config import flatten
 from probprompt.data import emoji_r
 from probprompt.data.benchmarks import Folder
@@ -63,6 +64,11 @@ def test_what_systems_leave_behind_is_no_class_and_no_image(photos: Path) -> Non
     assert set(data.class_names) == set(NAMES)
     assert len(data.train) + len(data.test) == EACH * len(NAMES)
     assert not [name for name in (*data.train.names, *data.test.names) if "thumbnail" in name]
+
+
+def test_a_classifier_passes_over_the_same(photos: Path) -> None:
+    found = list(walk(photos))
+    assert len(found) == EACH * len(NAMES) and not [path for path in found if "@eaDir" in path.parts]
 
 
 @pytest.mark.parametrize("sides", [("train", "valid"), ("Train", "Test"), ("training", "validation"), ("train", "val")])

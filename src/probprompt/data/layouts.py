@@ -59,10 +59,10 @@ def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: 
 
 def subfolders(root: Path) -> list[Path]:
     """The folders in a folder by their names, hidden ones and those of the system aside."""
-    return sorted(path for path in root.iterdir() if path.is_dir() and not _passed_over(path.name))
+    return sorted(path for path in root.iterdir() if path.is_dir() and not passed_over(path.name))
 
 
-def _passed_over(name: str) -> bool:
+def passed_over(name: str) -> bool:
     """Whether a file or folder is hidden, or one that a system made for itself."""
     return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
 
@@ -96,7 +96,7 @@ def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[t
 
 
 def _is_image(path: Path, root: Path) -> bool:
-    aside = any(_passed_over(part) for part in path.relative_to(root).parts)
+    aside = any(passed_over(part) for part in path.relative_to(root).parts)
     return path.suffix.lower() in SUFFIXES and not aside and path.is_file()
 
 
