@@ -1,9 +1,7 @@
-"""What the documents say is true: snippets run as pasted, commands exist, numbers come from recorded runs."""
+"""What the documents say is true: examples work, commands exist, numbers come from recorded runs."""
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,15 +23,6 @@ Settings = Callable[..., dict[str, Any]]
 
 def _snippets(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
-def test_the_readmes_snippet_runs_as_pasted(tmp_path: Path) -> None:
-    (snippet,) = _snippets("README.md")
-    script = tmp_path / "snippet.py"
-    script.write_text(snippet)
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "FAA" in done.stdout and (tmp_path / "runs" / "emoji-r-probprompt-s0" / "report.html").is_file()
 
 
 def test_the_example_method_of_contributing_learns(
@@ -87,17 +76,11 @@ def test_tables_come_from_the_recorded_benches(page: str) -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/methods.md",
-        "docs/data.md",
-        "docs/backbones.md",
-        *BENCHED,
-        *BOOKS,
-    ):
+    pages = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    made = {"reference/command-line.md"}  # when the site is built
+    for document in ("README.md", "CONTRIBUTING.md", *pages, *BOOKS):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
-            if not target.startswith("http"):
+            if not target.startswith("http") and target not in made:
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
 
 

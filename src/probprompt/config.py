@@ -34,7 +34,8 @@ class DataConfig(_Settings):
     test_fraction: float = Field(0.2, gt=0, lt=1)
     """The part of a folder's images that is the test set where there is no separate one."""
     tasks: int | tuple[int, ...] | tuple[tuple[str, ...], ...] | None = None
-    """Number of tasks, their sizes, or their classes by name; the benchmark's usual number by default."""
+    """Number of tasks, their sizes, or their classes by name; the benchmark's usual number by default, of a folder
+    10, or half the number of its classes where that is less."""
     validation: float = Field(0.0, ge=0, lt=1)
     """Above 0: hold out this part of the training images (of emoji-r two whole styles) and evaluate on it instead of
     the test set."""

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from probprompt.data.cache import decoders
 from probprompt.data.images import SUFFIXES, Pixels, UnreadableImageError, read_image, reduce_to, to_rgb
-from probprompt.data.layouts import list_classes, subfolders
+from probprompt.data.layouts import list_classes, passed_over, subfolders
 from probprompt.data.sets import ImageSet
 from probprompt.errors import UserError, shorten
 
@@ -271,7 +271,7 @@ def walk(folder: Path) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if passed_over(entry.name):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)

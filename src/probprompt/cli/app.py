@@ -17,6 +17,9 @@ app = typer.Typer(
 )
 
 
+_VALIDATION = 0.2
+
+
 class Listed(StrEnum):
     """What can be listed."""
 
@@ -49,6 +52,16 @@ def _top(
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU where there is one by default.")]
 Track = Annotated[str | None, typer.Option(help="Send numbers to tensorboard, trackio or wandb.")]
+Tasks = Annotated[
+    str | None, typer.Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")
+]
+TestFolder = Annotated[Path | None, typer.Option(help="A separate test folder; else a part is held out.")]
+Validate = Annotated[
+    bool, typer.Option("--validate", help="Hold out 20 % of the training images and report on them, not on test.")
+]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Go on without images that cannot be read; they are listed.")
+]
 
 
 @app.command()
@@ -70,10 +83,8 @@ def train(
     ] = None,
     method: Annotated[str | None, typer.Option(help="See: probprompt list methods.")] = None,
     preset: Annotated[str | None, typer.Option(help="published, matched, ridge or flagship.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")
-    ] = None,
-    test: Annotated[Path | None, typer.Option(help="A separate test folder; else a part is held out.")] = None,
+    tasks: Tasks = None,
+    test: TestFolder = None,
     backbone: Annotated[str | None, typer.Option(help="A named checkpoint or any timm arch.tag.")] = None,
     weights: Annotated[str | None, typer.Option(help="A file of weights for that architecture.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per task.")] = None,
@@ -82,12 +93,8 @@ def train(
     order_seed: Annotated[int | None, typer.Option(min=0, help="Order of classes.")] = None,
     init_seed: Annotated[int | None, typer.Option(min=0, help="Initial parameters.")] = None,
     data_seed: Annotated[int | None, typer.Option(min=0, help="Batches, crops and noise.")] = None,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="Hold out 20 % of the training images and report on them, not on test.")
-    ] = False,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Go on without images that cannot be read; they are listed.")
-    ] = False,
+    validate: Validate = False,
+    skip_unreadable: SkipUnreadable = False,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
     ] = None,
@@ -111,7 +118,7 @@ def train(
         "seeds": {"order": seed, "init": seed, "data": seed},
     }
     if validate:
-        given["data"]["validation"] = 0.2
+        given["data"]["validation"] = _VALIDATION
     if skip_unreadable:
         given["data"]["skip_unreadable"] = True
     for name, value in (("order", order_seed), ("init", init_seed), ("data", data_seed)):
@@ -129,6 +136,10 @@ def compare(
     presets: Annotated[
         list[str] | None, typer.Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
     ] = None,
+    tasks: Tasks = None,
+    test: TestFolder = None,
+    validate: Validate = False,
+    skip_unreadable: SkipUnreadable = False,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")
     ] = None,
@@ -163,7 +174,11 @@ def compare(
 
     where = Where(workers, on, gpus_per_cell, cpus_per_cell)
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
-    run_compare(grid, given, assignments or [], vary or [], runs or [], out, device, show_only, book, page, where)
+    own: dict[str, Any] = {"data.tasks": tasks, "data.test": str(test) if test else None}
+    own |= {"data.validation": _VALIDATION if validate else None, "data.skip_unreadable": skip_unreadable or None}
+    settings = {name: value for name, value in own.items() if value is not None}
+    asked = grid, given, assignments or [], vary or [], runs or []
+    run_compare(*asked, out, device, show_only, book, page, where, settings)
 
 
 @app.command()
@@ -293,6 +308,19 @@ def data_check(
     from probprompt.cli.data import run_check
 
     run_check(path, benchmark, quick)
+
+
+@data_app.command("sample")
+def data_sample(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    classes: Annotated[str, typer.Option(help="How many, or their names with commas between.")] = "4",
+    images: Annotated[int, typer.Option(min=1, help="Pictures of each class.")] = 12,
+    test: Annotated[bool, typer.Option("--test", help="In styles that the others are not drawn in.")] = False,
+) -> None:
+    """Write pictures to try things with, embedded ones, as a folder of class folders."""
+    from probprompt.cli.data import run_sample
+
+    run_sample(folder, classes, images, test)
 
 
 @app.command("list")

@@ -17,7 +17,8 @@ from rich.text import Text
 from probprompt import api, distributed
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import PLAIN, WIDE, Screen
-from probprompt.config import parse_value, read_toml
+from probprompt.config import flatten, parse_value, read_toml
+from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report.comparison import (
     NOTHING,
@@ -47,16 +48,17 @@ def run_compare(
     book: Path | None = None,
     page: Path | None = None,
     where: Where | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     """Run what a grid lacks, then show and write its tables; a failed cell makes the exit code 1, at the end."""
     distributed.refuse_several("a comparison")
     screen = GridScreen()
     if runs:
-        if file or any(given.values()) or assignments or vary or show_only:
+        if file or any(given.values()) or options or assignments or vary or show_only:
             raise UserError("--from takes runs that are there: leave the grid and its settings away")
         _present(screen, gather_runs(runs), out or Path("comparison"), book, page)
         return
-    spec = read_spec(file, given, assignments, vary)
+    spec = read_spec(file, given, assignments, vary, options)
     grid = Grid(spec, out or Path("runs") / (file.stem if file else "compare"))
     if grid.left_out:
         screen.say(f"left out, not offered: {grid.left_out}")
@@ -92,18 +94,26 @@ def _conclude(screen: Screen, outcomes: Sequence[Outcome]) -> None:
 
 
 def read_spec(
-    file: Path | None, given: Mapping[str, list[str] | None], assignments: Sequence[str], vary: Sequence[str]
+    file: Path | None,
+    given: Mapping[str, list[str] | None],
+    assignments: Sequence[str],
+    vary: Sequence[str],
+    options: Mapping[str, Any] | None = None,
 ) -> GridSpec:
-    """A grid from a file; over it the options."""
+    """A grid from a file; over it the options, which may be settings by their dotted names."""
     entries = read_toml(file) if file else {}
     named = {name: [part for text in texts for part in _split(text)] for name, texts in given.items() if texts}
     if "seeds" in named:
         entries["seeds"] = [seed for text in named.pop("seeds") for seed in _seeds(text)]
     entries |= named
     settings, varied = (dict(_table(entries, name)) for name in ("settings", "vary"))
+    settings = dict(flatten(settings)) | dict(options or {})
     for assignment in assignments:
         key, text = _assigned("--set", assignment)
         settings[key] = parse_value(text)
+    for key in ("tasks", "data.tasks"):
+        if isinstance(settings.get(key), str):
+            settings[key] = parse_tasks(settings[key])
     for assignment in vary:
         key, text = _assigned("--vary", assignment)
         varied[key] = _values(text)

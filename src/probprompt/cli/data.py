@@ -13,7 +13,9 @@ from probprompt.cli.screen import Screen
 from probprompt.data import benchmarks
 from probprompt.data.checking import Report, check, source_at
 from probprompt.data.datasets import PLACE, Dataset, data_folder
+from probprompt.data.layouts import subfolders
 from probprompt.data.obtain import get
+from probprompt.data.sample import write_sample
 from probprompt.data.sets import Benchmark
 from probprompt.errors import UserError, suggest
 
@@ -61,6 +63,13 @@ def run_check(path: str, name: str | None, quick: bool) -> None:
     """Look at a dataset that is there."""
     screen = TransferScreen()
     _tell(check(_named(path, name), screen, quick), screen)
+
+
+def run_sample(folder: Path, classes: str, images: int, test: bool) -> None:
+    """Write pictures to try things with."""
+    named = int(classes) if classes.isdecimal() else [name.strip() for name in classes.split(",")]
+    root = write_sample(folder, named, images, test)
+    Screen().say(f"written: {root} ({', '.join(path.name for path in subfolders(root))})")
 
 
 def _named(path: str, name: str | None) -> Benchmark:

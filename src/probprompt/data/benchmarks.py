@@ -11,10 +11,10 @@ import numpy as np
 from probprompt.data import emoji_r
 from probprompt.data.datasets import Dataset
 from probprompt.data.hub import PREFIX, HubDataset
-from probprompt.data.images import ImageFiles
-from probprompt.data.layouts import class_folders, list_classes, same_classes, subfolders
+from probprompt.data.images import SUFFIXES, ImageFiles
+from probprompt.data.layouts import SIDES, TRAINING, class_folders, list_classes, same_classes, subfolders
 from probprompt.data.sets import Benchmark, ImageData, ImageSet, benchmark, registered, stratified_split
-from probprompt.errors import UserError, suggest
+from probprompt.errors import UserError, shorten, suggest
 
 __all__ = [
     "Benchmark",
@@ -102,6 +102,21 @@ class Folder(Benchmark):
         train, test = (_list_images(root, classes, short_side) for root in (self.root, self.test))
         return ImageData(classes, train, test)
 
+    def remarks(self) -> list[str]:
+        """Whether the folder may be one level too high: its folders hold folders, and no images of their own."""
+        folders = subfolders(self.root)
+        if not folders or not all(_holds_folders_only(folder) for folder in folders):
+            return []
+        names = shorten([folder.name for folder in folders], 3)
+        return [
+            f"the classes are {names}, whose images all lie in folders inside them: if those are the classes, name a "
+            f"folder such as {folders[0]}"
+        ]
+
+
+def _holds_folders_only(folder: Path) -> bool:
+    return len(subfolders(folder)) > 1 and not any(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+
 
 def _list_images(root: Path, classes: tuple[str, ...], short_side: int | None) -> ImageSet:
     listed = list_classes(root, classes)
@@ -110,13 +125,15 @@ def _list_images(root: Path, classes: tuple[str, ...], short_side: int | None) -
 
 
 def _find_sides(root: Path, test: Path | None) -> tuple[Path, Path | None]:
-    """Use ``train/`` and ``test/`` (or ``val/``) inside the folder where they are all it holds."""
+    """Use ``train/`` and ``test/`` (or ``val/``, ``validation/``) inside the folder where they are all it holds."""
     if test is not None:
         if not test.is_dir():
             raise UserError(f"the test folder {test} is not a folder")
         return root, test
-    inside = {path.name: path for path in subfolders(root)}
-    for other in ("test", "val"):
-        if {"train", other} <= set(inside) <= {"train", "test", "val"}:
-            return inside["train"], inside[other]
+    inside = {path.name.casefold(): path for path in subfolders(root)}
+    train = next((name for name in TRAINING if name in inside), None)
+    if train is not None and set(inside) - {train} <= set(SIDES):
+        for other in SIDES:
+            if other in inside:
+                return inside[train], inside[other]
     return root, None

@@ -1,4 +1,4 @@
-"""Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent or CMYK."""
+"""Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent, CMYK or HEIC."""
 
 import struct
 from dataclasses import dataclass
@@ -12,8 +12,11 @@ Pixels = NDArray[np.uint8]
 
 _JPEG = {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2"}
 _OTHER = {".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".avif"}
-SUFFIXES = frozenset(_JPEG | _OTHER)
-_BROKEN = (SyntaxError, ValueError, TypeError, LookupError, AttributeError, struct.error)  # from damaged files
+_HEIC = {".heic", ".heif", ".hif"}
+SUFFIXES = frozenset(_JPEG | _OTHER | _HEIC)
+_HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1"}
+_BROKEN = (SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error)
+"""What damaged files raise."""
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -47,7 +50,7 @@ class ImageFiles:
 def read_image(path: Path, short_side: int | None = None) -> Pixels:
     """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels."""
     try:
-        with Image.open(path) as opened:
+        with _open(path) as opened:
             _refuse_giant(opened)
             image = to_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
@@ -55,8 +58,31 @@ def read_image(path: Path, short_side: int | None = None) -> Pixels:
     except (OSError, EOFError, MemoryError, Image.DecompressionBombError, *_BROKEN) as problem:
         # An error of the system has a number; what Pillow says of a damaged file has none.
         passing = isinstance(problem, MemoryError) or getattr(problem, "errno", None) is not None
-        raise UnreadableImageError(str(problem) or type(problem).__name__, passing) from None
+        raise UnreadableImageError(str(problem).strip() or type(problem).__name__, passing) from None
     return np.asarray(reduce_to(image, short_side))
+
+
+def _open(path: Path) -> Image.Image:
+    """Open a file; photographs of telephones in HEIC, whatever their name ends in, by the extra for them."""
+    try:
+        return Image.open(path)
+    except UnidentifiedImageError:
+        if not _is_heic(path):
+            raise
+    try:
+        import pillow_heif
+    except ImportError:
+        told = "a photograph in HEIC; to read such files: pip install 'probprompt[heic]'"
+        raise UnreadableImageError(told, passing=True) from None
+    pillow_heif.register_heif_opener()
+    return Image.open(path)
+
+
+def _is_heic(path: Path) -> bool:
+    """Whether a file says of itself that it is HEIC."""
+    with path.open("rb") as file:
+        head = file.read(12)
+    return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
 
 
 def _refuse_giant(image: Image.Image) -> None:

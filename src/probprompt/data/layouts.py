@@ -23,7 +23,12 @@ Listed = Sequence[tuple[str, int]]
 Rename = Callable[[Path, Sequence[str]], tuple[str, ...]]
 """What classes are called, by the dataset's folder and the names of theirs."""
 
-SIDES = ("test", "val", "valid", "validation")
+TRAINING = ("train", "training")
+SIDES = ("test", "testing", "val", "valid", "validation")
+SYSTEM_FOLDERS = frozenset(
+    {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
+)
+"""What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -53,8 +58,13 @@ def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: 
 
 
 def subfolders(root: Path) -> list[Path]:
-    """The folders in a folder by their names, hidden ones aside."""
-    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """The folders in a folder by their names, hidden ones and those of the system aside."""
+    return sorted(path for path in root.iterdir() if path.is_dir() and not passed_over(path.name))
+
+
+def passed_over(name: str) -> bool:
+    """Whether a file or folder is hidden, or one that a system made for itself."""
+    return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
@@ -86,8 +96,8 @@ def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[t
 
 
 def _is_image(path: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return path.suffix.lower() in SUFFIXES and not hidden and path.is_file()
+    aside = any(passed_over(part) for part in path.relative_to(root).parts)
+    return path.suffix.lower() in SUFFIXES and not aside and path.is_file()
 
 
 def same_classes(train: Path, test: Path) -> tuple[str, ...]:

@@ -79,6 +79,14 @@ class Benchmark(ABC):
     def load(self, short_side: int | None) -> ImageData:
         """List the images; each is decoded when read, its short side reduced to at most so many pixels."""
 
+    def remarks(self) -> list[str]:
+        """What a user should know before it is used."""
+        return []
+
+    def usual_tasks(self, classes: int) -> int:
+        """How many tasks there are where nobody says: fewer than usual where a task would have a single class."""
+        return min(self.tasks, max(1, classes // 2))
+
     def hold_out(self, data: ImageData, fraction: float) -> ImageData:
         """Replace the test set by a part of the training set: how anything should be chosen."""
         kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -168,12 +169,14 @@ def _chunks(order: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]
 def _named(ids: dict[str, int], groups: Sequence[Sequence[object]]) -> list[tuple[int, ...]]:
     """Look up the classes of each task; each class must be in exactly one. Messages count tasks from 1."""
     home: dict[str, int] = {}
+    spelled = {unicodedata.normalize("NFC", name): name for name in ids}  # a Mac writes é as two characters
     for task, group in enumerate(groups, start=1):
         if not group:
             raise UserError(f"task {task} has no classes: give it some, or leave it out")
         for name in group:
             if not isinstance(name, str):
                 raise UserError(f"task {task} has {name!r} where the name of a class is due")
+            name = spelled.get(unicodedata.normalize("NFC", name), name)
             if name not in ids:
                 raise UserError(f"task {task} has an unknown class {name!r}: {suggest(name, ids)}")
             if name in home:

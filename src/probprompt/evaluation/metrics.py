@@ -1,6 +1,6 @@
 """Metrics of continual learning, from the accuracy matrix of a run.
 
-A[i][j] is the accuracy in percent on the test images of task i after step j, over all classes seen by then.
+``A[i, j]`` is the accuracy in percent on the test images of task i after step j, over all classes seen by then.
 It is NaN before task i is seen (j < i). A run under way has only its first columns: the metrics then treat it
 as a stream of that many tasks. Tasks weigh the same, however many images they have.
 """

@@ -37,7 +37,7 @@ _LONGEST = 80  # characters that settings may take in the name of a file
 _FILE = re.compile(r".+-s\d+(?:\.\d+\.\d+)?\.json")
 _LEFT_OUT = ("format", "name", "status")  # say nothing about a finished run in a book
 _ELSEWHERE = {"preset", "data.benchmark", "data.test", "data.tasks", "method.name"} | {
-    *("backbone.name", "backbone.weights", "evaluation_batch")
+    *("backbone.name", "backbone.weights", "evaluation_batch", "data.root", "data.skip_unreadable")
 }
 """Settings that are told apart by other means than as departures from a preset, or that change rounding alone."""
 _VIEW = ("backbone.image_size", "backbone.precision", "data.stored_side")

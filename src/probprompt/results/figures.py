@@ -15,6 +15,7 @@ from probprompt.evaluation import metrics
 from probprompt.report.figures import DASHES, DEPTH, INK, MARKERS, MUTED, PAGE, PALETTE, accuracy_floor, label, styled
 from probprompt.results.book import Entry
 from probprompt.results.naming import backbone_slug, slug
+from probprompt.runs.grid import CUSTOM, describe
 
 SHOWN = {
     "l2p": "L2P",
@@ -25,7 +26,7 @@ SHOWN = {
 }
 """The methods of the paper's figures, in the order of its Figure 2."""
 FOLDER = "figures"
-_PRESETS = ("published", "matched", "ridge")
+_PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
 _STEPS = 10  # what Figures 2 and 4 are about, where it is there
 
 
@@ -43,11 +44,13 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """Runs that may share a figure: one benchmark, one backbone, one preset, no other settings."""
+    """Runs that may share a figure: one benchmark, one backbone, one preset, the same other settings, if any."""
 
     benchmark: str
     backbone: str
     preset: str
+    settings: str
+    """What all runs have set otherwise than the preset, in words."""
     entries: Sequence[Entry]
 
     @property
@@ -55,12 +58,13 @@ class Scene:
         """For files."""
         side = self.entries[0].config["backbone"].get("image_size")
         backbone = backbone_slug(self.entries[0].config["backbone"]) + (f"-{side}px" if side else "")
-        return f"{slug(self.benchmark)}-{backbone}-{self.preset}"
+        benchmark = slug(str(self.entries[0].config["data"]["benchmark"]))  # a folder's hash keeps it apart from others
+        return f"{benchmark}-{backbone}-{self.preset}"
 
     @property
     def words(self) -> str:
         """For captions."""
-        return f"{self.benchmark}, {self.backbone}, `{self.preset}`"
+        return ", ".join(filter(None, (self.benchmark, self.backbone, f"`{self.preset}`", self.settings)))
 
     def by_method(self, tasks: int) -> dict[str, list[Entry]]:
         """The runs in so many tasks, one per seed."""
@@ -91,17 +95,45 @@ def pictures(entries: Sequence[Entry]) -> list[Picture]:
 
 
 def _scenes(entries: Sequence[Entry]) -> list[Scene]:
-    """Of each benchmark and backbone that preset under which most of the paper's methods were run."""
-    groups: dict[tuple[str, str], dict[str, list[Entry]]] = {}
+    """Of each benchmark and backbone that preset under which most of the paper's methods were run.
+
+    Runs with settings of their own are shown only where there are none without, as on a folder of one's own.
+    """
+    groups: dict[tuple[str, str], dict[tuple[str, str], list[Entry]]] = {}
     for entry in entries:
-        if entry.method in SHOWN and entry.preset in _PRESETS and not entry.held_out and not entry.varied:
+        if entry.method in SHOWN and entry.preset in _PRESETS and not entry.held_out:
             here = str(entry.config["data"]["benchmark"]), entry.backbone
-            groups.setdefault(here, {}).setdefault(entry.preset, []).append(entry)
+            groups.setdefault(here, {}).setdefault((entry.preset, _told(entry, own=False)), []).append(entry)
     scenes = []
-    for (benchmark, backbone), by_preset in groups.items():
-        most = max(by_preset, key=lambda preset: (len({e.method for e in by_preset[preset]}), -_PRESETS.index(preset)))
-        scenes.append(Scene(benchmark.partition("@")[0], backbone, most, by_preset[most]))
+    for (benchmark, backbone), ways in groups.items():
+        kept = {way: _plainest(some) for way, some in ways.items()}
+        way = max(kept, key=lambda way: (not _settings(way, kept[way]), len({e.method for e in kept[way]}), _rank(way)))
+        scenes.append(Scene(benchmark.partition("@")[0], backbone, way[0], _settings(way, kept[way]), kept[way]))
     return scenes
+
+
+def _told(entry: Entry, own: bool) -> str:
+    """What a run has set otherwise than its preset: of its method, or of all else."""
+    return ", ".join(describe(tuple((k, v) for k, v in entry.varied.items() if k.startswith("method.") is own)))
+
+
+def _plainest(entries: Sequence[Entry]) -> list[Entry]:
+    """Of each method the runs with the same settings of its own: none where there are such runs."""
+    chosen: dict[str, str] = {}
+    for entry in sorted(entries, key=lambda entry: len(entry.varied)):
+        chosen.setdefault(entry.method, _told(entry, own=True))
+    return [entry for entry in entries if _told(entry, own=True) == chosen[entry.method]]
+
+
+def _settings(way: tuple[str, str], entries: Sequence[Entry]) -> str:
+    """In words, what all runs have set otherwise than the preset, and what those of a method have."""
+    own = dict.fromkeys(f"{e.method} with {_told(e, own=True)}" for e in entries if _told(e, own=True))
+    return ", ".join(filter(None, (way[1], *own)))
+
+
+def _rank(way: tuple[str, str]) -> int:
+    """Of two ways with as many methods, the one that comes first in the list of presets."""
+    return -_PRESETS.index(way[0])
 
 
 def _picture(scene: Scene, number: str, title: str, caption: str, draw: Callable[[], bytes]) -> Picture:

@@ -168,10 +168,13 @@ def prepare(
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
     stored = config.data.stored_side
+    for remark in source.remarks():
+        watch.note(remark)
     data = source.load(None if stored == "full" else stored or short_side)
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
-    stream = build_stream(data.class_names, config.data.tasks or source.tasks, config.seeds.order)
+    tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
+    stream = build_stream(data.class_names, tasks_given, config.seeds.order)
     train, test = load_kept((data.train, data.test), device, watch, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone).to(device)

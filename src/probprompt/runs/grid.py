@@ -185,9 +185,14 @@ def brief(value: Any) -> str:
 
     >>> brief((0, 1)), brief(True), brief("dim"), brief(0.5), brief(None)
     ('[0,1]', 'true', 'dim', '0.5', 'none')
+    >>> brief([["cat", "dog"], ["owl"]])
+    '[2,1]-by-name-b97593'
     """
     if value is None:
         return "none"
+    if isinstance(value, list | tuple) and value and all(isinstance(part, list | tuple) for part in value):
+        names = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)  # of classes, as a rule many
+        return f"{brief([len(part) for part in value])}-by-name-{hashlib.sha256(names.encode()).hexdigest()[:6]}"
     return (
         value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
     )

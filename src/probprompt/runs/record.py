@@ -62,8 +62,9 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, folder: Path) -> "Run":
+    def open(cls, folder: str | Path) -> "Run":
         """Open an existing run."""
+        folder = Path(folder)
         if not (folder / "run.json").is_file():
             raise UserError(f"{folder} is not a run: it has no run.json")
         found = read_json(folder / "run.json")

@@ -1,0 +1,79 @@
+"""Runs the command line for many callers: importing torch takes seconds, so it is done once and then forked.
+
+Started with the path of a socket, it answers each caller's working folder, environment, arguments and open files
+with the exit code of the real command.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+CLIENT = """#!{python}
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({path!r})
+    asked = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
+    told = json.dumps(asked).encode()
+    socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(told)
+    sys.exit(int(server.recv(16) or b"70"))
+"""
+
+
+def _serve(connection: socket.socket) -> None:
+    head, files, _, _ = socket.recv_fds(connection, 8, 3)
+    told = b""
+    while len(told) < int.from_bytes(head, "big"):
+        told += connection.recv(1 << 16)
+    asked = json.loads(told)
+    child = os.fork()
+    if child == 0:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.chdir(asked["folder"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        sys.argv = ["probprompt", *asked["arguments"]]
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    for file in files:
+        os.close(file)
+    _, status = os.waitpid(child, 0)
+    connection.sendall(str(os.waitstatus_to_exitcode(status) % 256).encode())
+
+
+if __name__ == "__main__":
+    import torch
+
+    import probprompt.cli.audit
+    import probprompt.cli.book
+    import probprompt.cli.commands
+    import probprompt.cli.compare
+    import probprompt.cli.data
+    import probprompt.cli.model  # noqa: F401
+    from probprompt.cli import main
+
+    torch.set_num_threads(1)
+    path = Path(sys.argv[1])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = path.parent / "probprompt"
+        client.write_text(CLIENT.format(python=sys.executable, path=str(path)), encoding="utf-8")
+        client.chmod(0o755)
+        (path.parent / "ready").touch()
+        while True:
+            accepted, _ = listener.accept()
+            with accepted:
+                _serve(accepted)
