@@ -10,6 +10,7 @@ from probprompt import __version__, checkpoints
 from probprompt.errors import UserError
 from probprompt.export.bundle import Record
 from probprompt.export.source import View
+from probprompt.methods import find
 from probprompt.runs.files import natural_order, read_json
 from probprompt.runs.grid import benchmark_label
 from probprompt.runs.record import Run
@@ -126,7 +127,7 @@ def _of_classifier(record: Record, repository: str) -> Story:
         unknown=None if limit is None else unknown,
         scores={},
         benchmark=None,
-        marks=(),
+        marks=find(config["method"]["name"]).Config.model_validate(config["method"]).marks(),
         loading="from probprompt import ContinualClassifier\n\n"
         'classifier = ContinualClassifier.load("model/")\n'
         'for answer in classifier.predict(["a.jpg", "b.jpg"], top_k=3):\n'

@@ -12,15 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from probprompt import weights_files
 from probprompt.errors import UserError, shorten
 from probprompt.export.bundle import CARD, FORMAT, LIST, OWN, Bundle, Record, bundle, describe, encode, read_record
 from probprompt.export.card import MARK, make_card
 from probprompt.runs.files import write_bytes, write_error
 from probprompt.runs.progress import Watcher
-from probprompt.runs.tensors import read_tensors
+from probprompt.runs.tensors import check_name
 
 TIMEOUT = 10.0
 """Seconds until the hub must have answered for the first time."""
@@ -210,7 +208,7 @@ def _check_tensors(chosen: Bundle, watch: Watcher) -> None:
     """Read every file of tensors: what is damaged is neither sent nor kept."""
     with watch.stage("checking files", len(chosen.tensors)):
         for path in chosen.tensors.values():
-            read_tensors(path, torch.device("cpu"))
+            check_name(path)
             watch.advance(1)
 
 

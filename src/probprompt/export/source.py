@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from probprompt.classifier import ContinualClassifier
+from probprompt.export.bundle import read_record
 from probprompt.runs.model_folder import load_model
 from probprompt.training.model import PromptedModel
 
@@ -50,16 +52,43 @@ class Source:
 
 
 def open_source(folder: Path) -> Source:
-    """Read the model of a run."""
+    """Read the current version of a saved classifier, or the model of a run."""
+    return _of_classifier(folder) if (folder / "current.json").is_file() else _of_run(folder)
+
+
+def _of_run(folder: Path) -> Source:
     loaded = load_model(folder)
     note = loaded.note
-    return Source(
-        model=loaded.model,
-        classes=loaded.class_names,
-        view=View.of(note["preprocessing"]),
-        facts={
-            "method": note["method"]["name"],
-            "backbone": {name: note["backbone"][name] for name in ("name", "sha256")},
-            "marks": note["marks"],
-        },
+    facts = {
+        "method": note["method"]["name"],
+        "backbone": {name: note["backbone"][name] for name in ("name", "sha256")},
+        "marks": note["marks"],
+    }
+    return Source(loaded.model, loaded.class_names, View.of(note["preprocessing"]), facts=facts)
+
+
+def _of_classifier(folder: Path) -> Source:
+    classifier = ContinualClassifier.load(folder, device="cpu")
+    predictor = classifier.predictor
+    viewer, state, gaussians = predictor.viewer, predictor.state, predictor.gaussians
+
+    def novelty(features: Tensor) -> Tensor:
+        return state.scale.novelty(gaussians.score(features))
+
+    predictor.model.set_precision("fp32")  # what was computed in 16 bits on a GPU is not faster so elsewhere
+    view = View(
+        image_size=viewer.size,
+        resized=viewer.resized,
+        interpolation=viewer.kernel,
+        mean=tuple(viewer.mean.flatten().tolist()),
+        std=tuple(viewer.std.flatten().tolist()),
     )
+    settings = classifier.settings
+    facts = {
+        "method": settings.method.name,
+        "backbone": {"name": settings.backbone.name, "sha256": read_record(folder).sha256},
+        "marks": list(settings.method.marks()),
+        "classifier_version": classifier.version,
+    }
+    known = None if state.scale.limit is None else novelty
+    return Source(predictor.model, classifier.classes, view, state.calibration.temperature, known, facts)
