@@ -172,6 +172,8 @@ def _translate(graph: Graph, source: Source) -> bytes:
             verbose=False,
         )
         assert program is not None
+        # What the exporter notes at each node names lines and folders of this machine.
+        import_module("onnx_ir.passes.common").ClearMetadataAndDocStringPass()(program.model)
         program.model.metadata_props.update(metadata(source))
         program.model.producer_name, program.model.producer_version = "probprompt", __version__
         data: bytes = program.model_proto.SerializeToString()
