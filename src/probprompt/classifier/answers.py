@@ -1,6 +1,6 @@
 """What a classifier answers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from probprompt.errors import UserError
 
@@ -27,12 +27,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Risk:
-    """An old class that a new one may now be mistaken for."""
+    """An old class that may now be taken for a new one."""
 
     old: str
     new: str
     share: float
-    """Of what the old class looks like, 0 to 1: recognised before, and now taken for the new class."""
+    """Of the old class, 0 to 1: the probability that its held-out images now give to the new class."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Evaluation:
     fpr_at_95: float | None = None
     """The share of unknown images that pass where 95 % of the known ones given do, 0 to 1."""
     unknown_images: int = 0
-    unknown_flagged: float | None = field(default=None)
+    unknown_flagged: float | None = None
     """The share of the unknown images that is marked as unknown, in %."""
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -51,10 +50,13 @@ class ContinualClassifier:
         device: str | None = None,
         seed: int = 0,
         keep_versions: int = 10,
+        epochs: int | None = None,
         config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         place = pick_device(device)
+        if epochs is not None:
+            settings["training.epochs"] = epochs
         parsed, own_epochs = make_config(preset, method, backbone, place, seed, config, settings)
         if keep_versions < 1:
             raise UserError(f"keep_versions must be at least 1, not {keep_versions}")
@@ -63,10 +65,11 @@ class ContinualClassifier:
     def _begin(self, engine: Engine, keep: int, model: str) -> None:
         self._engine, self.keep_versions, self._model = engine, keep, model
         self._kept: tuple[Kept, ...] = ()
+        self._ancestors: dict[int, str] = {}
         self._predictor: Predictor | None = None
         self._changing = threading.RLock()
 
-    # What it knows ---------------------------------------------------------------------------------------------------
+    # What it knows --------------------------------------------------------------------------------------------------
 
     @property
     def _state(self) -> State:
@@ -99,7 +102,7 @@ class ContinualClassifier:
         """The versions that are kept, the current one last."""
         return [one.version for one in self._kept]
 
-    # Predicting --------------------------------------------------------------------------------------------------------
+    # Predicting -----------------------------------------------------------------------------------------------------
 
     @property
     def predictor(self) -> Predictor:
@@ -136,7 +139,7 @@ class ContinualClassifier:
         given = labelled(images, self._engine.short_side)
         return evaluate(self._engine, self.predictor, self._kept, given, unknown, watcher or Watcher())
 
-    # Changing ----------------------------------------------------------------------------------------------------------
+    # Changing -------------------------------------------------------------------------------------------------------
 
     def learn(
         self, images: object, *, known: Known = "refuse", name: str | None = None, watcher: Watcher | None = None
@@ -150,10 +153,10 @@ class ContinualClassifier:
         begun = time.perf_counter()
         with self._changing:
             state, number = self._state, self.version + 1
-            if not isinstance(images, str | Path | Mapping) and not hasattr(images, "__getitem__"):
-                raise UserError(f"images to learn need classes: give a folder or lists by class, not {images!r:.60}")
             given = labelled(images, self._engine.short_side)
-            title = name or (Path(images).resolve().name if isinstance(images, str | Path) else f"task {number}")
+            title = name or (
+                Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(state.tasks) + 1}"
+            )
             done = teaching.learn(self._engine, state, given, known, title, number, watcher or Watcher())
             lesson, calibration = done.lesson, done.state.calibration
             new, refined = lesson.new, lesson.refined
@@ -214,20 +217,21 @@ class ContinualClassifier:
         version = Version(self.version + 1, when, what, classes, images, note, len(state.classes))
         older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
         predictor = self._engine.predictor(state)
-        kept = (*older, Kept(version, state, secrets.token_hex(8)))[-self.keep_versions :]
-        self._kept, self._predictor = kept, predictor
+        newest = Kept(version, state, secrets.token_hex(8))
+        self._ancestors[version.number] = newest.token
+        self._kept, self._predictor = (*older, newest)[-self.keep_versions :], predictor
 
-    # On disk -----------------------------------------------------------------------------------------------------------
+    # On disk --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write a classifier, or the versions that are new since it was loaded; killed at any time, it is old or new."""
+        """Write it, or the versions that are new since it was loaded; killed midway, what is there is old or new."""
         self._save(Store(Path(folder).expanduser()))
 
     def _save(self, store: Store) -> None:
         if not self._kept:
             raise UserError("nothing is learned yet: there is nothing to save")
         with self._changing:
-            store.write(self._model, self._note(), self._kept, self.keep_versions)
+            store.write(self._model, self._note(), self._kept, self._ancestors, self.keep_versions)
 
     def _note(self) -> dict[str, Any]:
         """The settings that every version is saved with."""
@@ -272,12 +276,8 @@ class ContinualClassifier:
         made = cls.__new__(cls)
         made._begin(engine, keep, head["model"])
         made._kept = tuple(kept for _, kept in every)
+        made._ancestors = {kept.version.number: kept.token for kept in made._kept}
         return made
-
-    @cached_property
-    def short_side(self) -> int | None:
-        """What the short side of an image is reduced to when it is decoded."""
-        return self._engine.short_side
 
 
 @contextmanager
@@ -298,7 +298,7 @@ def changing(
             if made.version != before:
                 made._save(store)
         return
-    made = ContinualClassifier(device=device, **create)
+    made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
     with store.locked():
         yield made
         made._save(store)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.classifier.answers import Risk
-from probprompt.classifier.calibration import UNFITTED, Calibration, calibrate
+from probprompt.classifier.calibration import UNFITTED, calibrate
 from probprompt.classifier.engine import Engine
 from probprompt.classifier.novelty import Gaussians, Scale
 from probprompt.classifier.pictures import Labelled, refuse_empty, same_name, unreadable
 from probprompt.classifier.retention import at_risk
 from probprompt.classifier.state import KnownClass, LearnedTask, State
-from probprompt.classifier.sums import Part, Sums, compact, hold_out
+from probprompt.classifier.sums import Part, Sums, Views, compact, hold_out
 from probprompt.data.loading import Loaded, load
 from probprompt.errors import UserError, shorten
 from probprompt.heads import ClosedFormHead, Head, RidgeHead
@@ -60,18 +60,19 @@ def learn(
     with watch.stage("reading images", len(given.images)):
         loaded = load(given.images, engine.device, watch.advance)
     lesson = _lesson(engine, state, given.classes, loaded, new, refined)
-    rest = engine.sums(state, before := engine.build(state).head)
+    before = engine.build(state).head
+    rest = engine.sums(state, before)
     learner = engine.learner(state, loaded, engine.with_held_out(state, rest, before))
     index, first = len(state.tasks), len(state.classes)
     features = _train(engine, learner, lesson, index, first, watch)
     watch.describe("calibrating")
     if not bool(features.isfinite().all()):
         raise UserError("the features of some images are not finite: nothing was learned")
-    head, lift = learner.model.head, engine.lift(learner.model.head)
-    classes = _extended(engine, state, lesson, features, index, lift)
+    head, views = learner.model.head, engine.views(learner.model.head)
+    classes = _extended(engine, state, lesson, features, index, views)
     rest = rest.grown(len(new))
     for label in lesson.labels.unique().tolist():
-        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held], lift)
+        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held], views)
     tasks = state.tasks
     if new:
         of_new = int((lesson.labels >= first).sum())
@@ -83,11 +84,12 @@ def learn(
         adapted=(*state.adapted, len(new)) if new and engine.adapts(index) else state.adapted,
         next_uid=state.next_uid + len(new),
         strength=_strength(head),
-        **_parts(learner),
     )
-    learned = settle(engine, learned, rest, head)
-    every = engine.with_held_out(learned, rest, head)
-    risks = at_risk(before, head, every.plain, learned.names, first, engine.config.seeds.data)
+    learned = _with_parts(learned, learner)
+    judge = unlearned(engine, learned, rest, head)
+    learned = settle(engine, learned, rest, head, judge)
+    held = [known.held.tensors["rows"].to(engine.device) for known in learned.classes]
+    risks = at_risk(judge, held, learned.names, first, learned.calibration.temperature) if new else ()
     return Learned(learned, lesson, risks)
 
 
@@ -173,7 +175,7 @@ def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: 
 
 
 def _extended(
-    engine: Engine, state: State, lesson: Lesson, features: Tensor, index: int, lift: object
+    engine: Engine, state: State, lesson: Lesson, features: Tensor, index: int, views: Views
 ) -> tuple[KnownClass, ...]:
     """The classes with what is kept of the new images."""
     classes = list(state.classes)
@@ -182,7 +184,7 @@ def _extended(
         own = lesson.labels == label
         held, rest = features[own & lesson.held], features[own & ~lesson.held]
         before = classes[label] if label < len(classes) else None
-        kept = compact([rest], before.rest.tensors if before else None, lift, engine.inner)  # type: ignore[arg-type]
+        kept = compact(rest, before.rest.tensors if before else None, views, engine.widths)
         if before is not None:
             held = torch.cat([before.held.tensors["rows"].to(held), held])
         known = KnownClass(
@@ -200,8 +202,8 @@ def _extended(
     return tuple(classes)
 
 
-def _parts(learner: Learner) -> dict[str, Part]:
-    """What a learner has learned, as parts of a state."""
+def _with_parts(state: State, learner: Learner) -> State:
+    """The state with what a learner has learned as its parts."""
     tensors, head = learner_tensors(learner), learner.model.head
     groups: dict[str, dict[str, Tensor]] = {"method": {}, "head": {}, "later": {}}
     for name, value in tensors.items():
@@ -213,7 +215,8 @@ def _parts(learner: Learner) -> dict[str, Part]:
                 groups["head"][rest] = value
         else:
             groups["later"][name] = value
-    return {name: Part.of(group) for name, group in groups.items()}
+    method, rows, later = (Part.of(groups[name]) for name in ("method", "head", "later"))
+    return replace(state, method=method, head=rows, later=later)
 
 
 def _strength(head: Head) -> float | None:
@@ -225,33 +228,33 @@ def _strength(head: Head) -> float | None:
 # What follows from the sums ----------------------------------------------------------------------------------------
 
 
-def settle(engine: Engine, state: State, rest: Sums, head: Head) -> State:
-    """Calibrate a state whose head and classes are in place, and keep its Gaussians and its sums."""
+def unlearned(engine: Engine, state: State, rest: Sums, head: Head) -> Head:
+    """The head that has not learned from the held-out images: solved without them, or trained so all along."""
+    if not isinstance(head, ClosedFormHead):
+        return head
+    judge = copy.deepcopy(head)
+    engine.solve(judge, rest.solved, state.strength)
+    return judge
+
+
+@torch.no_grad()
+def settle(engine: Engine, state: State, rest: Sums, head: Head, judge: Head) -> State:
+    """Calibrate a state whose head and classes are in place by ``judge``, and keep its Gaussians and its sums."""
     held = [known.held.tensors["rows"].to(engine.device) for known in state.classes]
     features = torch.cat(held)  # (h, D)
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
-    calibration = _calibrated(engine, state, rest, head, features, labels)
-    scale = Scale.of(Gaussians.of(rest.plain).score(features)) if len(features) else Scale()
+    order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
+    small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
+    calibration = calibrate(judge(features[order]), labels[order], UNFITTED if small else 1.0)
+    scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
     every = engine.with_held_out(state, rest, head)
     return replace(
         state,
-        gaussians=Part.of(Gaussians.of(every.plain).tensors()),
+        gaussians=Part.of(Gaussians.of(every.of["unit"]).tensors()),
         sums=Part.of(rest.tensors()),
         calibration=calibration,
         scale=scale,
     )
-
-
-@torch.no_grad()
-def _calibrated(engine: Engine, state: State, rest: Sums, head: Head, features: Tensor, labels: Tensor) -> Calibration:
-    """Fit the temperature on held-out images: under a head that is solved without them, or was trained so."""
-    judge = head
-    if isinstance(head, ClosedFormHead):
-        judge = copy.deepcopy(head)
-        engine.solve(judge, rest.solved, state.strength)
-    order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
-    small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
-    return calibrate(judge(features[order]), labels[order], UNFITTED if small else 1.0)
 
 
 def forget(engine: Engine, state: State, name: str) -> State:
@@ -275,4 +278,5 @@ def forget(engine: Engine, state: State, name: str) -> State:
     rest = engine.sums(state, head)
     engine.solve(head, engine.with_held_out(state, rest, head).solved, state.strength)
     needed = {key: value for key, value in head.state_dict().items() if key not in head.learning_only}
-    return settle(engine, replace(state, head=Part.of(needed)), rest, head)
+    state = replace(state, head=Part.of(needed))
+    return settle(engine, state, rest, head, unlearned(engine, state, rest, head))
