@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from PIL import Image
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 
-from probprompt import ContinualClassifier, methods
+from probprompt import ContinualClassifier, __version__, methods
 from probprompt.backbone import FrozenViT
 from probprompt.errors import UserError
 from probprompt.export import onnx
@@ -72,7 +72,18 @@ def source(name: str, **more: Any) -> Source:
         head.grow(4)
     model = PromptedModel(backbone, method, head)
     model.fix()
-    return Source(model, ("ä", "b", "c|d", 'e"'), VIEW, **more)
+    return Source(model, ("ä", "b", "c|d", 'e"'), VIEW, lambda given: (head(given).softmax(dim=1),), **more)
+
+
+def judged(temperature: float, factor: float = 1.0) -> Source:
+    """A model that answers novelty as well: the length of the feature, times a factor."""
+    plain = source("linear-probe", outputs=("probabilities", "novelty"), facts={"temperature": temperature})
+
+    def judge(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = features.double()
+        return (plain.model.head(features) / temperature).softmax(dim=1), factor * wide.norm(dim=1)
+
+    return replace(plain, judge=judge)
 
 
 def prepared(pixels: NDArray[np.uint8], view: View) -> torch.Tensor:
@@ -104,13 +115,7 @@ def test_any_method_answers_as_in_torch(name: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """A small file, written once."""
-
-    def novelty(features: torch.Tensor) -> torch.Tensor:
-        return features.double().norm(dim=1)
-
-    facts = {"method": "linear-probe", "marks": []}
-    given = source("linear-probe", temperature=0.3, novelty=novelty, facts=facts)
-    return write_onnx(given, tmp_path_factory.mktemp("onnx") / "probe.onnx")
+    return write_onnx(judged(0.3), tmp_path_factory.mktemp("onnx") / "probe.onnx")
 
 
 def test_probabilities_have_the_temperature_and_novelty_stands_beside_them(probe: Exported) -> None:
@@ -135,8 +140,7 @@ def test_the_file_says_what_its_user_must_know(probe: Exported) -> None:
     assert said["classes"] == ["ä", "b", "c|d", 'e"']
     assert said["preprocessing"]["image_size"] == SIDE and said["preprocessing"]["resize_short_side_to"] == 18
     assert said["preprocessing"]["normalised_in_graph"] == {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.3]}
-    assert said["probprompt"]["temperature"] == 0.3 and said["probprompt"]["unknown_above"] == 1.0
-    assert said["probprompt"]["method"] == "linear-probe"
+    assert said["probprompt"] == {"temperature": 0.3, "version": __version__}
 
 
 def test_the_file_names_no_folder_of_this_machine(probe: Exported) -> None:
@@ -149,12 +153,11 @@ def test_the_file_names_no_folder_of_this_machine(probe: Exported) -> None:
 def test_a_file_that_answers_otherwise_is_never_put_in_place(
     probe: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = source("linear-probe", temperature=1.0, novelty=lambda features: features.double().norm(dim=1))
     monkeypatch.setattr(onnx, "_translate", lambda graph, given: probe.path.read_bytes())
     path = tmp_path / "model.onnx"
     path.write_bytes(b"what was there before")
     with pytest.raises(UserError, match=r"was not written: with 1 image.* answers otherwise than torch"):
-        write_onnx(other, path)
+        write_onnx(judged(1.0), path)
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
     assert path.read_bytes() == b"what was there before"
 
@@ -162,15 +165,14 @@ def test_a_file_that_answers_otherwise_is_never_put_in_place(
 def test_novelty_that_differs_is_noticed_as_well(
     probe: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = source("linear-probe", temperature=0.3, novelty=lambda features: 1.01 * features.double().norm(dim=1))
     monkeypatch.setattr(onnx, "_translate", lambda graph, given: probe.path.read_bytes())
     with pytest.raises(UserError, match="answers otherwise than torch"):
-        write_onnx(other, tmp_path / "model.onnx")
+        write_onnx(judged(0.3, factor=1.01), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 def test_class_names_that_are_no_unicode_are_written_all_the_same() -> None:
-    given = Source(source("linear-probe").model, ("caf\udce9",), VIEW)
+    given = replace(source("linear-probe"), classes=("caf\udce9",))
     assert json.loads(metadata(given)["classes"].encode().decode()) == ["caf\udce9"]
 
 
@@ -276,7 +278,9 @@ def test_a_classifier_is_exported_before_and_after_it_learned_more(
     check(saved.classifier, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     said = json.loads(session.get_modelmeta().custom_metadata_map["probprompt"])
-    assert said["classifier_version"] == 2 and set(said["backbone"]) == {"name", "sha256"}
+    assert (
+        said["classifier_version"] == 2 and said["unknown_above"] == 1.0 and set(said["backbone"]) == {"name", "sha256"}
+    )
 
 
 def run_the_page(

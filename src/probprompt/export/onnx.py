@@ -63,15 +63,10 @@ class Graph(nn.Module):
 
     def __init__(self, source: Source) -> None:
         super().__init__()
-        self.model, self.temperature, self.novelty = source.model, source.temperature, source.novelty
+        self.model, self.judge, self.outputs = source.model, source.judge, source.outputs
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (source.view.mean, source.view.std))
         self.register_buffer("pixel_mean", 255 * mean)
         self.register_buffer("pixel_scale", 1 / (255 * std))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of what it answers."""
-        return ("probabilities",) if self.novelty is None else ("probabilities", "novelty")
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Images (B, side, side, 3) of uint8 to probabilities (B, C) and novelty (B,)."""
@@ -80,8 +75,7 @@ class Graph(nn.Module):
         query = self.model.query(seen)  # (B, D)
         features = self.model.features(seen, EVALUATION, query)[0]  # (B, D)
         given = self.model.head_input(features, query)  # (B, D or 2 D)
-        probabilities = (self.model.head(given) / self.temperature).softmax(dim=1)  # (B, C)
-        return (probabilities,) if self.novelty is None else (probabilities, self.novelty(given).float())
+        return tuple(answer.float() for answer in self.judge(given))
 
 
 def export_onnx(folder: str | Path, file: str | Path) -> Exported:
@@ -121,12 +115,7 @@ def metadata(source: Source) -> dict[str, str]:
         "dtype": "uint8",
         "normalised_in_graph": {"mean": view.mean, "std": view.std},
     }
-    about = {
-        "version": __version__,
-        "temperature": source.temperature,
-        "unknown_above": None if source.novelty is None else 1.0,
-        **source.facts,
-    }
+    about = {"version": __version__, **source.facts}
     parts = {"classes": source.classes, "preprocessing": prepare, "probprompt": about}
     return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
 

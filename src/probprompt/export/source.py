@@ -36,6 +36,10 @@ class View:
         )
 
 
+Judge = Callable[[Tensor], tuple[Tensor, ...]]
+"""What a head is given (B, D or 2 D) to probabilities (B, C) and, where that is known, novelty (B,)."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A model that predicts."""
@@ -43,12 +47,11 @@ class Source:
     model: PromptedModel
     classes: tuple[str, ...]
     view: View
-    temperature: float = 1.0
-    """Probabilities are softmax(logits / temperature)."""
-    novelty: Callable[[Tensor], Tensor] | None = None
-    """Features (B, D) to how far each image is from all known classes (B,): above 1 is unknown."""
+    judge: Judge
+    outputs: tuple[str, ...] = ("probabilities",)
+    """The names of what ``judge`` answers."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else is worth knowing: method, backbone, marks."""
+    """What else is worth knowing: temperature, method, backbone, marks."""
 
 
 def open_source(folder: Path) -> Source:
@@ -58,22 +61,29 @@ def open_source(folder: Path) -> Source:
 
 def _of_run(folder: Path) -> Source:
     loaded = load_model(folder)
-    note = loaded.note
+    note, head = loaded.note, loaded.model.head
+
+    def judge(features: Tensor) -> tuple[Tensor, ...]:
+        return (head(features).softmax(dim=1),)
+
     facts = {
+        "temperature": 1.0,
         "method": note["method"]["name"],
         "backbone": {name: note["backbone"][name] for name in ("name", "sha256")},
         "marks": note["marks"],
     }
-    return Source(loaded.model, loaded.class_names, View.of(note["preprocessing"]), facts=facts)
+    return Source(loaded.model, loaded.class_names, View.of(note["preprocessing"]), judge, facts=facts)
 
 
 def _of_classifier(folder: Path) -> Source:
     classifier = ContinualClassifier.load(folder, device="cpu")
-    predictor = classifier.predictor
-    viewer, state, gaussians = predictor.viewer, predictor.state, predictor.gaussians
+    predictor, settings = classifier.predictor, classifier.settings
+    viewer, state = predictor.viewer, predictor.state
+    knows = state.scale.limit is not None
+    outputs = ("probabilities", "novelty") if knows else ("probabilities",)
 
-    def novelty(features: Tensor) -> Tensor:
-        return state.scale.novelty(gaussians.score(features))
+    def judge(features: Tensor) -> tuple[Tensor, ...]:
+        return predictor.judge(features)[: len(outputs)]
 
     predictor.model.set_precision("fp32")  # what was computed in 16 bits on a GPU is not faster so elsewhere
     view = View(
@@ -83,12 +93,12 @@ def _of_classifier(folder: Path) -> Source:
         mean=tuple(viewer.mean.flatten().tolist()),
         std=tuple(viewer.std.flatten().tolist()),
     )
-    settings = classifier.settings
     facts = {
+        "temperature": state.calibration.temperature,
+        "unknown_above": 1.0 if knows else None,
         "method": settings.method.name,
         "backbone": {"name": settings.backbone.name, "sha256": read_record(folder).sha256},
         "marks": list(settings.method.marks()),
         "classifier_version": classifier.version,
     }
-    known = None if state.scale.limit is None else novelty
-    return Source(predictor.model, classifier.classes, view, state.calibration.temperature, known, facts)
+    return Source(predictor.model, classifier.classes, view, judge, outputs, facts)
