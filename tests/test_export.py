@@ -1,5 +1,6 @@
 """An ONNX file answers as the model does, whatever the method, the head and the number of images."""
 
+import ast
 import json
 import sys
 from collections.abc import Callable
@@ -18,12 +19,12 @@ from PIL import Image
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 
-from probprompt import ContinualClassifier, __version__, methods
+from probprompt import ContinualClassifier, __version__, api, load_model, methods
 from probprompt.backbone import FrozenViT
 from probprompt.errors import UserError
 from probprompt.export import onnx
 from probprompt.export.onnx import BATCHES, Exported, export_onnx, metadata, write_onnx
-from probprompt.export.source import Source, View
+from probprompt.export.source import Source, View, open_source
 from probprompt.heads import ClosedFormHead, HeadConfig, make_head
 from probprompt.training.model import PromptedModel
 
@@ -31,7 +32,7 @@ SIDE, WIDTH = 16, 24
 Command = Callable[..., Any]
 VIEW = View(SIDE, 18, "bilinear", (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 SMALL: dict[str, dict[str, Any]] = {
-    "probprompt": {"samples": 3, "components": 3, "tokens": 2},
+    "probprompt": {"samples": 2, "components": 2, "tokens": 2},
     "dual-prompt": {"general_blocks": [0], "expert_blocks": [1]},
     "l2p": {"tokens": 2, "top_k": 2},
 }
@@ -58,7 +59,7 @@ def tiny_backbone(depth: int) -> FrozenViT:
 def source(name: str, **more: Any) -> Source:
     """A model that has begun two tasks, with a head that knows four classes."""
     kind = methods.find(name)
-    backbone = tiny_backbone(depth=2 if name in ("dual-prompt", "linear-probe") else 1)
+    backbone = tiny_backbone(depth=2 if name == "dual-prompt" else 1)
     blocks = {"blocks": [0]} if "blocks" in kind.Config.model_fields else {}
     config = methods.parse_config({"name": name, **blocks, **SMALL.get(name, {})})
     method = kind.create(config, methods.Shape(WIDTH, backbone.depth), 0)
@@ -176,6 +177,16 @@ def test_class_names_that_are_no_unicode_are_written_all_the_same() -> None:
     assert json.loads(metadata(given)["classes"].encode().decode()) == ["caf\udce9"]
 
 
+def test_nothing_of_the_extra_is_imported_before_it_is_needed() -> None:
+    files = sorted(Path(onnx.__file__).parents[1].rglob("*.py"))
+    assert Path(onnx.__file__) in files
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not {name.partition(".")[0] for name in named} & {"onnx", "onnxscript", "onnxruntime", "onnx_ir"}
+
+
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_a_missing_package_is_named_with_the_command_that_brings_it(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,25 +211,41 @@ def test_a_model_too_large_for_one_file_is_refused(tmp_path: Path, monkeypatch: 
         write_onnx(source("linear-probe"), tmp_path / "model.onnx")
 
 
+def test_the_model_of_a_run_is_read_as_it_is(pictures: Path, tmp_path: Path) -> None:
+    config = {
+        "data": {"benchmark": str(pictures), "tasks": 3},
+        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+        "method": {"name": "ranpac"},
+    }
+    folder = api.train(out=tmp_path / "run", config=config).folder
+    given, loaded = open_source(folder), load_model(folder)
+    assert given.classes == loaded.class_names and given.outputs == ("probabilities",)
+    assert given.facts["method"] == "ranpac" and set(given.facts["backbone"]) == {"name", "sha256"}
+    pixels = torch.from_numpy(images(2, given.view.image_size))
+    (found,) = onnx.Graph(given)(pixels)
+    expected = loaded.model.predict(prepared(pixels.numpy(), given.view)).softmax(dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 # A saved classifier --------------------------------------------------------------------------------------------------
 
 default_cfgs = generate_default_cfgs(
-    {"two_block_vit.": {"input_size": (3, 32, 32), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "num_classes": 0}}
+    {"one_block_vit.": {"input_size": (3, 32, 32), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "num_classes": 0}}
 )
 
 
-def two_block_vit(pretrained: bool = False, **arguments: Any) -> Any:
-    """Few blocks: what an export costs is their number."""
-    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2, **arguments}
-    return build_model_with_cfg(VisionTransformer, "two_block_vit", pretrained, **shape)
+def one_block_vit(pretrained: bool = False, **arguments: Any) -> Any:
+    """One block: what an export costs is their number."""
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 2, **arguments}
+    return build_model_with_cfg(VisionTransformer, "one_block_vit", pretrained, **shape)
 
 
 @pytest.fixture(scope="module")
 def small_vit() -> str:
     """A small architecture that timm knows by its name, while these tests run."""
-    if not timm.is_model("two_block_vit"):
-        register_model(two_block_vit)
-    return "two_block_vit"
+    if not timm.is_model("one_block_vit"):
+        register_model(one_block_vit)
+    return "one_block_vit"
 
 
 @dataclass(frozen=True)
@@ -238,7 +265,7 @@ def saved(small_vit: str, pictures: Path, tmp_path_factory: pytest.TempPathFacto
     classifier = ContinualClassifier(
         config={
             "backbone": {"name": small_vit, "weights": "random"},
-            "method": {"samples": 3, "components": 3, "tokens": 2, "blocks": [0]},
+            "method": {"samples": 2, "components": 2, "tokens": 2, "blocks": [0]},
             "training": {"epochs": 1},
             "head": {"projections": 50},
         }
@@ -270,7 +297,7 @@ def test_a_classifier_is_exported_before_and_after_it_learned_more(
     assert answer.code == 0 and "3 classes" in answer.out and "checked with onnxruntime" in answer.out
     check(saved.classifier, path)
     wide = [part.dims for part in onnx_file.load(str(path)).graph.initializer if sorted(part.dims) == [48, 192]]
-    assert len(wide) == 4, "two blocks of two such layers, which both passes share"
+    assert len(wide) == 2, "one block with two such layers, which both passes share"
     run_the_page(saved.classifier, pictures, tmp_path, monkeypatch)
     saved.classifier.learn(classes(pictures, 3, 5))
     saved.classifier.save(saved.folder)
