@@ -1,5 +1,6 @@
 """A classifier learns classes a few at a time, exactly, all or nothing, and knows what it does not know."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -183,6 +184,34 @@ def test_a_lesson_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Mon
     assert made.predict(paint("a", 3)["a"], top_k=3) == before
     monkeypatch.undo()
     assert made.learn(paint("de")).version == 2
+
+
+def test_a_later_lesson_of_a_hundred_images_takes_seconds() -> None:
+    made = ContinualClassifier(backbone="demo", device="cpu", epochs=1)
+    made.learn(paint("abc", 6))
+    report = made.learn(paint("defgh", 20))
+    assert report.images == 100 and report.seconds < 20
+    found = made.evaluate(paint("defgh", 4, seed=1))
+    assert found.accuracy > 80 and len(made.classes) == 8
+
+
+def test_predictions_go_on_from_the_old_version_while_another_is_learned() -> None:
+    made = taught(paint("abc"))
+    picture, versions = paint("b", 1, seed=3)["b"], list[int]()
+    expected = made.predict(picture, top_k=9)
+
+    class Asking(Watcher):
+        def advance(self, steps: int) -> None:
+            asked = threading.Thread(target=lambda: answers.append(made.predict(picture, top_k=9)))
+            asked.start()
+            asked.join(30)
+            versions.append(made.version)
+
+    answers: list[list[Prediction]] = []
+    made.learn(paint("de", 3), watcher=Asking())
+    assert set(versions) == {1} and len(answers) == len(versions) > 6
+    assert all(answer == expected for answer in answers)
+    assert len(made.predict(picture, top_k=9)[0].top) == 5
 
 
 # More images of a known class
@@ -627,7 +656,7 @@ def test_the_default_is_the_flagship_on_a_small_real_vit() -> None:
 def test_few_epochs_for_many_images_unless_they_are_set() -> None:
     engine = ContinualClassifier(device="cpu", backbone="demo")._engine
     assert engine._config_for(100).training.epochs == 12
-    assert [engine._config_for(images).training.epochs for images in (800, 6400, 10**6)] == [8, 1, 1]
+    assert [engine._config_for(images).training.epochs for images in (210, 800, 10**6)] == [12, 3, 1]
     assert ContinualClassifier(device="cpu", epochs=7)._engine._config_for(10**6).training.epochs == 7
 
 

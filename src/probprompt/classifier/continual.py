@@ -4,7 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -67,7 +67,8 @@ class ContinualClassifier:
         self._kept: tuple[Kept, ...] = ()
         self._ancestors: dict[int, str] = {}
         self._predictor: Predictor | None = None
-        self._changing = threading.RLock()
+        self._settings_note: dict[str, Any] | None = None  # as it was saved
+        self._changing, self._building = threading.RLock(), threading.Lock()
 
     # What it knows --------------------------------------------------------------------------------------------------
 
@@ -109,10 +110,12 @@ class ContinualClassifier:
         """The current version, ready to predict, as one object that never changes."""
         if not self._kept:
             raise UserError("nothing is learned yet: call learn first")
-        found = self._predictor
-        if found is None or found.state is not self._state:
-            with self._changing:
-                found = self._predictor = self._engine.predictor(self._state)
+        state, found = self._state, self._predictor
+        if found is None or found.state is not state:
+            with self._building:  # never while something is learned: that may take long
+                found = self._predictor
+                if found is None or found.state is not state:
+                    found = self._predictor = self._engine.predictor(state)
         return found
 
     def predict(self, images: object, top_k: int = 1) -> list[Prediction]:
@@ -161,7 +164,8 @@ class ContinualClassifier:
             lesson, calibration = done.lesson, done.state.calibration
             new, refined = lesson.new, lesson.refined
             note = title if not (new and refined) else f"{title}; more images of {', '.join(refined)}"
-            self._append("learned" if new else "refined", new or refined, len(lesson.labels), note, done.state)
+            what, ready = "learned" if new else "refined", self._engine.predictor(done.state)
+            self._append(what, new or refined, len(lesson.labels), note, done.state, ready)
         return LearnReport(
             version=self.version,
             classes=new,
@@ -182,7 +186,8 @@ class ContinualClassifier:
         """
         with self._changing:
             self._find(name)
-            self._append("forgot", (name,), 0, "", teaching.forget(self._engine, self._state, name))
+            state = teaching.forget(self._engine, self._state, name)
+            self._append("forgot", (name,), 0, "", state, self._engine.predictor(state))
 
     def rename(self, old: str, new: str) -> None:
         """Give a class another name; nothing else changes."""
@@ -211,12 +216,19 @@ class ContinualClassifier:
         if name not in self.classes:
             raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
 
-    def _append(self, what: str, classes: tuple[str, ...], images: int, note: str, state: State) -> None:
+    def _append(
+        self,
+        what: str,
+        classes: tuple[str, ...],
+        images: int,
+        note: str,
+        state: State,
+        predictor: Predictor | None = None,
+    ) -> None:
         """Put a new version in its place, at once; what was is kept without what can be made again."""
         when = datetime.now(UTC).isoformat(timespec="seconds")
         version = Version(self.version + 1, when, what, classes, images, note, len(state.classes))
         older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
-        predictor = self._engine.predictor(state)
         newest = Kept(version, state, secrets.token_hex(8))
         self._ancestors[version.number] = newest.token
         self._kept, self._predictor = (*older, newest)[-self.keep_versions :], predictor
@@ -235,6 +247,8 @@ class ContinualClassifier:
 
     def _note(self) -> dict[str, Any]:
         """The settings that every version is saved with."""
+        if self._settings_note is not None:
+            return {**self._settings_note, "keep_versions": self.keep_versions}
         engine = self._engine
         viewer = engine.viewer
         return {
@@ -265,7 +279,10 @@ class ContinualClassifier:
         if wanted not in numbers:
             kept = ", ".join(map(str, numbers))
             raise UserError(f"{store.folder} has no version {wanted}; kept are: {kept}")
-        every = [store.read(number) for number in numbers if number <= wanted]
+        every = [store.read(wanted)]
+        for number in reversed(numbers[: numbers.index(wanted)]):
+            with suppress(UserError):  # one that was pruned just now, or is damaged, keeps no other from being used
+                every.insert(0, store.read(number))
         note = every[-1][0]
         try:
             config = parse_config(note["config"])
@@ -275,6 +292,7 @@ class ContinualClassifier:
             raise UserError(f"version {wanted} in {store.folder} is damaged: {problem!r}") from problem
         made = cls.__new__(cls)
         made._begin(engine, keep, head["model"])
+        made._settings_note = note
         made._kept = tuple(kept for _, kept in every)
         made._ancestors = {kept.version.number: kept.token for kept in made._kept}
         return made
