@@ -429,7 +429,11 @@ def test_the_model_of_a_run_travels_with_its_scores(
     card = read_card(hub.repositories["me/run"].files["README.md"].decode())
     (result,) = card.data.eval_results
     assert result.metric_value == round(run.metrics["FAA"], 2) and result.dataset_name == pictures.name
-    assert "final average accuracy" in card.text and str(pictures) not in card.content
+    assert f"Measured on test images of {pictures.name}" in card.text and "final average accuracy" in card.text
+    assert str(pictures) not in card.content
+    run.update(evaluated_on="validation")
+    chosen = read_card(make_card(read_record(run.folder), "me/run", statistics=False))
+    assert chosen.data.eval_results is None and "Measured on held-out training images" in chosen.text
     pull("me/run", tmp_path / "again")
     images = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     loaded, before = load_model(tmp_path / "again"), load_model(run.folder)

@@ -34,11 +34,13 @@ class Story:
     view: View
     backbone: dict[str, Any]
     history: Sequence[tuple[str, ...]]
-    """Version, date, what happened, classes, images."""
+    """Version or task, date, what happened, classes, images."""
     calibration: str | None
     unknown: str | None
     scores: dict[str, float]
     benchmark: str | None
+    tested: bool
+    """Whether the scores are those of test images, not of held-out training images."""
     marks: Sequence[str]
     loading: str
     """Lines of Python that load and use it."""
@@ -77,6 +79,7 @@ def _of_run(record: Record, repository: str) -> Story:
         unknown=None,
         scores=scores,
         benchmark=benchmark_label(run.config.data.benchmark) if run else None,
+        tested=bool(run and run.record["evaluated_on"] == "test"),
         marks=note["marks"],
         loading="import probprompt\n\n"
         'loaded = probprompt.load_model("model/")\n'
@@ -127,6 +130,7 @@ def _of_classifier(record: Record, repository: str) -> Story:
         unknown=None if limit is None else unknown,
         scores={},
         benchmark=None,
+        tested=False,
         marks=find(config["method"]["name"]).Config.model_validate(config["method"]).marks(),
         loading="from probprompt import ContinualClassifier\n\n"
         'classifier = ContinualClassifier.load("model/")\n'
@@ -157,7 +161,7 @@ def _front(story: Story, repository: str) -> str:
     source, _ = _origin(story.backbone)
     if source:
         values |= {"base_model": source, "base_model_relation": "adapter"}
-    if story.benchmark and "FAA" in story.scores:
+    if story.tested and story.benchmark and "FAA" in story.scores:
         metric = {"type": "accuracy", "name": "final average accuracy", "value": round(story.scores["FAA"], 2)}
         data = {"type": story.benchmark, "name": story.benchmark}
         result = {"task": {"type": "image-classification"}, "dataset": data, "metrics": [metric]}
@@ -182,7 +186,7 @@ def _summary(story: Story, statistics: bool) -> str:
     count = len(story.classes)
     lines = [
         f"An image classifier of {count} class{'es' if count != 1 else ''} that was taught task by task, without "
-        f"keeping old images: a frozen vision transformer, `{story.method}` prompts and a `{story.head}` head.",
+        f"keeping old images: a vision transformer, the method `{story.method}` and the head `{story.head}`.",
         "It can learn further classes: what that needs is included."
         if statistics
         else "It predicts; what further learning needs was not published with it.",
@@ -199,7 +203,7 @@ def _classes(names: Sequence[str]) -> str:
 def _history(story: Story) -> str:
     if not story.history:
         return ""
-    return "## What was learned when\n\n" + _table(("version", "date", "what", "classes", "images"), story.history)
+    return "## What was learned when\n\n" + _table(("step", "date", "what", "classes", "images"), story.history)
 
 
 def _quality(story: Story) -> str:
@@ -208,7 +212,8 @@ def _quality(story: Story) -> str:
     if story.scores:
         names = {"FAA": "final average accuracy", "CAA": "cumulative average accuracy", "forgetting": "forgetting"}
         rows = [(names.get(name, name), f"{value:.2f}") for name, value in story.scores.items()]
-        lines += [f"Measured on {_plain(story.benchmark or 'its test images')}, in %:", _table(("", ""), rows)]
+        where = "test images" if story.tested else "held-out training images, on which settings may have been chosen,"
+        lines += [f"Measured on {where} of {_plain(story.benchmark or 'its data')}, in %:", _table(("", ""), rows)]
     else:
         lines.append("No accuracy on test images is recorded: measure it with `probprompt evaluate model/ FOLDER`.")
     return "## How good it is\n\n" + "\n\n".join(lines)
