@@ -51,6 +51,11 @@ class Embedded:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tokens: (B, T, D)."""
+        return self.tokens.shape
+
 
 @dataclass(frozen=True, eq=False)
 class Fused:
@@ -146,7 +151,7 @@ class FrozenViT(nn.Module):
         ``tokens`` the mean of the injected tokens after it.
         """
         prompts = prompts or {}
-        _check_prompts(self.model, prompts, batch=len(images))
+        _check_prompts(self.model, prompts, images.shape[0])  # len() would fix the batch of an exported graph
         fast = self._fast()
         if isinstance(images, Tensor):
             _check_images(self.model, images)
@@ -184,7 +189,7 @@ class FrozenViT(nn.Module):
             while end < self.depth - 1 and isinstance(prompts.get(end), Prefix | None):
                 end += 1
             prefixes = [prompt, *(prompts.get(later) for later in range(index + 1, end))]
-            expanded = [_expanded(prefix, len(tokens)) for prefix in prefixes]
+            expanded = [_expanded(prefix, tokens.shape[0]) for prefix in prefixes]
             plain = end == self.depth - 1 and end not in prompts and readout != "tokens"
             last = fast.last if plain and fused.readable(tokens.shape[1]) else None
             (tokens, mixed), index = fused.run(fast.blocks[index:end], tokens, expanded, qkv, last), end
@@ -213,7 +218,7 @@ class FrozenViT(nn.Module):
 
     def _join(self, tokens: Tensor, prompt: Tokens) -> Tensor:
         """Put tokens behind the sequence: their place in it means nothing to attention."""
-        added = prompt.tokens.to(tokens.dtype).expand(len(tokens), -1, -1)  # (B, P, D)
+        added = prompt.tokens.to(tokens.dtype).expand(tokens.shape[0], -1, -1)  # (B, P, D)
         position = self.model.pos_embed
         if prompt.positioned and position is not None and not self.model.no_embed_class:
             added = added + position[:, :1]
@@ -356,7 +361,7 @@ def _attend(attention: Any, tokens: Tensor, prompt: Prompt | None, read: slice) 
         return heads.transpose(1, 2)  # (B, heads, T, head width)
 
     def put_before(prefix: Tensor, tokens: Tensor) -> Tensor:
-        prefix = split_heads(prefix.to(tokens.dtype).expand(len(tokens), -1, -1))  # (B, heads, P, head width)
+        prefix = split_heads(prefix.to(tokens.dtype).expand(tokens.shape[0], -1, -1))  # (B, heads, P, head width)
         return torch.cat([prefix, tokens], dim=2)  # (B, heads, P + T, head width)
 
     query, key, value = _project(attention, tokens, read)  # (B, T, W) each
@@ -398,7 +403,7 @@ def _embed_patches(projection: nn.Conv2d, images: Tensor, base: Tensor) -> Tenso
 
 def _shift_class_token(tokens: Tensor, shift: Tensor) -> Tensor:
     """Add to the first token of each sequence (B, T, W)."""
-    first = tokens[:, :1] + shift.to(tokens.dtype).expand(len(tokens), -1)[:, None]  # (B, 1, W)
+    first = tokens[:, :1] + shift.to(tokens.dtype).expand(tokens.shape[0], -1)[:, None]  # (B, 1, W)
     return torch.cat([first, tokens[:, 1:]], dim=1)
 
 

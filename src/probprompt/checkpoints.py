@@ -163,6 +163,18 @@ def _listing(name: str, description: str, source: str, licence: str, path: Path 
     return Listing(name, description, source, licence, here, place if here else "", size)
 
 
+def origin(name: str) -> tuple[str, str]:
+    """The repository that weights by this name come from, empty where there is none, and their licence.
+
+    >>> origin("sup1k")
+    ('timm/vit_base_patch16_224.augreg2_in21k_ft_in1k', 'apache-2.0')
+    """
+    if name == "demo":
+        return "", "apache-2.0"
+    checkpoint = _NAMED[name] if name in _NAMED else _find_in_timm(name)
+    return checkpoint.source, checkpoint.licence
+
+
 def load_backbone(
     name: str,
     weights: str | Path | None = None,

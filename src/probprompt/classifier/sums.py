@@ -36,8 +36,9 @@ class Part:
             assert self._path is not None
             if not self._path.is_file():
                 raise UserError(
-                    f"{self._path} is missing: if the classifier was changed since it was loaded, load it again; "
-                    "else its folder is damaged"
+                    f"{self._path} is missing: if the classifier was changed since it was loaded, load it again; if it "
+                    "was pulled without its statistics, it predicts but cannot learn or change (push it with "
+                    "--with-statistics, and pull that); else its folder is damaged"
                 )
             self._tensors = read_tensors(self._path, torch.device("cpu"))[0]
         return self._tensors

@@ -323,6 +323,50 @@ def data_sample(
     run_sample(folder, classes, images, test)
 
 
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="The folder of a saved classifier, or of a run.")],
+    onnx: Annotated[Path, typer.Option("--onnx", metavar="FILE", help="Where the ONNX file goes.")],
+) -> None:
+    """Write a model as one ONNX file, prompts and backbone together, checked against torch with onnxruntime."""
+    from probprompt.cli.export import run_export
+
+    run_export(model, onnx)
+
+
+@app.command()
+def push(
+    model: Annotated[Path, typer.Argument(help="The folder of a saved classifier, or of a run.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the Hugging Face hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Only you and those you allow may see it.")] = False,
+    with_statistics: Annotated[
+        bool,
+        typer.Option(
+            "--with-statistics", help="Also what further learning needs: sums, and features of single images."
+        ),
+    ] = False,
+) -> None:
+    """Send a model to the Hugging Face hub, with a model card made from its record."""
+    from probprompt.cli.export import run_push
+
+    run_push(model, repository, private, with_statistics)
+
+
+@app.command()
+def pull(
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the Hugging Face hub.")],
+    model: Annotated[Path, typer.Argument(help="A new folder.")],
+    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit; the newest by default.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The backbone's weights, for a model made with a file of them.")
+    ] = None,
+) -> None:
+    """Fetch a model from the Hugging Face hub; every file is verified, and none is executed."""
+    from probprompt.cli.export import run_pull
+
+    run_pull(repository, model, revision, weights)
+
+
 @app.command("list")
 def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None:
     """List methods, benchmarks or backbones."""

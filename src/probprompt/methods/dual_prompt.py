@@ -149,7 +149,7 @@ class DualPrompt(Method):
         """Expert tokens for each query: (B, M, D)."""
         if task is not None:
             own: Tensor = self.experts[task]  # (blocks, M, D)
-            return own[slot].expand(len(query), -1, -1)
+            return own[slot].expand(query.shape[0], -1, -1)
         experts = torch.stack([expert[slot] for expert in self.experts])  # (tasks, M, D)
         return experts[self._match(query, slot)]
 
@@ -160,7 +160,7 @@ class DualPrompt(Method):
         matched = cosine.argsort(dim=1, descending=True, stable=True)[:, :1]  # (B, 1)
         if self.config.batchwise:
             votes = torch.zeros_like(cosine).scatter(1, matched, 1).sum(dim=0)  # (tasks,)
-            matched = votes.argsort(descending=True, stable=True)[:1].expand(len(query), 1)  # (B, 1)
+            matched = votes.argsort(descending=True, stable=True)[:1].expand(query.shape[0], 1)  # (B, 1)
         return matched[:, 0]
 
     def _prefix(self, tokens: Tensor) -> Prefix:
@@ -170,7 +170,7 @@ class DualPrompt(Method):
             return prefix
         both = torch.stack([prefix.key, prefix.value])  # (2, B, M / 2, D)
         # The published mistake: the axes are renamed where they should change places.
-        mixed = both.reshape(len(tokens), 2, *both.shape[2:])  # (B, 2, M / 2, D)
+        mixed = both.reshape(tokens.shape[0], 2, *both.shape[2:])  # (B, 2, M / 2, D)
         return Prefix(mixed[:, 0], mixed[:, 1])
 
     def _draw(self, shape: tuple[int, ...], *what: int | str) -> Tensor:

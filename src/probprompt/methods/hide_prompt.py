@@ -191,7 +191,7 @@ class HiDePrompt(Method):
         task = self.tell_task(query) if context.task is None else context.task  # (B,) or one for all
         prompt = self.mixed()[task]  # (B, blocks, M, D) or (blocks, M, D)
         parts = zip(self.config.blocks, prompt.unbind(dim=-3), strict=True)
-        injected = {block: self._prefix(tokens, len(query)) for block, tokens in parts}
+        injected = {block: self._prefix(tokens, query.shape[0]) for block, tokens in parts}
         return Prompted(injected, self._identity_loss(query, context))
 
     def tell_task(self, query: Tensor) -> Tensor:

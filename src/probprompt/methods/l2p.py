@@ -139,7 +139,7 @@ class PooledPrompts(Method):
         chosen = cosine.argsort(dim=1, descending=True, stable=True)[:, :top_k]  # (B, k)
         if self.config.batchwise:
             votes = torch.zeros_like(cosine).scatter(1, chosen, 1).sum(dim=0)  # (N,)
-            chosen = votes.argsort(descending=True, stable=True)[:top_k].expand(len(cosine), -1)  # (B, k)
+            chosen = votes.argsort(descending=True, stable=True)[:top_k].expand(cosine.shape[0], -1)  # (B, k)
         # Neither attention nor the mean over tokens sees the order of entries. By index, images that choose the same
         # set have the same entry in every slot, so prompts compared slot by slot differ only where the choice does.
         return chosen.sort(dim=1).values

@@ -158,7 +158,7 @@ class ProbPrompt(Method):
     def _mix_samples(self, query: Tensor, context: Context) -> Tensor:
         """Draw from every Gaussian by itself, then weigh the results by relevance (ablation, second row)."""
         pools = self.mean.shape[:3]  # blocks, M, N
-        mean, std = (part.flatten(0, 2).expand(len(query), -1, -1) for part in (self.mean, self.log_std.exp()))
+        mean, std = (part.flatten(0, 2).expand(query.shape[0], -1, -1) for part in (self.mean, self.log_std.exp()))
         drawn = self._draw(mean, std, query, context).unflatten(1, (pools[0] * pools[1], -1))  # (B, pools, N, D)
         return torch.einsum("bmn,bmnd->bmd", self._mixture(query)[0], drawn)  # (B, pools, D)
 

@@ -71,3 +71,11 @@ def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
         digest.update(f"\n{name}\t{tensor.dtype}\t{list(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def check_name(path: Path) -> None:
+    """Refuse a file of tensors that is damaged, or that is not the one its name says."""
+    tensors, note = read_tensors(path, torch.device("cpu"))
+    digest = _digest(tensors, json.dumps(note, sort_keys=True))
+    if not digest.startswith(path.stem.rpartition("-")[2]):
+        raise UserError(f"{path} holds other tensors than its name says: it was exchanged for another file")
