@@ -1,8 +1,10 @@
 """Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent or CMYK."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +46,15 @@ class ImageFiles:
         return read_image(self.root / self.names[row], self.short_side)
 
 
-def read_image(path: Path, short_side: int | None = None) -> Pixels:
-    """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels."""
+def read_image(
+    source: Path | IO[bytes], short_side: int | None = None, formats: Sequence[str] | None = None
+) -> Pixels:
+    """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels.
+
+    ``formats`` are Pillow's names of those that are allowed; None allows all.
+    """
     try:
-        with Image.open(path) as opened:
+        with Image.open(source, formats=formats) as opened:
             _refuse_giant(opened)
             image = to_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
