@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
     {"evaluation"},
     {"runs"},
     {"report"},
+    {"classifier"},
     {"bench"},
     {"api"},
     {"results"},
@@ -35,6 +36,7 @@ LAYERS: list[set[str]] = [
 ]
 FREE = {
     "bench",
+    "classifier",
     "kernels",
     "data",
     "training",

@@ -7,6 +7,7 @@ __version__ = "0.1.0.dev0"
 
 # Names are imported when first used: torch and timm take seconds, and help or an error message must not wait.
 _HOME = {
+    "ContinualClassifier": "probprompt.classifier",
     "FrozenViT": "probprompt.backbone",
     "Run": "probprompt.runs.record",
     "RunConfig": "probprompt.config",
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from probprompt.api import compare, resume, train
     from probprompt.backbone import FrozenViT
     from probprompt.checkpoints import load_backbone
+    from probprompt.classifier import ContinualClassifier
     from probprompt.config import RunConfig
     from probprompt.errors import UserError
     from probprompt.report import write_report
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from probprompt.runs.record import Run
 
 __all__ = [
+    "ContinualClassifier",
     "FrozenViT",
     "Run",
     "RunConfig",

@@ -205,6 +205,27 @@ class ClosedFormHead(Head):
         self._add(features, labels, task_key)
         self._solve()
 
+    @torch.no_grad()
+    def lift(self, features: Tensor) -> Tensor:
+        """What the sums are over, of features (n, D): (n, L)."""
+        return features
+
+    @torch.no_grad()
+    def solve_sums(self, counts: Tensor, totals: Tensor, moment: Tensor, solve: bool = True) -> Self:
+        """Replace its own sums by others and solve them: counts (C,), sums of :meth:`lift` (C, L), of squares (L, L).
+
+        Without ``solve`` the weights stay as they are, for a head that is about to learn.
+        """
+        for name, value in self._named_sums(counts, totals, moment).items():
+            self.register_buffer(name, value.to(self.weight.device, torch.float64, copy=True))
+        if solve:
+            self._solve()
+        return self
+
+    def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
+        """Which of these sums it keeps, by their names here."""
+        raise NotImplementedError
+
     def _check_complete(self) -> None:
         if any(self._buffers[name] is None for name in self.learning_only):
             raise ValueError(f"this {type(self).__name__} was loaded without its sums: it predicts, but cannot learn")
@@ -270,6 +291,14 @@ class RidgeHead(ClosedFormHead):
     def forward(self, features: Tensor) -> Tensor:
         """Logits (B, C) of features (B, D)."""
         return nn.functional.linear(self._projected(features.to(self.weight)), self.weight)
+
+    @torch.no_grad()
+    def lift(self, features: Tensor) -> Tensor:
+        """Random projections (n, L) of features (n, D)."""
+        return self._projected(features)
+
+    def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
+        return {"gram": moment, "correlation": totals}
 
     def _projected(self, features: Tensor) -> Tensor:
         if self.projection is None:
@@ -370,6 +399,9 @@ class LDAHead(ClosedFormHead):
         """Logits (B, C) of features (B, D)."""
         return nn.functional.linear(features.to(self.weight), self.weight, self.bias)
 
+    def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
+        return {"counts": counts, "sums": totals, "moment": moment}
+
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
         for some, of in _chunks(features, labels, self.width):
             self.sums += self._class_sums(some, of)
@@ -405,6 +437,9 @@ class NearestMeanHead(ClosedFormHead):
     def forward(self, features: Tensor) -> Tensor:
         """Logits (B, C) of features (B, D)."""
         return nn.functional.linear(nn.functional.normalize(features.to(self.weight), dim=1), self.weight)
+
+    def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
+        return {"sums": totals}
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
         for some, of in _chunks(features, labels, self.width):

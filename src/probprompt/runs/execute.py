@@ -176,7 +176,7 @@ def prepare(
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone).to(device)
     model.set_precision(precision or config.backbone.precision or usual_precision(device))
-    viewer = _viewer(config, backbone, short_side if source.enlarge else size, device)
+    viewer = build_viewer(config, backbone, short_side if source.enlarge else size, device)
     learner = Learner(model, train, viewer, config, world)
     joint = model.method.joint
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
@@ -213,7 +213,8 @@ def _build_method(config: RunConfig, backbone: LoadedBackbone) -> Method:
     return methods.find(config.method.name).create(config.method, shape, config.seeds.init)
 
 
-def _viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
+def build_viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
+    """How images are prepared for this backbone; ``resized`` is the short side from which its input is cut."""
     wanted = backbone.preprocessing
     mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
     dtype = DTYPES[backbone.model.precision]

@@ -30,6 +30,15 @@ def write_named_by_contents(folder: Path, kind: str, tensors: Mapping[str, Tenso
     return name
 
 
+def store_by_contents(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Keep tensors in ``<digest>.safetensors``, written only where they are not kept there yet; returns the digest."""
+    digest, data = _encode(tensors, {})
+    path = folder / f"{digest}.safetensors"
+    if not path.is_file() or path.stat().st_size != len(data):
+        write_bytes(path, data)
+    return digest
+
+
 def _encode(tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> tuple[str, bytes]:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(note, sort_keys=True)

@@ -51,6 +51,14 @@ class EpochResult:
 Advance = Callable[[int], None]
 
 
+def adapted_tasks(config: RunConfig, trained_head: bool) -> int | None:
+    """In how many tasks prompts learn, from the first on; None: in all."""
+    adapted = config.training.adapt_tasks
+    if adapted is None and not trained_head:
+        return 1  # a solve over all tasks needs features that stay where they are
+    return adapted
+
+
 class Learner:
     """Teaches a model one task after another.
 
@@ -69,7 +77,7 @@ class Learner:
         self.trained = head if isinstance(head, LinearHead) else LinearHead(width, seed).to(self.device)
         self.statistics = ClassStatistics.empty(width, self.device, config.alignment.centroids)
         self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, where a method asks
-        self._frozen: tuple[int, tuple[Tensor, Tensor | None]] | None = None  # of which task; features and queries
+        self._frozen: tuple[TaskImages, tuple[Tensor, Tensor | None]] | None = None  # of which; features and queries
         self._current: Step | None = None
 
     def begin(self, task: TaskImages) -> None:
@@ -91,9 +99,7 @@ class Learner:
 
     def adapts(self, task: TaskImages) -> bool:
         """Whether prompts learn in this task."""
-        adapted = self.config.training.adapt_tasks
-        if adapted is None and not self.model.head.trained:
-            adapted = 1  # a solve over all tasks needs features that stay where they are
+        adapted = adapted_tasks(self.config, self.model.head.trained)
         return adapted is None or task.index < adapted
 
     def learns_head(self, task: TaskImages) -> bool:
@@ -185,14 +191,18 @@ class Learner:
             self._current = Step(self, task, optimiser)
         return self._current
 
-    def finish(self, task: TaskImages, advance: Advance) -> None:
-        """Tell the method that the task is trained; then solve the head, or realign it to all classes."""
+    def finish(self, task: TaskImages, advance: Advance) -> Tensor | None:
+        """Tell the method that the task is trained; then solve the head, or realign it to all classes.
+
+        Returns what a head in closed form was given of the images: (n, D or 2 D).
+        """
+        seen = None
         self._current = None  # what captured steps hold is free for what follows
         if self.adapts(task):
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
-            seen = self.model.head_input(*self._evaluation_pass(task, advance))  # (n, D or 2 D)
+            seen = self.look(task, advance)  # (n, D or 2 D)
             self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
             self._align(task, advance)
@@ -202,6 +212,11 @@ class Learner:
                 f"the refit of the head diverged after task {task.index + 1}: lower alignment.rate "
                 f"({self.config.alignment.rate})"
             )
+        return seen
+
+    def look(self, task: TaskImages, advance: Advance) -> Tensor:
+        """What the head is given of the evaluation views of a task's images: (n, D or 2 D)."""
+        return self.model.head_input(*self._evaluation_pass(task, advance))
 
     def _agree(self) -> None:
         """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
@@ -304,8 +319,8 @@ class Learner:
         """Features and queries of the evaluation views; those that nothing changes any more are kept."""
         if not self.model.static:
             return self._pass(task, None, advance)
-        if self._frozen is None or self._frozen[0] != task.index:
-            self._frozen = (task.index, self._pass(task, None, advance))
+        if self._frozen is None or self._frozen[0] is not task:
+            self._frozen = (task, self._pass(task, None, advance))
         return self._frozen[1]
 
     @torch.no_grad()

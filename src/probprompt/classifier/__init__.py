@@ -1,0 +1,15 @@
+"""The classifier that people use, and the values it returns."""
+
+from probprompt.classifier.answers import Evaluation, LearnReport, Prediction, Risk, TaskScore, Version
+from probprompt.classifier.continual import ContinualClassifier, changing
+
+__all__ = [
+    "ContinualClassifier",
+    "Evaluation",
+    "LearnReport",
+    "Prediction",
+    "Risk",
+    "TaskScore",
+    "Version",
+    "changing",
+]

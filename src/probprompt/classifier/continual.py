@@ -1,0 +1,324 @@
+"""The classifier that people use: learn today, learn more next month, predict, forget, go back."""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from probprompt.classifier import teaching
+from probprompt.classifier.answers import Evaluation, LearnReport, Prediction, Version, check_top
+from probprompt.classifier.engine import Engine, Predictor, make_config
+from probprompt.classifier.evaluating import evaluate
+from probprompt.classifier.pictures import Picture, clean_name, decode_ahead, labelled, pictures, same_name
+from probprompt.classifier.state import Kept, State
+from probprompt.classifier.teaching import Known
+from probprompt.classifier.versions import Store
+from probprompt.config import RunConfig, parse_config
+from probprompt.data.images import Pixels, UnreadableImageError
+from probprompt.errors import UserError, suggest
+from probprompt.runs.execute import pick_device
+from probprompt.runs.progress import Watcher
+
+
+class ContinualClassifier:
+    """Learns classes of images, a few at a time, without keeping the images.
+
+    The default is ProbPrompt under the ridge head: its prompts adapt to the images of the first :meth:`learn`; every
+    later one is a single pass over the new images and a solve, and the head is then the same as if all images ever
+    learned had been there at once. Any other method, head or backbone can be named.
+
+    ``preset``, ``method``, ``config`` and ``settings`` are those of :func:`probprompt.train`; ``backbone`` is a named
+    checkpoint or a timm name (a small ViT by default, ViT-B/16 on a GPU). ``keep_versions`` is how many versions can
+    be returned to. Nothing is read or downloaded before it is needed. Learning and predicting may happen in different
+    threads: predictions come from the version before, until the new one is complete.
+    """
+
+    def __init__(
+        self,
+        *,
+        preset: str | None = None,
+        method: str = "probprompt",
+        backbone: str | None = None,
+        device: str | None = None,
+        seed: int = 0,
+        keep_versions: int = 10,
+        config: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        place = pick_device(device)
+        parsed, own_epochs = make_config(preset, method, backbone, place, seed, config, settings)
+        if keep_versions < 1:
+            raise UserError(f"keep_versions must be at least 1, not {keep_versions}")
+        self._begin(Engine(parsed, place, None, own_epochs), keep_versions, secrets.token_hex(16))
+
+    def _begin(self, engine: Engine, keep: int, model: str) -> None:
+        self._engine, self.keep_versions, self._model = engine, keep, model
+        self._kept: tuple[Kept, ...] = ()
+        self._predictor: Predictor | None = None
+        self._changing = threading.RLock()
+
+    # What it knows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> State:
+        return self._kept[-1].state if self._kept else State()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes that it knows."""
+        return self._state.names
+
+    @property
+    def version(self) -> int:
+        """The number of the version that predicts; 0 before anything is learned."""
+        return self._kept[-1].version.number if self._kept else 0
+
+    @property
+    def task_count(self) -> int:
+        """How many calls of :meth:`learn` brought new classes."""
+        return len(self._state.tasks)
+
+    @property
+    def settings(self) -> RunConfig:
+        """All settings, complete."""
+        return self._engine.config
+
+    def __repr__(self) -> str:
+        return f"<ContinualClassifier version {self.version}: {len(self.classes)} classes, {self.settings.method.name}>"
+
+    def history(self) -> list[Version]:
+        """The versions that are kept, the current one last."""
+        return [one.version for one in self._kept]
+
+    # Predicting --------------------------------------------------------------------------------------------------------
+
+    @property
+    def predictor(self) -> Predictor:
+        """The current version, ready to predict, as one object that never changes."""
+        if not self._kept:
+            raise UserError("nothing is learned yet: call learn first")
+        found = self._predictor
+        if found is None or found.state is not self._state:
+            with self._changing:
+                found = self._predictor = self._engine.predictor(self._state)
+        return found
+
+    def predict(self, images: object, top_k: int = 1) -> list[Prediction]:
+        """Classify a file, a folder with all below it, PIL images, arrays, or a list of any of these.
+
+        An image that cannot be read is an answer with its ``error``.
+        """
+        return list(self.predict_each(images, top_k))
+
+    def predict_each(self, images: object, top_k: int = 1, batch: int | None = None) -> Iterator[Prediction]:
+        """As :meth:`predict`, one answer after the other: any number of images in constant memory."""
+        predictor, wanted = self.predictor, check_top(top_k)
+        size = batch or self._engine.config.images_at_a_time(self._engine.device.type)
+        stream = decode_ahead(pictures(images, self._engine.short_side))
+        while group := list(islice(stream, size)):
+            yield from _answers(predictor, group, wanted)
+
+    def evaluate(self, images: object, unknown: object = None, watcher: Watcher | None = None) -> Evaluation:
+        """Measure accuracy on images with known classes: overall, per task, and what was forgotten.
+
+        What a task lost is measured against the version that had just learned it, where that is still kept.
+        ``unknown`` are images of no known class: how well they are told apart is then measured, too.
+        """
+        given = labelled(images, self._engine.short_side)
+        return evaluate(self._engine, self.predictor, self._kept, given, unknown, watcher or Watcher())
+
+    # Changing ----------------------------------------------------------------------------------------------------------
+
+    def learn(
+        self, images: object, *, known: Known = "refuse", name: str | None = None, watcher: Watcher | None = None
+    ) -> LearnReport:
+        """Learn new classes: a folder of class folders, lists of images by class name, or a dataset with ``classes``.
+
+        A class that is known already is refused, or with ``known="refine"`` gets these images as more of the same.
+        All or nothing: where anything goes wrong, the classifier is what it was. A few images of each class are held
+        out while probabilities are calibrated.
+        """
+        begun = time.perf_counter()
+        with self._changing:
+            state, number = self._state, self.version + 1
+            if not isinstance(images, str | Path | Mapping) and not hasattr(images, "__getitem__"):
+                raise UserError(f"images to learn need classes: give a folder or lists by class, not {images!r:.60}")
+            given = labelled(images, self._engine.short_side)
+            title = name or (Path(images).resolve().name if isinstance(images, str | Path) else f"task {number}")
+            done = teaching.learn(self._engine, state, given, known, title, number, watcher or Watcher())
+            lesson, calibration = done.lesson, done.state.calibration
+            new, refined = lesson.new, lesson.refined
+            note = title if not (new and refined) else f"{title}; more images of {', '.join(refined)}"
+            self._append("learned" if new else "refined", new or refined, len(lesson.labels), note, done.state)
+        return LearnReport(
+            version=self.version,
+            classes=new,
+            images=len(lesson.labels),
+            seconds=time.perf_counter() - begun,
+            calibration_error=calibration.error,
+            temperature=calibration.temperature,
+            retention=done.risks,
+            warnings=lesson.warnings,
+            refined=refined,
+        )
+
+    def forget(self, name: str) -> None:
+        """Forget a class: the head is then the solution over the images of all other classes, as if it had never been.
+
+        Prompts that adapted to it, in the first task, keep what they learned there. Versions before this one still
+        know the class until they are pruned. Heads that are trained cannot forget exactly, and refuse.
+        """
+        with self._changing:
+            self._find(name)
+            self._append("forgot", (name,), 0, "", teaching.forget(self._engine, self._state, name))
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a class another name; nothing else changes."""
+        with self._changing:
+            self._find(old)
+            name = clean_name(new)
+            for other in self.classes:
+                if other != old and same_name(other) == same_name(name):
+                    raise UserError(f"there is a class {other!r} already: {old!r} cannot become {name!r}")
+            state = self._state
+            classes = tuple(replace(one, name=name) if one.name == old else one for one in state.classes)
+            self._append("renamed", (name,), 0, f"was {old}", replace(state, classes=classes))
+
+    def rollback(self, to: int) -> None:
+        """Make a version that is kept the current one again; it gets a new number, and none is lost."""
+        with self._changing:
+            found = {one.version.number: one for one in self._kept}
+            if to not in found:
+                kept = ", ".join(str(number) for number in found) or "none"
+                raise UserError(f"there is no version {to} to go back to; kept are: {kept}")
+            if to == self.version:
+                raise UserError(f"version {to} is the current one already")
+            self._append("rolled back", found[to].state.names, 0, f"to version {to}", found[to].state)
+
+    def _find(self, name: str) -> None:
+        if name not in self.classes:
+            raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
+
+    def _append(self, what: str, classes: tuple[str, ...], images: int, note: str, state: State) -> None:
+        """Put a new version in its place, at once; what was is kept without what can be made again."""
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        version = Version(self.version + 1, when, what, classes, images, note, len(state.classes))
+        older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
+        predictor = self._engine.predictor(state)
+        kept = (*older, Kept(version, state, secrets.token_hex(8)))[-self.keep_versions :]
+        self._kept, self._predictor = kept, predictor
+
+    # On disk -----------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write a classifier, or the versions that are new since it was loaded; killed at any time, it is old or new."""
+        self._save(Store(Path(folder).expanduser()))
+
+    def _save(self, store: Store) -> None:
+        if not self._kept:
+            raise UserError("nothing is learned yet: there is nothing to save")
+        with self._changing:
+            store.write(self._model, self._note(), self._kept, self.keep_versions)
+
+    def _note(self) -> dict[str, Any]:
+        """The settings that every version is saved with."""
+        engine = self._engine
+        viewer = engine.viewer
+        return {
+            "config": engine.config.model_dump(mode="json", exclude={"data": {"benchmark", "tasks", "test", "root"}}),
+            "own_epochs": engine.own_epochs,
+            "keep_versions": self.keep_versions,
+            "backbone": {"name": engine.backbone.name, "sha256": engine.backbone.sha256},
+            "preprocessing": {
+                "image_size": viewer.size,
+                "resized": viewer.resized,
+                "mean": viewer.mean.flatten().tolist(),
+                "std": viewer.std.flatten().tolist(),
+                "interpolation": viewer.kernel,
+            },
+            "head": engine.head_kind,
+        }
+
+    @classmethod
+    def load(cls, folder: str | Path, *, version: int | None = None, device: str | None = None) -> Self:
+        """Read a saved classifier, or an older version of it; what only further learning needs is read later."""
+        return cls._load(Store(Path(folder).expanduser()), version, device)
+
+    @classmethod
+    def _load(cls, store: Store, version: int | None, device: str | None) -> Self:
+        head = store.head()
+        numbers = store.numbers(head["version"])
+        wanted = head["version"] if version is None else version
+        if wanted not in numbers:
+            kept = ", ".join(map(str, numbers))
+            raise UserError(f"{store.folder} has no version {wanted}; kept are: {kept}")
+        every = [store.read(number) for number in numbers if number <= wanted]
+        note = every[-1][0]
+        try:
+            config = parse_config(note["config"])
+            engine = Engine(config, pick_device(device), note["backbone"]["sha256"], bool(note["own_epochs"]))
+            keep = int(note["keep_versions"])
+        except (KeyError, TypeError, ValueError) as problem:
+            raise UserError(f"version {wanted} in {store.folder} is damaged: {problem!r}") from problem
+        made = cls.__new__(cls)
+        made._begin(engine, keep, head["model"])
+        made._kept = tuple(kept for _, kept in every)
+        return made
+
+    @cached_property
+    def short_side(self) -> int | None:
+        """What the short side of an image is reduced to when it is decoded."""
+        return self._engine.short_side
+
+
+@contextmanager
+def changing(
+    folder: str | Path, device: str | None = None, create: Mapping[str, Any] | None = None
+) -> Iterator[ContinualClassifier]:
+    """Load a saved classifier, keep others from changing it, and save it when the block ends without an error.
+
+    Where none is saved, one is made with the arguments ``create``, if these are given.
+    """
+    store = Store(Path(folder).expanduser())
+    if create is None or store.exists:
+        store.head()
+        with store.locked():
+            made = ContinualClassifier._load(store, None, device)
+            before = made.version
+            yield made
+            if made.version != before:
+                made._save(store)
+        return
+    made = ContinualClassifier(device=device, **create)
+    with store.locked():
+        yield made
+        made._save(store)
+
+
+def _answers(
+    predictor: Predictor, group: list[tuple[Picture, Pixels | UnreadableImageError]], top_k: int
+) -> Iterator[Prediction]:
+    """Predictions of a batch, in its order."""
+    readable = [found for _, found in group if not isinstance(found, UnreadableImageError)]
+    rows: Iterator[tuple[Tensor, Tensor, float]] = iter(())
+    if readable:
+        probabilities, novelty = predictor.judge(predictor.look(readable))
+        best, places = (part.cpu() for part in probabilities.topk(min(top_k, probabilities.shape[1]), dim=1))
+        rows = zip(best, places, novelty.tolist(), strict=True)
+    names = predictor.state.names
+    for picture, found in group:
+        if isinstance(found, UnreadableImageError):
+            yield Prediction(picture.source, None, 0.0, (), False, 0.0, str(found))
+            continue
+        chances, labels, far = next(rows)
+        top = tuple((names[label], chance) for label, chance in zip(labels.tolist(), chances.tolist(), strict=True))
+        yield Prediction(picture.source, top[0][0], top[0][1], top, far > 1, far)

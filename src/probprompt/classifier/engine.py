@@ -1,0 +1,270 @@
+"""What all states of a classifier share: settings, backbone, device; and how a state becomes a model."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probprompt import presets
+from probprompt.checkpoints import LoadedBackbone, load_backbone
+from probprompt.classifier.novelty import Gaussians
+from probprompt.classifier.state import State
+from probprompt.classifier.sums import Lift, Moments, Sums, add_up
+from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
+from probprompt.data.images import Pixels
+from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
+from probprompt.errors import UserError
+from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
+from probprompt.methods import Shape, find
+from probprompt.runs.checkpoint import group
+from probprompt.runs.execute import build_model, build_viewer, usual_precision
+from probprompt.training.learner import Learner, TaskImages, adapted_tasks
+from probprompt.training.model import PromptedModel
+
+SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+"""The backbone where there is no GPU and none is named."""
+STEPS = 400
+"""Training steps of a task where the number of epochs is not set: few epochs for many images."""
+_OWN_DATA = {"stored_side", "interpolation"}  # what of a run's data settings means something here
+
+
+def make_config(
+    preset: str | None,
+    method: str,
+    backbone: str | None,
+    device: torch.device,
+    seed: int,
+    config: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> tuple[RunConfig, bool]:
+    """Complete settings, and whether the number of epochs was left to us.
+
+    Without a preset: ``flagship`` for ProbPrompt, ``ridge`` for other methods with prompts, ``matched`` for the rest.
+    They are those that were chosen for small sets of images (:mod:`probprompt.presets`).
+    """
+    chosen = preset or _usual_preset(method)
+    base = presets.settings(chosen, method, "emoji-r")
+    base = {name: part for name, part in base.items() if name not in ("data", "backbone")}
+    usual = "sup1k" if device.type == "cuda" else SMALL_VIT
+    named: dict[str, Any] = {"seeds": dict.fromkeys(("order", "init", "data"), seed), "method": {"name": method}}
+    given = apply_values(merge(config or {}, named), settings)
+    if backbone is not None:
+        given = merge(given, {"backbone": {"name": backbone}})
+    parsed = parse_config(merge(merge(base, {"backbone": {"name": usual}}), given))
+    _refuse_run_settings(parsed)
+    if find(parsed.method.name).joint:
+        raise UserError(f"{parsed.method.name!r} learns everything at once: choose a method that learns task by task")
+    return with_absolute_paths(parsed), "epochs" not in given.get("training", {})
+
+
+def _usual_preset(method: str) -> str:
+    find(method)
+    if method == "probprompt":
+        return "flagship"
+    return "matched" if method in (*presets.CONTROLS, *presets.BASELINES) else "ridge"
+
+
+def _refuse_run_settings(config: RunConfig) -> None:
+    """Settings that say where a run's images come from have no meaning here, and are not silently dropped."""
+    usual = DataConfig()
+    for name in DataConfig.model_fields:
+        if name not in _OWN_DATA and getattr(config.data, name) != getattr(usual, name):
+            raise UserError(f"data.{name} is for runs: a classifier learns what each call of learn is given")
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A state, ready to predict; it never changes."""
+
+    model: PromptedModel
+    viewer: Viewer
+    state: State
+    gaussians: Gaussians
+
+    def look(self, pixels: list[Pixels]) -> Tensor:
+        """What the head is given of images: (n, D or 2 D)."""
+        device = self.viewer.mean.device
+        store = ImageStore.of(pixels, device)
+        return self.look_at(self.viewer.evaluation(store, torch.arange(len(pixels), device=device)))
+
+    @torch.no_grad()
+    def look_at(self, images: Tensor) -> Tensor:
+        """What the head is given of prepared images (n, 3, size, size)."""
+        seen = self.model.embed(images)
+        query = self.model.query(seen)
+        return self.model.head_input(self.model.features(seen, query=query)[0], query)
+
+    @torch.no_grad()
+    def judge(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities (n, C) and novelty (n,) of what :meth:`look` gave."""
+        logits: Tensor = self.model.head(features)
+        probabilities = (logits.double() / self.state.calibration.temperature).softmax(dim=1)
+        return probabilities, self.state.scale.novelty(self.gaussians.score(features))
+
+
+class Engine:
+    """Builds models from states. The backbone is loaded when it is first needed."""
+
+    def __init__(self, config: RunConfig, device: torch.device, sha256: str | None, own_epochs: bool) -> None:
+        self.config, self.device, self.own_epochs = config, device, own_epochs
+        self._expected = sha256
+
+    @cached_property
+    def backbone(self) -> LoadedBackbone:
+        """The frozen backbone, on the device."""
+        torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
+        chosen = self.config.backbone
+        loaded = load_backbone(chosen.name, chosen.weights, chosen.image_size, self._expected)
+        loaded.model.to(self.device)
+        if not find(self.config.method.name).trains_backbone:
+            loaded.model.set_precision(self.precision)
+        return loaded
+
+    @property
+    def precision(self) -> Any:
+        """What the backbone computes in."""
+        return self.config.backbone.precision or usual_precision(self.device)
+
+    @cached_property
+    def viewer(self) -> Viewer:
+        """How images are prepared."""
+        size = self.backbone.preprocessing.image_size
+        return build_viewer(self.config, self.backbone, enlarged(size), self.device)
+
+    @property
+    def short_side(self) -> int | None:
+        """What the short side of an image is reduced to when it is decoded."""
+        stored = self.config.data.stored_side
+        return None if stored == "full" else stored or enlarged(self.backbone.preprocessing.image_size)
+
+    @property
+    def head_kind(self) -> str:
+        """The name of the head."""
+        return self.config.head.kind or find(self.config.method.name).preferred_head
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether the head is solved, not trained."""
+        return not HEADS[self.head_kind].trained
+
+    def adapts(self, task: int) -> bool:
+        """Whether prompts learn in this task."""
+        limit = adapted_tasks(self.config, not self.closed_form)
+        return limit is None or task < limit
+
+    # Models ----------------------------------------------------------------------------------------------------------
+
+    def build(self, state: State) -> PromptedModel:
+        """The model of a state, without what only learning needs."""
+        backbone = self.backbone
+        if find(self.config.method.name).trains_backbone:
+            backbone = replace(backbone, model=copy.deepcopy(backbone.model))
+        model = build_model(self.config, backbone).to(self.device)
+        if model.method.trains_backbone:
+            model.set_precision(self.precision)
+        for task, classes in enumerate(state.adapted):
+            model.method.begin_task(task, classes)
+        model.method.to(self.device)
+        if state.method is not None and state.head is not None:
+            self._fill(model, state)
+        return model
+
+    def _fill(self, model: PromptedModel, state: State) -> None:
+        assert state.method is not None and state.head is not None
+        tensors = {name: value.to(self.device) for name, value in state.method.tensors.items()}
+        try:
+            model.method.load_state_dict(group(tensors, "method"))
+            if model.method.trains_backbone:
+                model.backbone.load_state_dict(group(tensors, "backbone"))
+            model.head.restore({name: value.to(self.device) for name, value in state.head.tensors.items()})
+        except (RuntimeError, ValueError) as problem:
+            raise UserError(f"the classifier is damaged: its tensors do not fit its settings ({problem})") from problem
+
+    def predictor(self, state: State) -> Predictor:
+        """A state that has learned something, ready to predict."""
+        assert state.gaussians is not None
+        model = self.build(state)
+        model.fix()
+        gaussians = Gaussians.from_tensors(state.gaussians.tensors, self.device)
+        return Predictor(model, self.viewer, state, gaussians)
+
+    def learner(self, state: State, images: Loaded, sums: Sums | None) -> Learner:
+        """A learner of these images that goes on from a state; ``sums`` are over all images of a head in closed form."""
+        model = self.build(state)
+        learner = Learner(model, images, self.viewer, self._config_for(len(images.labels)))
+        if state.later is not None:
+            tensors = {name: value.to(self.device) for name, value in state.later.tensors.items()}
+            self._restore(learner, tensors)
+        if isinstance(model.head, ClosedFormHead) and sums is not None:
+            self.solve(model.head, sums.solved, state.strength, solve=False)
+        return learner
+
+    def _restore(self, learner: Learner, tensors: dict[str, Tensor]) -> None:
+        from probprompt.alignment import ClassStatistics
+
+        if learner.trained is not learner.model.head:
+            learner.trained.restore(group(tensors, "trained"))
+        learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
+        learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
+
+    def _config_for(self, images: int) -> RunConfig:
+        """Settings for so many images: where nobody set them, as many epochs as make :data:`STEPS` steps at most."""
+        training = self.config.training
+        steps = max(1, images // min(training.batch, images))
+        if not self.own_epochs or training.epochs * steps <= STEPS:
+            return self.config
+        epochs = max(1, STEPS // steps)
+        return self.config.model_copy(update={"training": training.model_copy(update={"epochs": epochs})})
+
+    @staticmethod
+    def past_task(index: int, classes: int, device: torch.device) -> TaskImages:
+        """A task whose images are gone."""
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return TaskImages(index, 0, classes, nothing, nothing)
+
+    def solve(self, head: ClosedFormHead, moments: Moments, strength: float | None, solve: bool = True) -> None:
+        """Give a head sums over images, and solve it from them."""
+        if isinstance(head, RidgeHead):
+            value = float("nan") if strength is None else strength
+            head.register_buffer("strength", torch.tensor(value, dtype=torch.float64, device=self.device))
+        head.solve_sums(moments.counts, moments.totals, moments.moment, solve)
+
+    # Sums ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def width(self) -> int:
+        """The width of what the head is given (D or 2 D)."""
+        return self.backbone.model.width * (2 if self.config.head.with_query else 1)
+
+    @property
+    def inner(self) -> int | None:
+        """The width of what a ridge head adds up, where that is not what it is given."""
+        return (self.config.head.projections or None) if self.head_kind == "ridge" else None
+
+    def lift(self, head: object) -> Lift:
+        """What a head makes of features before it adds them up."""
+        return head.lift if isinstance(head, ClosedFormHead) else _as_it_is
+
+    def sums(self, state: State, head: object) -> Sums:
+        """Sums over all images of a state that are not held out; its own to change."""
+        if state.sums is not None and state.sums.there:
+            return Sums.from_tensors(state.sums.tensors, self.device)
+        empty = Sums.zero(len(state.classes), self.width, self.inner, self.device)
+        return add_up((known.rest for known in state.classes), empty, self.lift(head))
+
+    def with_held_out(self, state: State, sums: Sums, head: object) -> Sums:
+        """The sums over all images, those that are held out among them."""
+        return add_up((known.held for known in state.classes), sums.copy(), self.lift(head))
+
+    @property
+    def shape(self) -> Shape:
+        """What a method knows of the backbone."""
+        return Shape(self.backbone.model.width, self.backbone.model.depth)
+
+
+def _as_it_is(features: Tensor) -> Tensor:
+    return features

@@ -1,0 +1,216 @@
+"""Sums over the images of classes: all that later learning, forgetting and calibration need of them.
+
+Of each class a few images are held out: their features are kept one by one, and are what probabilities and the
+threshold of novelty are calibrated on. Of the others either the features or the sums over them are kept, whichever is
+smaller. Sums over all classes follow from that; they are kept beside it only to save time.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from probprompt import randomness
+from probprompt.runs.tensors import read_tensors, store_by_contents
+
+CHUNK = 4096  # images that are added up at a time
+Lift = Callable[[Tensor], Tensor]
+"""What a head makes of features (n, D) before it adds them up: (n, L)."""
+
+
+class Part:
+    """Tensors that belong together and never change: in memory, or in a file that is read when they are needed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None, path: Path | None = None) -> None:
+        self._tensors, self._path = tensors, path
+        self.digest = path.stem if path else None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors, on the CPU."""
+        if self._tensors is None:
+            assert self._path is not None
+            self._tensors = read_tensors(self._path, torch.device("cpu"))[0]
+        return self._tensors
+
+    @property
+    def there(self) -> bool:
+        """Whether the tensors can be had: a part that can be made again may have been removed."""
+        return self._tensors is not None or (self._path is not None and self._path.is_file())
+
+    def store(self, folder: Path) -> str:
+        """Keep the tensors in a folder of files named by their contents; returns that name."""
+        if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
+            self.digest = store_by_contents(folder, self.tensors)
+        if self._path is None:
+            self._path = folder / f"{self.digest}.safetensors"
+        return self.digest
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Keep copies on the CPU, so that nobody changes them."""
+        return cls({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()})
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Counts (C,), sums (C, L) and the sum of squares (L, L) over the images of classes, in float64."""
+
+    counts: Tensor
+    totals: Tensor
+    moment: Tensor
+
+    @classmethod
+    def zero(cls, classes: int, width: int, device: torch.device) -> Self:
+        """No image yet."""
+        kind = {"dtype": torch.float64, "device": device}
+        return cls(torch.zeros(classes, **kind), torch.zeros(classes, width, **kind), torch.zeros(width, width, **kind))
+
+    def grown(self, classes: int) -> "Moments":
+        """With room for so many more classes."""
+        more = Moments.zero(classes, self.totals.shape[1], self.totals.device)
+        return Moments(torch.cat([self.counts, more.counts]), torch.cat([self.totals, more.totals]), self.moment)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        return Moments(self.counts + other.counts, self.totals + other.totals, self.moment + other.moment)
+
+    def add_class(self, label: int, rows: Tensor) -> None:
+        """Add images of one class (n, L)."""
+        for some in rows.split(CHUNK):
+            wide = some.to(self.moment)
+            self.counts[label] += len(wide)
+            self.totals[label] += wide.sum(dim=0)
+            self.moment.add_(wide.T @ wide)
+
+    @property
+    def means(self) -> Tensor:
+        """The mean of each class (C, L)."""
+        return self.totals / self.counts.clamp(min=1)[:, None]
+
+    @property
+    def within(self) -> Tensor:
+        """The covariance within classes, one for all (L, L)."""
+        scatter = self.moment - self.totals.T @ self.means
+        return (scatter + scatter.T) / 2 / (self.counts.sum() - (self.counts > 0).sum()).clamp(min=1)
+
+    @property
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Mean (L,) and covariance (L, L) over the images of all classes."""
+        count = self.counts.sum().clamp(min=1)
+        mean = self.totals.sum(dim=0) / count
+        return mean, self.moment / count - torch.outer(mean, mean)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Moments of features as they are, and of what a head adds up, where that is something else."""
+
+    plain: Moments
+    lifted: Moments | None
+
+    @classmethod
+    def zero(cls, classes: int, width: int, inner: int | None, device: torch.device) -> Self:
+        """No image yet; ``inner`` is the width of what the head adds up, where it is not the features."""
+        lifted = None if inner is None else Moments.zero(classes, inner, device)
+        return cls(Moments.zero(classes, width, device), lifted)
+
+    @property
+    def solved(self) -> Moments:
+        """What a head in closed form is solved from."""
+        return self.lifted or self.plain
+
+    def grown(self, classes: int) -> "Sums":
+        """With room for so many more classes."""
+        return Sums(self.plain.grown(classes), self.lifted.grown(classes) if self.lifted else None)
+
+    def copy(self) -> "Sums":
+        """The same in other memory."""
+        every = [Moments(one.counts.clone(), one.totals.clone(), one.moment.clone()) for one in self._both()]
+        return Sums(every[0], every[1] if len(every) > 1 else None)
+
+    def _both(self) -> list[Moments]:
+        return [self.plain, *([self.lifted] if self.lifted else [])]
+
+    def add_rows(self, label: int, rows: Tensor, lift: Lift) -> None:
+        """Add images of one class by their features (n, D)."""
+        self.plain.add_class(label, rows)
+        if self.lifted:
+            for some in rows.split(CHUNK):
+                self.lifted.add_class(label, lift(some.double()))
+
+    def add_class(self, label: int, kept: Mapping[str, Tensor], lift: Lift) -> None:
+        """Add what is kept of a class: features, or sums."""
+        if "rows" in kept:
+            self.add_rows(label, kept["rows"].to(self.plain.moment.device), lift)
+            return
+        for moments, prefix in zip(self._both(), ("plain", "lifted"), strict=False):
+            moments.counts[label] += kept["count"].to(moments.counts)[0]
+            moments.totals[label] += kept[f"{prefix}.totals"].to(moments.totals)[0]
+            moments.moment.add_(_unpacked(kept[f"{prefix}.moment"], moments.moment))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """To be kept: the upper half of what is symmetric."""
+        found = {"count": self.plain.counts}
+        for moments, prefix in zip(self._both(), ("plain", "lifted"), strict=False):
+            found[f"{prefix}.totals"], found[f"{prefix}.moment"] = moments.totals, _packed(moments.moment)
+        return found
+
+    @classmethod
+    def from_tensors(cls, kept: Mapping[str, Tensor], device: torch.device) -> Self:
+        """What :meth:`tensors` gave."""
+        found = []
+        for prefix in ("plain", "lifted"):
+            if f"{prefix}.totals" in kept:
+                totals = kept[f"{prefix}.totals"].to(device, copy=True)
+                square = totals.new_zeros(totals.shape[1], totals.shape[1])
+                moment = _unpacked(kept[f"{prefix}.moment"], square)
+                found.append(Moments(kept["count"].to(device, copy=True), totals, moment))
+        return cls(found[0], found[1] if len(found) > 1 else None)
+
+
+def compact(rows: Sequence[Tensor], before: Mapping[str, Tensor] | None, lift: Lift, inner: int | None) -> Part:
+    """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
+    known = [before["rows"]] if before and "rows" in before else []
+    every = torch.cat([part.cpu() for part in (*known, *rows)])  # (n, D)
+    width = every.shape[1]
+    sums_bytes = 8 * sum(side * (side + 3) // 2 for side in (width, inner or 0))
+    summed = before is not None and "rows" not in before
+    if not summed and every.numel() * every.element_size() <= sums_bytes:
+        return Part.of({"rows": every.float()})
+    where = rows[0].device if rows else every.device
+    sums = Sums.zero(1, width, inner, where)
+    if summed:
+        assert before is not None
+        sums.add_class(0, before, lift)
+    sums.add_rows(0, every.to(where), lift)
+    return Part.of(sums.tensors())
+
+
+def hold_out(count: int, *key: randomness.Key) -> list[int]:
+    """Which of a class's images are held out: a fifth, at most 20, at least one of three."""
+    held = min(20, max(count // 5, int(count > 2)))
+    return sorted(randomness.permutation(count, *key, "held out")[:held].tolist())
+
+
+def add_up(kept: Iterable[Part], sums: Sums, lift: Lift) -> Sums:
+    """Add what is kept of each class, in order, to sums that have room for them."""
+    for label, part in enumerate(kept):
+        sums.add_class(label, part.tensors, lift)
+    return sums
+
+
+def _packed(matrix: Tensor) -> Tensor:
+    """The upper half of a symmetric matrix (L, L): (L (L + 1) / 2,)."""
+    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[rows, columns]
+
+
+def _unpacked(half: Tensor, like: Tensor) -> Tensor:
+    """The symmetric matrix (L, L) of its upper half."""
+    whole = torch.zeros_like(like)
+    rows, columns = torch.triu_indices(*like.shape, device=like.device)
+    whole[rows, columns] = half.to(like)
+    return whole + whole.triu(1).T
