@@ -11,6 +11,7 @@ from probprompt import randomness
 from probprompt.classifier.answers import Risk
 from probprompt.classifier.calibration import UNFITTED, Calibration, calibrate
 from probprompt.classifier.engine import Engine
+from probprompt.classifier.insight import held_out_accuracy
 from probprompt.classifier.novelty import Gaussians, Scale
 from probprompt.classifier.pictures import Labelled, refuse_empty, same_name, unreadable
 from probprompt.classifier.retention import at_risk
@@ -230,7 +231,8 @@ def settle(engine: Engine, state: State, rest: Sums, head: Head) -> State:
     held = [known.held.tensors["rows"].to(engine.device) for known in state.classes]
     features = torch.cat(held)  # (h, D)
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
-    calibration = _calibrated(engine, state, rest, head, features, labels)
+    logits = _held_out_logits(engine, state, rest, head, features)
+    calibration = _calibrated(engine, logits, labels)
     scale = Scale.of(Gaussians.of(rest.plain).score(features)) if len(features) else Scale()
     every = engine.with_held_out(state, rest, head)
     return replace(
@@ -239,19 +241,26 @@ def settle(engine: Engine, state: State, rest: Sums, head: Head) -> State:
         sums=Part.of(rest.tensors()),
         calibration=calibration,
         scale=scale,
+        held_out=held_out_accuracy(engine, state, logits, labels),
     )
 
 
 @torch.no_grad()
-def _calibrated(engine: Engine, state: State, rest: Sums, head: Head, features: Tensor, labels: Tensor) -> Calibration:
-    """Fit the temperature on held-out images: under a head that is solved without them, or was trained so."""
+def _held_out_logits(engine: Engine, state: State, rest: Sums, head: Head, features: Tensor) -> Tensor:
+    """Logits (h, C) of held-out images under a head that is solved without them, or was trained so."""
     judge = head
     if isinstance(head, ClosedFormHead):
         judge = copy.deepcopy(head)
         engine.solve(judge, rest.solved, state.strength)
+    logits: Tensor = judge(features)
+    return logits
+
+
+def _calibrated(engine: Engine, logits: Tensor, labels: Tensor) -> Calibration:
+    """Fit the temperature on the logits of held-out images."""
     order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
     small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
-    return calibrate(judge(features[order]), labels[order], UNFITTED if small else 1.0)
+    return calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
 
 
 def forget(engine: Engine, state: State, name: str) -> State:

@@ -46,9 +46,7 @@ class ImageFiles:
         return read_image(self.root / self.names[row], self.short_side)
 
 
-def read_image(
-    source: Path | IO[bytes], short_side: int | None = None, formats: Sequence[str] | None = None
-) -> Pixels:
+def read_image(source: Path | IO[bytes], short_side: int | None = None, formats: Sequence[str] | None = None) -> Pixels:
     """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels.
 
     ``formats`` are Pillow's names of those that are allowed; None allows all.

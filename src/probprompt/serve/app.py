@@ -41,7 +41,9 @@ QUESTION_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
-            "multipart/form-data": {"schema": {"type": "object", "required": ["images"], "properties": {"images": _FILE}}},
+            "multipart/form-data": {
+                "schema": {"type": "object", "required": ["images"], "properties": {"images": _FILE}}
+            },
             "image/png": _IMAGE,
             "image/jpeg": _IMAGE,
             "image/webp": _IMAGE,
@@ -176,7 +178,7 @@ def _add_asking(app: FastAPI, service: Service) -> None:
             version=classifier.version,
             classes=list(classifier.classes),
             tasks=classifier.task_count,
-            backbone=classifier.backbone_name,
+            backbone=classifier.settings.backbone.name,
             limits=ModelLimits.model_validate(vars(limits)),
         )
 

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -148,5 +148,3 @@ def _deliver(outcomes: Sequence[tuple[_Group, Answer | Exception]]) -> None:
             group.answer.set_exception(outcome)
         else:
             group.answer.set_result(outcome)
-
-

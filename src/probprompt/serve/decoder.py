@@ -15,7 +15,7 @@ from PIL import Image
 from probprompt.data.images import Pixels, UnreadableImageError, read_image
 
 REQUEST = struct.Struct(">BII")
-"""What is wanted (a :data:`PIXELS` or :data:`PNG`), the short side, how many bytes follow."""
+"""What is wanted (a :data:`PIXELS` or :data:`PNG`), the short side (0: as it is), how many bytes follow."""
 ANSWER = struct.Struct(">BIII")
 """What came out (as asked for, or :data:`REFUSED`), width, height, how many bytes follow."""
 PIXELS, PNG, REFUSED = 0, 1, 2
@@ -65,7 +65,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def decode(data: bytes, wanted: int, short_side: int, formats: list[str]) -> tuple[int, int, int, bytes]:
     """Decode one upload: the answer's kind, its width and height, and its bytes."""
-    pixels = read_image(io.BytesIO(data), short_side, formats)
+    pixels = read_image(io.BytesIO(data), short_side or None, formats)
     height, width = pixels.shape[:2]
     if max(width, height) > LONGEST * min(width, height):
         raise UnreadableImageError(f"{width} x {height} pixels: one side is more than {LONGEST} times the other")

@@ -23,7 +23,7 @@ class RefusedImageError(Exception):
 class Decoders:
     """Several decoding processes, each started when it is first needed."""
 
-    def __init__(self, count: int, pixels: int, short_side: int, seconds: float = 20.0) -> None:
+    def __init__(self, count: int, pixels: int, short_side: int | None, seconds: float = 20.0) -> None:
         self.count, self.short_side, self.seconds = count, short_side, seconds
         self._free: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()  # the one used last is warm
         self._all = [_Process(pixels) for _ in range(count)]
@@ -44,7 +44,7 @@ class Decoders:
         process = await self._free.get()
         try:
             async with asyncio.timeout(self.seconds):
-                kind, width, height, content = await process.ask(wanted, self.short_side, data)
+                kind, width, height, content = await process.ask(wanted, self.short_side or 0, data)
         except TimeoutError:
             self.deaths += 1
             await process.kill()
@@ -115,7 +115,7 @@ class _Process:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment for one that it starts: the same package, and one thread."""
+    """The environment of a process that this one starts: the same package, and one thread."""
     home = str(Path(probprompt.__file__).parent.parent)
     paths = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}

@@ -76,7 +76,10 @@ class Histogram:
                 for bound, count in zip((*map(_number, self._bounds), "+Inf"), counts, strict=True):
                     total += count
                     written.append(f"{name}_bucket{_braces((*key, ('le', bound)))} {total}")
-                written += [f"{name}_sum{_braces(key)} {_number(self._sums[key])}", f"{name}_count{_braces(key)} {total}"]
+                written += [
+                    f"{name}_sum{_braces(key)} {_number(self._sums[key])}",
+                    f"{name}_count{_braces(key)} {total}",
+                ]
         return written
 
 

@@ -43,7 +43,7 @@ class Service:
         warm_up(self._first)
         self._lock = hold(folder)
         self.jobs = JobStore(folder / "serve" / "jobs")
-        self.insight = Insight(folder)
+        self.insight = Insight()
         self._begun = time.time()
 
     @asynccontextmanager

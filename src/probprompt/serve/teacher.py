@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from probprompt.classifier import ContinualClassifier
+from probprompt.classifier.teaching import Known
 from probprompt.errors import UserError
 from probprompt.runs.progress import Watcher
 
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> None:
     try:
         tell({"progress": {"stage": "loading", "done": 0, "total": 1}})
         classifier = ContinualClassifier.load(folder, device=request["device"])
-        known = "refine" if request["refine"] else "refuse"
+        known: Known = "refine" if request["refine"] else "refuse"
         learned = classifier.learn(request["images"], known=known, name=request["name"], watcher=Lines())
         classifier.save(folder)
     except UserError as problem:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from probprompt.classifier import ContinualClassifier
-from probprompt.errors import UserError
+from probprompt.errors import UserError, shorten
 from probprompt.serve.decoding import child_environment
 from probprompt.serve.jobs import Job, JobStore, Progress, Report, Risk, Runner
 
@@ -108,7 +108,7 @@ class School:
         request = {
             "images": {name: [str(path) for path in paths] for name, paths in self._store.images(job).items()},
             "refine": job.refine,
-            "name": note_of(job),
+            "name": title_of(job),
             "device": self._device,
         }
         with tempfile.TemporaryFile() as errors:
@@ -151,14 +151,19 @@ class School:
         return None
 
 
-def note_of(job: Job) -> str:
-    """What a version that a job makes is called in the model's history: this tells that it was made."""
-    return f"lesson {job.id}, {job.created}"
+def title_of(job: Job) -> str:
+    """What a lesson is called in the model's history."""
+    return f"{shorten((taught.name for taught in job.classes), 3)} (lesson {job.id})"
 
 
 def version_of(classifier: ContinualClassifier, job: Job) -> int | None:
-    """The version that a job made, where it did."""
-    made = [version.number for version in classifier.history() if version.note == note_of(job)]
+    """The version that a job made, where it did: by its title, and not before the job was accepted."""
+    title = title_of(job)
+    made = [
+        version.number
+        for version in classifier.history()
+        if version.note.startswith(title) and version.when >= job.created
+    ]
     return made[-1] if made else None
 
 
