@@ -1,6 +1,6 @@
 """What a classifier answers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from probprompt.errors import UserError
 
@@ -116,7 +116,7 @@ class Evaluation:
     fpr_at_95: float | None = None
     """The share of unknown images that pass where 95 % of the known ones given do, 0 to 1."""
     unknown_images: int = 0
-    unknown_flagged: float | None = field(default=None)
+    unknown_flagged: float | None = None
     """The share of the unknown images that is marked as unknown, in %."""
 
 

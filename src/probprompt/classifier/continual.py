@@ -52,10 +52,13 @@ class ContinualClassifier:
         device: str | None = None,
         seed: int = 0,
         keep_versions: int = 10,
+        epochs: int | None = None,
         config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         place = pick_device(device)
+        if epochs is not None:
+            settings["training.epochs"] = epochs
         parsed, own_epochs = make_config(preset, method, backbone, place, seed, config, settings)
         if keep_versions < 1:
             raise UserError(f"keep_versions must be at least 1, not {keep_versions}")
@@ -67,7 +70,7 @@ class ContinualClassifier:
         self._predictor: Predictor | None = None
         self._changing = threading.RLock()
 
-    # What it knows ---------------------------------------------------------------------------------------------------
+    # What it knows --------------------------------------------------------------------------------------------------
 
     @property
     def _state(self) -> State:
@@ -100,7 +103,7 @@ class ContinualClassifier:
         """The versions that are kept, the current one last."""
         return [one.version for one in self._kept]
 
-    # Predicting --------------------------------------------------------------------------------------------------------
+    # Predicting -----------------------------------------------------------------------------------------------------
 
     @property
     def predictor(self) -> Predictor:
@@ -145,7 +148,7 @@ class ContinualClassifier:
         """How alike the prompts of different classes are, as in reports; None where queries are not kept."""
         return diversity(self._engine, self._state)
 
-    # Changing ----------------------------------------------------------------------------------------------------------
+    # Changing -------------------------------------------------------------------------------------------------------
 
     def learn(
         self, images: object, *, known: Known = "refuse", name: str | None = None, watcher: Watcher | None = None
@@ -226,10 +229,10 @@ class ContinualClassifier:
         kept = (*older, Kept(version, state, secrets.token_hex(8)))[-self.keep_versions :]
         self._kept, self._predictor = kept, predictor
 
-    # On disk -----------------------------------------------------------------------------------------------------------
+    # On disk --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write a classifier, or the versions that are new since it was loaded; killed at any time, it is old or new."""
+        """Write it, or the versions that are new since it was loaded; killed midway, what is there is old or new."""
         self._save(Store(Path(folder).expanduser()))
 
     def _save(self, store: Store) -> None:

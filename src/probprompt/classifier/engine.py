@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from probprompt import presets
+from probprompt.alignment import ClassStatistics
 from probprompt.checkpoints import LoadedBackbone, load_backbone
-from probprompt.classifier.novelty import Gaussians
+from probprompt.classifier.novelty import Gaussians, unit
 from probprompt.classifier.state import State
-from probprompt.classifier.sums import Lift, Moments, Sums, add_up
+from probprompt.classifier.sums import Moments, Sums, Views, add_up
 from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.data.images import Pixels
 from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
 from probprompt.errors import UserError
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
-from probprompt.methods import Shape, find
+from probprompt.methods import find
 from probprompt.runs.checkpoint import group
 from probprompt.runs.execute import build_model, build_viewer, usual_precision
-from probprompt.training.learner import Learner, TaskImages, adapted_tasks
+from probprompt.training.learner import Learner, adapted_tasks
 from probprompt.training.model import PromptedModel
 
 SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -103,7 +104,8 @@ class Predictor:
         """Probabilities (n, C) and novelty (n,) of what :meth:`look` gave."""
         logits: Tensor = self.model.head(features)
         probabilities = (logits.double() / self.state.calibration.temperature).softmax(dim=1)
-        return probabilities, self.state.scale.novelty(self.gaussians.score(features))
+        width = self.model.backbone.width  # the prompted feature alone, where the head reads the query beside it
+        return probabilities, self.state.scale.novelty(self.gaussians.score(unit(features[:, :width])))
 
 
 class Engine:
@@ -156,7 +158,7 @@ class Engine:
         limit = adapted_tasks(self.config, not self.closed_form)
         return limit is None or task < limit
 
-    # Models ----------------------------------------------------------------------------------------------------------
+    # Models ---------------------------------------------------------------------------------------------------------
 
     def build(self, state: State) -> PromptedModel:
         """The model of a state, without what only learning needs."""
@@ -193,7 +195,7 @@ class Engine:
         return Predictor(model, self.viewer, state, gaussians)
 
     def learner(self, state: State, images: Loaded, sums: Sums | None) -> Learner:
-        """A learner of these images that goes on from a state; ``sums`` are over all images of a head in closed form."""
+        """A learner that goes on from a state; ``sums`` are what a head in closed form was solved from."""
         model = self.build(state)
         learner = Learner(model, images, self.viewer, self._config_for(len(images.labels)))
         if state.later is not None:
@@ -204,8 +206,6 @@ class Engine:
         return learner
 
     def _restore(self, learner: Learner, tensors: dict[str, Tensor]) -> None:
-        from probprompt.alignment import ClassStatistics
-
         if learner.trained is not learner.model.head:
             learner.trained.restore(group(tensors, "trained"))
         learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
@@ -220,12 +220,6 @@ class Engine:
         epochs = max(1, STEPS // steps)
         return self.config.model_copy(update={"training": training.model_copy(update={"epochs": epochs})})
 
-    @staticmethod
-    def past_task(index: int, classes: int, device: torch.device) -> TaskImages:
-        """A task whose images are gone."""
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        return TaskImages(index, 0, classes, nothing, nothing)
-
     def solve(self, head: ClosedFormHead, moments: Moments, strength: float | None, solve: bool = True) -> None:
         """Give a head sums over images, and solve it from them."""
         if isinstance(head, RidgeHead):
@@ -233,38 +227,30 @@ class Engine:
             head.register_buffer("strength", torch.tensor(value, dtype=torch.float64, device=self.device))
         head.solve_sums(moments.counts, moments.totals, moments.moment, solve)
 
-    # Sums ------------------------------------------------------------------------------------------------------------
+    # Sums -----------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def width(self) -> int:
-        """The width of what the head is given (D or 2 D)."""
-        return self.backbone.model.width * (2 if self.config.head.with_query else 1)
+    def widths(self) -> dict[str, int]:
+        """The width of everything that is added up of an image, by name; what the head is solved from comes last."""
+        width = self.backbone.model.width
+        found = {"unit": width, "plain": width * (2 if self.config.head.with_query else 1)}
+        if self.head_kind == "ridge" and self.config.head.projections:
+            found["lifted"] = self.config.head.projections
+        return found
 
-    @property
-    def inner(self) -> int | None:
-        """The width of what a ridge head adds up, where that is not what it is given."""
-        return (self.config.head.projections or None) if self.head_kind == "ridge" else None
-
-    def lift(self, head: object) -> Lift:
-        """What a head makes of features before it adds them up."""
-        return head.lift if isinstance(head, ClosedFormHead) else _as_it_is
+    def views(self, head: object) -> Views:
+        """How features are seen by what adds them up."""
+        width = self.backbone.model.width
+        views = {"unit": lambda features: unit(features[:, :width]), "plain": lambda features: features}
+        return {**views, "lifted": head.lift} if isinstance(head, ClosedFormHead) else views
 
     def sums(self, state: State, head: object) -> Sums:
         """Sums over all images of a state that are not held out; its own to change."""
         if state.sums is not None and state.sums.there:
-            return Sums.from_tensors(state.sums.tensors, self.device)
-        empty = Sums.zero(len(state.classes), self.width, self.inner, self.device)
-        return add_up((known.rest for known in state.classes), empty, self.lift(head))
+            return Sums.from_tensors(state.sums.tensors, self.widths, self.device)
+        empty = Sums.zero(len(state.classes), self.widths, self.device)
+        return add_up((known.rest for known in state.classes), empty, self.views(head))
 
     def with_held_out(self, state: State, sums: Sums, head: object) -> Sums:
         """The sums over all images, those that are held out among them."""
-        return add_up((known.held for known in state.classes), sums.copy(), self.lift(head))
-
-    @property
-    def shape(self) -> Shape:
-        """What a method knows of the backbone."""
-        return Shape(self.backbone.model.width, self.backbone.model.depth)
-
-
-def _as_it_is(features: Tensor) -> Tensor:
-    return features
+        return add_up((known.held for known in state.classes), sums.copy(), self.views(head))

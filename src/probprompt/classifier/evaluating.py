@@ -1,7 +1,7 @@
 """How well a classifier recognises images whose classes are known, and what it has forgotten."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -164,8 +164,6 @@ def _summary(predictor: Predictor, tally: Tally, earlier: Sequence[Earlier], str
     )
     if strange is None:
         return found
-    from dataclasses import replace
-
     return replace(
         found,
         auroc=auroc(novelty, strange),

@@ -5,60 +5,84 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from probprompt.classifier.sums import Moments
 
 KNOWN = 0.95
 """The share of known images that must pass."""
-SHRINKAGE = 0.1
+SHRINKAGE = 0.3
+"""How far covariances are drawn towards their mean diagonal."""
+
+
+def unit(features: Tensor) -> Tensor:
+    """Features (n, D) of length 1: their direction alone says what an image shows."""
+    return nn.functional.normalize(features, dim=1)
 
 
 @dataclass(frozen=True)
 class Gaussians:
-    """One mean per class and one covariance for all, in coordinates in which that covariance is the identity.
+    """A mean per class with one covariance for all, and one Gaussian over the images of all classes together.
 
-    The distance of features x from class c is |x W - m_c|^2, Mahalanobis' distance squared, and that of an image the
-    distance from the nearest class.
+    The score of an image is Mahalanobis' distance (squared) from the nearest class less that from all images together
+    (Ren et al., 2021): what is far from a class only because it is far from everything, such as another style of
+    drawing, does not count. Both distances are |x W - m|^2 in coordinates in which the covariance is the identity.
     """
 
-    whitening: Tensor  # (D, D): W
-    means: Tensor  # (C, D): m_c = mu_c W
+    within: Tensor  # (D, D): W of the covariance within classes, upper triangular
+    means: Tensor  # (C, D)
+    whole: Tensor  # (D, D): W of the covariance of all images
+    centre: Tensor  # (1, D)
 
     @classmethod
     def of(cls, moments: Moments, shrinkage: float = SHRINKAGE) -> "Gaussians":
-        """From the sums over all images; the covariance is drawn towards its mean diagonal."""
-        covariance = moments.within
-        side = len(covariance)
-        level = float(covariance.diagonal().mean())
-        level = level if level > 0 else 1.0  # one image per class
-        covariance = (1 - shrinkage) * covariance
-        covariance.diagonal().add_(shrinkage * level)
-        factor = torch.linalg.cholesky(covariance)  # L L^T
-        eye = torch.eye(side, dtype=covariance.dtype, device=covariance.device)
-        whitening = torch.linalg.solve_triangular(factor, eye, upper=False).T  # L^-T
-        return cls(whitening.float(), (moments.means @ whitening).float())
+        """From the sums over all images, seen by :func:`unit`."""
+        centre, covariance = moments.total
+        within, whole = _whitening(moments.within, shrinkage), _whitening(covariance, shrinkage)
+        return cls(within, moments.means @ within, whole, centre[None] @ whole)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Gaussians":
         """What :meth:`tensors` gave."""
-        return cls(tensors["whitening"].to(device), tensors["means"].to(device))
+        means, centre = (tensors[name].to(device).double() for name in ("means", "centre"))
+        within, whole = (
+            torch.zeros(means.shape[1], means.shape[1], dtype=torch.float64, device=device) for _ in range(2)
+        )
+        rows, columns = torch.triu_indices(*within.shape, device=device)
+        for matrix, name in ((within, "within"), (whole, "whole")):
+            matrix[rows, columns] = tensors[name].to(device).double()
+        return cls(within, means, whole, centre)
 
     def tensors(self) -> dict[str, Tensor]:
-        """To be kept."""
-        return {"whitening": self.whitening, "means": self.means}
-
-    def distances(self, features: Tensor) -> Tensor:
-        """Squared distances from every class, (n, C), of features (n, D)."""
-        white = features.to(self.whitening) @ self.whitening  # (n, D)
-        # In float64: a difference of large squares decides.
-        wide, means = white.double(), self.means.double()
-        squares = wide.square().sum(dim=1)[:, None] + means.square().sum(dim=1) - 2 * wide @ means.T
-        return squares.clamp(min=0)  # (n, C)
+        """To be kept, in float32 and without the zeros: a few MB."""
+        rows, columns = torch.triu_indices(*self.within.shape, device=self.within.device)
+        return {
+            "means": self.means.float(),
+            "centre": self.centre.float(),
+            "within": self.within[rows, columns].float(),
+            "whole": self.whole[rows, columns].float(),
+        }
 
     def score(self, features: Tensor) -> Tensor:
-        """How far images are from the nearest class: (n,)."""
-        return self.distances(features).amin(dim=1).sqrt()
+        """How little images belong to any class: (n,), of unit features (n, D)."""
+        wide = features.double()  # a difference of large squares decides
+        nearest = _squares(wide @ self.within, self.means).amin(dim=1)  # (n,)
+        return nearest - _squares(wide @ self.whole, self.centre)[:, 0]
+
+
+def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
+    """W with W W^T = S^-1, of a covariance drawn towards its mean diagonal (the identity where it is zero)."""
+    level = float(covariance.diagonal().mean())
+    drawn = (1 - shrinkage) * covariance
+    drawn.diagonal().add_(shrinkage * level if level > 0 else 1.0)
+    eye = torch.eye(len(drawn), dtype=drawn.dtype, device=drawn.device)
+    inverse: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(drawn), eye, upper=False)
+    return inverse.T
+
+
+def _squares(points: Tensor, centres: Tensor) -> Tensor:
+    """Squared distances (n, C)."""
+    return points.square().sum(dim=1)[:, None] + centres.square().sum(dim=1) - 2 * points @ centres.T
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ def auroc(known: Tensor, unknown: Tensor) -> float:
     >>> auroc(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]))
     0.875
     """
-    every, inverse, counts = torch.cat([known, unknown]).double().unique(return_inverse=True, return_counts=True)
+    _, inverse, counts = torch.cat([known, unknown]).double().unique(return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     ranks = (ends - (counts - 1) / 2)[inverse]  # (n,): from 1, the mean of those that tie
     positive = len(unknown)

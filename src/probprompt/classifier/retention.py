@@ -47,4 +47,5 @@ def at_risk(
 def _root(covariance: Tensor) -> Tensor:
     """A matrix R with R R^T = covariance, which may be short of rank."""
     values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp(min=0).sqrt()
+    root: Tensor = vectors * values.clamp(min=0).sqrt()
+    return root

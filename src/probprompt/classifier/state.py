@@ -1,7 +1,7 @@
 """Everything a classifier knows at one time. A state never changes: learning makes another one beside it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from probprompt.classifier.answers import Version
@@ -57,8 +57,8 @@ class State:
     """Sums over all images that are not held out; can be made again from the classes."""
     strength: float | None = None
     """Lambda of a ridge head, once it is chosen."""
-    calibration: Calibration = Calibration()
-    scale: Scale = Scale()
+    calibration: Calibration = field(default_factory=Calibration)
+    scale: Scale = field(default_factory=Scale)
     held_out: tuple[float | None, ...] = ()
     """Accuracy in % on the held-out images of each task, under a head that has not seen them; None where unknown."""
 

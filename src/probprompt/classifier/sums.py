@@ -5,7 +5,7 @@ threshold of novelty are calibrated on. Of the others either the features or the
 smaller. Sums over all classes follow from that; they are kept beside it only to save time.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,8 +17,8 @@ from probprompt import randomness
 from probprompt.runs.tensors import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
-Lift = Callable[[Tensor], Tensor]
-"""What a head makes of features (n, D) before it adds them up: (n, L)."""
+Views = Mapping[str, Callable[[Tensor], Tensor]]
+"""How features (n, D) are seen before they are added up, (n, L), by name."""
 
 
 class Part:
@@ -66,8 +66,8 @@ class Moments:
     @classmethod
     def zero(cls, classes: int, width: int, device: torch.device) -> Self:
         """No image yet."""
-        kind = {"dtype": torch.float64, "device": device}
-        return cls(torch.zeros(classes, **kind), torch.zeros(classes, width, **kind), torch.zeros(width, width, **kind))
+        nothing = torch.zeros(classes, dtype=torch.float64, device=device)
+        return cls(nothing, nothing.new_zeros(classes, width), nothing.new_zeros(width, width))
 
     def grown(self, classes: int) -> "Moments":
         """With room for so many more classes."""
@@ -79,11 +79,10 @@ class Moments:
 
     def add_class(self, label: int, rows: Tensor) -> None:
         """Add images of one class (n, L)."""
-        for some in rows.split(CHUNK):
-            wide = some.to(self.moment)
-            self.counts[label] += len(wide)
-            self.totals[label] += wide.sum(dim=0)
-            self.moment.add_(wide.T @ wide)
+        wide = rows.to(self.moment)
+        self.counts[label] += len(wide)
+        self.totals[label] += wide.sum(dim=0)
+        self.moment.addmm_(wide.T, wide)
 
     @property
     def means(self) -> Tensor:
@@ -106,86 +105,83 @@ class Moments:
 
 @dataclass(frozen=True)
 class Sums:
-    """Moments of features as they are, and of what a head adds up, where that is something else."""
+    """Moments of features as several readers see them, by name; what the head is solved from comes last."""
 
-    plain: Moments
-    lifted: Moments | None
+    of: dict[str, Moments]
 
     @classmethod
-    def zero(cls, classes: int, width: int, inner: int | None, device: torch.device) -> Self:
-        """No image yet; ``inner`` is the width of what the head adds up, where it is not the features."""
-        lifted = None if inner is None else Moments.zero(classes, inner, device)
-        return cls(Moments.zero(classes, width, device), lifted)
+    def zero(cls, classes: int, widths: Mapping[str, int], device: torch.device) -> Self:
+        """No image yet."""
+        return cls({name: Moments.zero(classes, width, device) for name, width in widths.items()})
 
     @property
     def solved(self) -> Moments:
         """What a head in closed form is solved from."""
-        return self.lifted or self.plain
+        return list(self.of.values())[-1]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The width of what is added up, by name."""
+        return {name: moments.totals.shape[1] for name, moments in self.of.items()}
 
     def grown(self, classes: int) -> "Sums":
         """With room for so many more classes."""
-        return Sums(self.plain.grown(classes), self.lifted.grown(classes) if self.lifted else None)
+        return Sums({name: moments.grown(classes) for name, moments in self.of.items()})
 
     def copy(self) -> "Sums":
         """The same in other memory."""
-        every = [Moments(one.counts.clone(), one.totals.clone(), one.moment.clone()) for one in self._both()]
-        return Sums(every[0], every[1] if len(every) > 1 else None)
+        return Sums(
+            {
+                name: Moments(moments.counts.clone(), moments.totals.clone(), moments.moment.clone())
+                for name, moments in self.of.items()
+            }
+        )
 
-    def _both(self) -> list[Moments]:
-        return [self.plain, *([self.lifted] if self.lifted else [])]
-
-    def add_rows(self, label: int, rows: Tensor, lift: Lift) -> None:
+    def add_rows(self, label: int, rows: Tensor, views: Views) -> None:
         """Add images of one class by their features (n, D)."""
-        self.plain.add_class(label, rows)
-        if self.lifted:
-            for some in rows.split(CHUNK):
-                self.lifted.add_class(label, lift(some.double()))
+        for some in rows.split(CHUNK):
+            for name, moments in self.of.items():
+                moments.add_class(label, views[name](some.double()))
 
-    def add_class(self, label: int, kept: Mapping[str, Tensor], lift: Lift) -> None:
+    def add_class(self, label: int, kept: Mapping[str, Tensor], views: Views) -> None:
         """Add what is kept of a class: features, or sums."""
         if "rows" in kept:
-            self.add_rows(label, kept["rows"].to(self.plain.moment.device), lift)
+            self.add_rows(label, kept["rows"].to(self.solved.moment.device), views)
             return
-        for moments, prefix in zip(self._both(), ("plain", "lifted"), strict=False):
+        for name, moments in self.of.items():
             moments.counts[label] += kept["count"].to(moments.counts)[0]
-            moments.totals[label] += kept[f"{prefix}.totals"].to(moments.totals)[0]
-            moments.moment.add_(_unpacked(kept[f"{prefix}.moment"], moments.moment))
+            moments.totals[label] += kept[f"{name}.totals"].to(moments.totals)[0]
+            moments.moment.add_(_unpacked(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
         """To be kept: the upper half of what is symmetric."""
-        found = {"count": self.plain.counts}
-        for moments, prefix in zip(self._both(), ("plain", "lifted"), strict=False):
-            found[f"{prefix}.totals"], found[f"{prefix}.moment"] = moments.totals, _packed(moments.moment)
+        found = {"count": self.solved.counts}
+        for name, moments in self.of.items():
+            found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, _packed(moments.moment)
         return found
 
     @classmethod
-    def from_tensors(cls, kept: Mapping[str, Tensor], device: torch.device) -> Self:
+    def from_tensors(cls, kept: Mapping[str, Tensor], widths: Mapping[str, int], device: torch.device) -> Self:
         """What :meth:`tensors` gave."""
-        found = []
-        for prefix in ("plain", "lifted"):
-            if f"{prefix}.totals" in kept:
-                totals = kept[f"{prefix}.totals"].to(device, copy=True)
-                square = totals.new_zeros(totals.shape[1], totals.shape[1])
-                moment = _unpacked(kept[f"{prefix}.moment"], square)
-                found.append(Moments(kept["count"].to(device, copy=True), totals, moment))
-        return cls(found[0], found[1] if len(found) > 1 else None)
+        found = cls.zero(len(kept["count"]), widths, device)
+        for name, moments in found.of.items():
+            moments.counts.copy_(kept["count"])
+            moments.totals.copy_(kept[f"{name}.totals"])
+            moments.moment.copy_(_unpacked(kept[f"{name}.moment"].to(device), moments.moment))
+        return found
 
 
-def compact(rows: Sequence[Tensor], before: Mapping[str, Tensor] | None, lift: Lift, inner: int | None) -> Part:
+def compact(rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, widths: Mapping[str, int]) -> Part:
     """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
-    known = [before["rows"]] if before and "rows" in before else []
-    every = torch.cat([part.cpu() for part in (*known, *rows)])  # (n, D)
-    width = every.shape[1]
-    sums_bytes = 8 * sum(side * (side + 3) // 2 for side in (width, inner or 0))
+    if before and "rows" in before:
+        rows = torch.cat([before["rows"].to(rows), rows])
     summed = before is not None and "rows" not in before
-    if not summed and every.numel() * every.element_size() <= sums_bytes:
-        return Part.of({"rows": every.float()})
-    where = rows[0].device if rows else every.device
-    sums = Sums.zero(1, width, inner, where)
-    if summed:
-        assert before is not None
-        sums.add_class(0, before, lift)
-    sums.add_rows(0, every.to(where), lift)
+    if not summed and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
+        return Part.of({"rows": rows.float()})
+    sums = Sums.zero(1, widths, rows.device)
+    if before is not None and summed:
+        sums.add_class(0, before, views)
+    sums.add_rows(0, rows, views)
     return Part.of(sums.tensors())
 
 
@@ -195,10 +191,10 @@ def hold_out(count: int, *key: randomness.Key) -> list[int]:
     return sorted(randomness.permutation(count, *key, "held out")[:held].tolist())
 
 
-def add_up(kept: Iterable[Part], sums: Sums, lift: Lift) -> Sums:
+def add_up(kept: Iterable[Part], sums: Sums, views: Views) -> Sums:
     """Add what is kept of each class, in order, to sums that have room for them."""
     for label, part in enumerate(kept):
-        sums.add_class(label, part.tensors, lift)
+        sums.add_class(label, part.tensors, views)
     return sums
 
 

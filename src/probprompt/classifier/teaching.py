@@ -16,7 +16,7 @@ from probprompt.classifier.novelty import Gaussians, Scale
 from probprompt.classifier.pictures import Labelled, refuse_empty, same_name, unreadable
 from probprompt.classifier.retention import at_risk
 from probprompt.classifier.state import KnownClass, LearnedTask, State
-from probprompt.classifier.sums import Part, Sums, compact, hold_out
+from probprompt.classifier.sums import Part, Sums, Views, compact, hold_out
 from probprompt.data.loading import Loaded, load
 from probprompt.errors import UserError, shorten
 from probprompt.heads import ClosedFormHead, Head, RidgeHead
@@ -68,11 +68,11 @@ def learn(
     watch.describe("calibrating")
     if not bool(features.isfinite().all()):
         raise UserError("the features of some images are not finite: nothing was learned")
-    head, lift = learner.model.head, engine.lift(learner.model.head)
-    classes = _extended(engine, state, lesson, features, index, lift)
+    head, views = learner.model.head, engine.views(learner.model.head)
+    classes = _extended(engine, state, lesson, features, index, views)
     rest = rest.grown(len(new))
     for label in lesson.labels.unique().tolist():
-        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held], lift)
+        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held], views)
     tasks = state.tasks
     if new:
         of_new = int((lesson.labels >= first).sum())
@@ -84,11 +84,11 @@ def learn(
         adapted=(*state.adapted, len(new)) if new and engine.adapts(index) else state.adapted,
         next_uid=state.next_uid + len(new),
         strength=_strength(head),
-        **_parts(learner),
     )
+    learned = _with_parts(learned, learner)
     learned = settle(engine, learned, rest, head)
     every = engine.with_held_out(learned, rest, head)
-    risks = at_risk(before, head, every.plain, learned.names, first, engine.config.seeds.data)
+    risks = at_risk(before, head, every.of["plain"], learned.names, first, engine.config.seeds.data)
     return Learned(learned, lesson, risks)
 
 
@@ -174,7 +174,7 @@ def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: 
 
 
 def _extended(
-    engine: Engine, state: State, lesson: Lesson, features: Tensor, index: int, lift: object
+    engine: Engine, state: State, lesson: Lesson, features: Tensor, index: int, views: Views
 ) -> tuple[KnownClass, ...]:
     """The classes with what is kept of the new images."""
     classes = list(state.classes)
@@ -183,7 +183,7 @@ def _extended(
         own = lesson.labels == label
         held, rest = features[own & lesson.held], features[own & ~lesson.held]
         before = classes[label] if label < len(classes) else None
-        kept = compact([rest], before.rest.tensors if before else None, lift, engine.inner)  # type: ignore[arg-type]
+        kept = compact(rest, before.rest.tensors if before else None, views, engine.widths)
         if before is not None:
             held = torch.cat([before.held.tensors["rows"].to(held), held])
         known = KnownClass(
@@ -201,8 +201,8 @@ def _extended(
     return tuple(classes)
 
 
-def _parts(learner: Learner) -> dict[str, Part]:
-    """What a learner has learned, as parts of a state."""
+def _with_parts(state: State, learner: Learner) -> State:
+    """The state with what a learner has learned as its parts."""
     tensors, head = learner_tensors(learner), learner.model.head
     groups: dict[str, dict[str, Tensor]] = {"method": {}, "head": {}, "later": {}}
     for name, value in tensors.items():
@@ -214,7 +214,8 @@ def _parts(learner: Learner) -> dict[str, Part]:
                 groups["head"][rest] = value
         else:
             groups["later"][name] = value
-    return {name: Part.of(group) for name, group in groups.items()}
+    method, rows, later = (Part.of(groups[name]) for name in ("method", "head", "later"))
+    return replace(state, method=method, head=rows, later=later)
 
 
 def _strength(head: Head) -> float | None:
@@ -233,11 +234,11 @@ def settle(engine: Engine, state: State, rest: Sums, head: Head) -> State:
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
     logits = _held_out_logits(engine, state, rest, head, features)
     calibration = _calibrated(engine, logits, labels)
-    scale = Scale.of(Gaussians.of(rest.plain).score(features)) if len(features) else Scale()
+    scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
     every = engine.with_held_out(state, rest, head)
     return replace(
         state,
-        gaussians=Part.of(Gaussians.of(every.plain).tensors()),
+        gaussians=Part.of(Gaussians.of(every.of["unit"]).tensors()),
         sums=Part.of(rest.tensors()),
         calibration=calibration,
         scale=scale,

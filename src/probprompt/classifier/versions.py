@@ -65,13 +65,14 @@ class Store:
         if not self.exists:
             hint = "" if self.folder.exists() else ": there is no such folder"
             raise UserError(f"{self.folder} holds no classifier (no current.json){hint}")
-        found = read_json(self.folder / "current.json")
-        number = found.get("format") if isinstance(found, dict) else None
+        found: Any = read_json(self.folder / "current.json")
+        found = found if isinstance(found, dict) else {}
+        number = found.get("format")
         if number != FORMAT:
             raise UserError(f"{self.folder} has classifier format {number!r}, this version reads {FORMAT}")
         if not isinstance(found.get("version"), int) or not isinstance(found.get("model"), str):
             raise UserError(f"{self.folder / 'current.json'} is damaged: it names no version")
-        return found
+        return dict(found)
 
     def read(self, number: int) -> tuple[dict[str, Any], Kept]:
         """A version with its settings."""
