@@ -25,6 +25,7 @@ def run_serve(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: install them with pip install 'probprompt[serve]'")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads: its threads share the cores with requests
     from probprompt.serve.run import address_of, listen, serve
     from probprompt.serve.security import Limits, make_access
 

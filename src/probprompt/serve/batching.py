@@ -50,7 +50,7 @@ class Batcher:
         classifier: ContinualClassifier,
         told: Told,
         window: float = 0.003,
-        most: int = 32,
+        most: int = 16,
         waiting: int = 1024,
     ) -> None:
         self.classifier = classifier

@@ -6,8 +6,8 @@ from probprompt.classifier import ContinualClassifier
 from probprompt.serve.values import AccuracyMatrix, Cell, Drawing, PromptFigures, Row
 
 HELD_OUT = (
-    "Accuracy in % on the images of each lesson that are held out while probabilities are calibrated, under a head "
-    "that has not seen them. Reading along a row shows what was kept."
+    "One row per lesson, one column per version: accuracy in % on the images of the lesson that are held out while "
+    "probabilities are calibrated, under a head that has not seen them. Reading along a row shows what was kept."
 )
 NOTHING_HELD_OUT = "There is nothing to show: lessons with three images of a class or more have some held out."
 NO_PROMPTS = (
@@ -83,17 +83,24 @@ def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
         "similarity",
         f"Heat map of the cosine similarity between the prompts of {len(labels)} classes; {words}.",
     )
-    drawn = [Drawing(svg=heat, caption="Cosine similarity between the prompts for an image of each class.")]
+    drawn = [Drawing(svg=_unstyled(heat), caption="Cosine similarity between the prompts for an image of each class.")]
     blocks = list(found["per_block"].items())
     if len(blocks) > 1:
         spoken = ", ".join(f"block {name}: {value:.2f}" for name, value in blocks)
         bars = figures.block_bars(blocks, mean, "blocks", f"Bar chart of the mean similarity by block. {spoken}.")
-        drawn.append(Drawing(svg=bars, caption="Mean similarity in each block; the dashed line is the mean of all."))
+        drawn.append(
+            Drawing(svg=_unstyled(bars), caption="Mean similarity in each block; the dashed line is the mean of all.")
+        )
     note = (
         f"Mean similarity {mean:.2f} ({start:.2f} at initialisation), effective rank {found['effective_rank']:.1f} "
         f"({found['initial_effective_rank']:.1f}). At a similarity of 1 every class gets the same prompt."
     )
     return PromptFigures(note=note, figures=drawn)
+
+
+def _unstyled(svg: str) -> str:
+    """A figure whose styles the page sets itself: its policy refuses them as attributes."""
+    return svg.replace(' style="', ' data-style="')
 
 
 def _number(value: float) -> str:

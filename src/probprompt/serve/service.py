@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -13,6 +14,7 @@ from probprompt.classifier import ContinualClassifier
 from probprompt.classifier.pictures import same_name
 from probprompt.data.images import Pixels
 from probprompt.errors import UserError, shorten
+from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_error
 from probprompt.serve.batching import Batcher
 from probprompt.serve.decoding import Decoders, RefusedImageError
@@ -51,7 +53,10 @@ class Service:
         """Answer as long as the block lasts; then finish what was asked, and leave accepted jobs for the next start."""
         classifier = self._first
         self.decoders = Decoders(DECODERS, self.limits.pixels, classifier.short_side)
-        self.batcher = Batcher(classifier, self._count)
+        most = (
+            16 if pick_device(self.device).type == "cpu" else 64
+        )  # fewer: others are received while these are classified
+        self.batcher = Batcher(classifier, self._count, most=most)
         held = () if self._lock is None else (self._lock.fileno(),)
         self.school = School(self.folder, self.jobs, self._switch, self._count_job, self.device, held)
         self._add_gauges()
@@ -119,7 +124,7 @@ class Service:
 
     async def teach(self, lesson: Lesson) -> Job:
         """Accept a lesson: when this returns, it is on disk."""
-        self._refuse_known(lesson)
+        lesson = self._as_known(lesson)
         draft = await asyncio.to_thread(self.jobs.draft)
         try:
             kept, warnings = await self._keep(draft, lesson)
@@ -157,16 +162,17 @@ class Service:
         """Figures of prompt diversity."""
         return await asyncio.to_thread(self.insight.prompts, self.classifier)
 
-    def _refuse_known(self, lesson: Lesson) -> None:
-        """Known classes, or such as wait to be learned, get no more images unless that is asked for."""
+    def _as_known(self, lesson: Lesson) -> Lesson:
+        """Known classes, or such as wait to be learned, by the names they have; refused unless they may be refined."""
         waiting = [taught.name for job in self.jobs.unfinished() for taught in job.classes]
-        known = {same_name(name) for name in (*self.classifier.classes, *waiting)}
+        known = {same_name(name): name for name in (*self.classifier.classes, *waiting)}
         again = [name for name in lesson.classes if same_name(name) in known]
         if again and not lesson.refine:
             raise KnownClassError(
                 f"known already: {shorten(again)}. To add images to a known class send known=refine, or choose "
                 "another name"
             )
+        return replace(lesson, classes={known.get(same_name(name), name): own for name, own in lesson.classes.items()})
 
     async def _keep(self, draft: Draft, lesson: Lesson) -> tuple[dict[str, int], list[str]]:
         """Keep the images of a lesson as files of ours: how many of each class, and what could not be read."""

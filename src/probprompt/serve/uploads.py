@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
+from probprompt.classifier.pictures import same_name
 from probprompt.data.images import Pixels
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.security import Limits, TooMuchError
@@ -61,7 +62,7 @@ async def lesson(request: Request, limits: Limits) -> AsyncIterator[Lesson]:
     """What is to be taught: names, files, which name each file belongs to, and what to do with known classes."""
     async with request.form(max_files=limits.lesson_images + 1, max_fields=limits.lesson_images + 64) as form:
         names = [_class_name(name, limits) for name in form.getlist("names")]
-        if not names or len({name.casefold() for name in names}) < len(names):
+        if not names or len({same_name(name) for name in names}) < len(names):
             raise BadRequestError("name each class once, in a field 'names'")
         uploads = _uploads(form.getlist("images"), limits.lesson_images, limits)
         places = _places([str(place) for place in form.getlist("of")], len(uploads), len(names))

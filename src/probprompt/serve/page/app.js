@@ -67,7 +67,7 @@ function showModel() {
   find("title").textContent = known ? `Knows ${count(known, "class")}` : "Knows nothing yet";
   const lessons = count(model.tasks, "lesson");
   find("summary").textContent = known
-    ? `Version ${model.version}, learned in ${lessons} on a frozen ${model.backbone}; no old image was kept.`
+    ? `Version ${model.version}, learned in ${lessons} on the frozen backbone ${model.backbone}; no old image was kept.`
     : "Teach it two classes or more to begin.";
   document.title = `${known ? count(known, "class") : "probprompt"} – probprompt`;
   find("known").hidden = known === 0;
@@ -84,7 +84,7 @@ async function refresh() {
   showJobs();
   if (drawn !== model.version) {
     drawn = model.version;
-    await Promise.all([showHistory(), showAccuracy(), showPrompts()]);
+    for (const show of [showHistory, showAccuracy, showPrompts]) show().catch(() => { drawn = null; }); // tried again later
   }
 }
 
@@ -134,7 +134,7 @@ async function classifySome(entries) {
 function resultOf(file) {
   const picture = make("img", { alt: "" });
   picture.src = URL.createObjectURL(file);
-  picture.addEventListener("error", () => picture.removeAttribute("src"));
+  picture.addEventListener("error", () => picture.classList.add("broken"));
   const name = file.name || "pasted image";
   return make("li", { class: "result" }, picture, make("div", {}, make("p", { class: "from", title: name }, name), make("h3", {}, "…")));
 }
@@ -373,8 +373,9 @@ async function goBack(to) {
 async function showHistory() {
   const versions = (await ask("api/history")).versions;
   find("versions").replaceChildren(...versions.map((version) => {
-    const what = [version.what, listed(version.classes, 6)].filter(Boolean).join(" ");
-    const about = [version.images ? count(version.images, "image") : null, `${count(version.known, "class")} known`, when(version.when), version.note || null].filter(Boolean).join(" · ");
+    const goneBack = version.what === "rolled back"; // the note says to which version
+    const what = [version.what, goneBack ? version.note : listed(version.classes, 6)].filter(Boolean).join(" ");
+    const about = [version.images ? count(version.images, "image") : null, `${count(version.known, "class")} known`, when(version.when), goneBack ? null : version.note || null].filter(Boolean).join(" · ");
     const text = make("div", {}, make("h3", {}, `${version.number}. ${what} `, version.current ? make("span", { class: "current" }, "answers now") : null), make("p", { class: "muted" }, about));
     const back = version.current ? null : make("button", { type: "button", onclick: () => goBack(version.number) }, `Go back to version ${version.number}`);
     return make("li", {}, text, back);
@@ -389,7 +390,7 @@ async function showAccuracy() {
     place.replaceChildren();
     return;
   }
-  const head = make("thead", {}, make("tr", {}, make("td"), ...found.steps.map((step) => make("th", { scope: "col" }, step))));
+  const head = make("thead", {}, make("tr", {}, make("td"), ...found.steps.map((step) => make("th", { scope: "col" }, `version ${step}`))));
   const cell = (value) => {
     if (value === null) return make("td", { class: "none" });
     const element = make("td", {}, value.text);
@@ -399,7 +400,7 @@ async function showAccuracy() {
   };
   const body = make("tbody", {}, ...found.rows.map((row) => make("tr", {}, make("th", { scope: "row", title: row.name }, row.name), ...row.cells.map(cell))));
   const foot = make("tfoot", {}, make("tr", {}, make("th", { scope: "row" }, "Average"), ...found.averages.map((value) => make("td", {}, value))));
-  const table = make("table", { class: "matrix" }, make("caption", { class: "hint" }, "Rows: lessons. Columns: versions, in the order in which they were made. In %."), head, body, foot);
+  const table = make("table", { class: "matrix" }, head, body, foot);
   place.replaceChildren(make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Accuracy matrix" }, table));
 }
 
@@ -411,12 +412,9 @@ async function showPrompts() {
 
 // A figure's styles are set one by one: the page's policy refuses them as attributes.
 function drawing(text) {
-  const svg = new DOMParser().parseFromString(text, "text/html").querySelector("svg");
-  const styles = [svg, ...svg.querySelectorAll("[style]")].map((element) => [element, element.getAttribute("style")]);
-  for (const [element] of styles) element.removeAttribute("style");
-  const adopted = document.adoptNode(svg);
-  for (const [element, style] of styles) if (style) element.style.cssText = style;
-  return adopted;
+  const svg = document.adoptNode(new DOMParser().parseFromString(text, "text/html").querySelector("svg"));
+  for (const element of svg.querySelectorAll("[data-style]")) element.style.cssText = element.dataset.style;
+  return svg;
 }
 
 // What people do -----------------------------------------------------------------------------------------------------
