@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"report"},
     {"classifier"},
+    {"serve"},
     {"bench"},
     {"api"},
     {"results"},
@@ -37,6 +38,7 @@ LAYERS: list[set[str]] = [
 FREE = {
     "bench",
     "classifier",
+    "serve",
     "kernels",
     "data",
     "training",

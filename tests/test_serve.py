@@ -96,7 +96,7 @@ def test_a_file_that_is_no_image_has_its_reason_and_others_their_answers(serve: 
     rows = served.predict([good, *harmful, good])["predictions"]
     assert [row["error"] is None for row in rows] == [True, *[False] * len(harmful), True]
     assert rows[0]["label"] == rows[-1]["label"] and rows[1]["label"] is None
-    assert "3600000000 pixels" in rows[4]["error"]
+    assert "more than 64000000 pixels" in rows[4]["error"]
     assert all("/" not in row["error"] and "Traceback" not in row["error"] for row in rows if row["error"])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, FilePayload, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LEARNING = 60_000  # milliseconds that a lesson may take
@@ -74,7 +74,7 @@ def _only_here(url: str, address: str, troubles: list[str]) -> None:
         troubles.append(f"the page asked for {url}")
 
 
-def files(images: list[bytes], name: str) -> list[dict[str, Any]]:
+def files(images: list[bytes], name: str) -> list["FilePayload"]:
     return [{"name": f"{name}-{i}.png", "mimeType": "image/png", "buffer": data} for i, data in enumerate(images)]
 
 

@@ -112,7 +112,8 @@ def measure_served(model: Path, images: list[bytes], clients: int, seconds: floa
         took = time.monotonic() - begun
     finally:
         service.terminate()
-        rest, _ = service.communicate(timeout=60)
+        rest = service.stdout.read() if service.stdout else ""
+        service.wait(60)
     quantiles = np.quantile(times, [0.5, 0.95, 0.99]) if times else [float("nan")] * 3
     return {
         "clients": clients,

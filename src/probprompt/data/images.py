@@ -1,7 +1,6 @@
 """Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent or CMYK."""
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -46,7 +45,7 @@ class ImageFiles:
         return read_image(self.root / self.names[row], self.short_side)
 
 
-def read_image(source: Path | IO[bytes], short_side: int | None = None, formats: Sequence[str] | None = None) -> Pixels:
+def read_image(source: Path | IO[bytes], short_side: int | None = None, formats: list[str] | None = None) -> Pixels:
     """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels.
 
     ``formats`` are Pillow's names of those that are allowed; None allows all.
@@ -57,7 +56,9 @@ def read_image(source: Path | IO[bytes], short_side: int | None = None, formats:
             image = to_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise UnreadableImageError("no image format that can be read") from None
-    except (OSError, EOFError, MemoryError, Image.DecompressionBombError, *_BROKEN) as problem:
+    except Image.DecompressionBombError:  # refused before it is decoded
+        raise UnreadableImageError(f"it has far more than {Image.MAX_IMAGE_PIXELS} pixels") from None
+    except (OSError, EOFError, MemoryError, *_BROKEN) as problem:
         # An error of the system has a number; what Pillow says of a damaged file has none.
         passing = isinstance(problem, MemoryError) or getattr(problem, "errno", None) is not None
         raise UnreadableImageError(str(problem) or type(problem).__name__, passing) from None
