@@ -28,7 +28,7 @@ test: .venv/installed-dev browser
 	@touch $@
 
 browser:  # for the tests of the served page; elsewhere they are skipped and say why
-	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null \
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium for the tests ..." \
 			&& apt-get -qq update >/dev/null \
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \

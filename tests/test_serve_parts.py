@@ -246,9 +246,7 @@ def test_no_name_becomes_a_path(tmp_path: Path) -> None:
     assert list(store.images(job)) == ["../../outside"]
 
 
-def test_images_go_with_the_end_of_a_job_and_old_jobs_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_go_with_the_end_of_a_job_and_old_jobs_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "KEPT", 4)
     store = JobStore(tmp_path)
     first = accepted(store)

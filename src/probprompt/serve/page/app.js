@@ -164,7 +164,7 @@ function clearResults() {
   find("results").replaceChildren();
   find("results-clear").hidden = true;
   find("classify-status").textContent = "Cleared.";
-  find("classify-files").focus();
+  find("classify-choose").focus();
 }
 
 // Teach --------------------------------------------------------------------------------------------------------------
@@ -177,9 +177,8 @@ function addLesson() {
   const number = ++lessonNumber;
   const name = lesson.querySelector(".name"), files = lesson.querySelector(".file");
   name.id = `name-${number}`;
-  files.id = `files-${number}`;
   lesson.querySelector(".field label").htmlFor = name.id;
-  lesson.querySelector(".drop label").htmlFor = files.id;
+  lesson.querySelector(".choose").addEventListener("click", () => files.click());
   chosenFiles.set(lesson, []);
   name.addEventListener("input", () => showKnown(lesson));
   files.addEventListener("change", () => { addImages(lesson, files.files); files.value = ""; });
@@ -233,7 +232,7 @@ function teachForm() {
     const field = lesson.querySelector(".name"), name = field.value.trim(), own = chosenFiles.get(lesson);
     const fail = (element, words) => { element.focus(); throw new Refused(0, words); };
     if (!name) fail(field, "Give the class a name.");
-    if (!own.length) fail(lesson.querySelector(".file"), `Give images of “${name}”.`);
+    if (!own.length) fail(lesson.querySelector(".choose"), `Give images of “${name}”.`);
     const box = lesson.querySelector(".known:not([hidden]) .refine");
     if (box && !box.checked) fail(box, `“${name}” is known already: tick the box to add images to it, or choose another name.`);
     refine ||= Boolean(box);
@@ -445,6 +444,7 @@ function begin() {
   receiveDrops(find("classify-drop"), classify);
   for (const name of ["dragover", "drop"]) window.addEventListener(name, (event) => event.preventDefault()); // a miss must not leave the page
   document.addEventListener("paste", pasted);
+  find("classify-choose").addEventListener("click", () => find("classify-files").click());
   find("classify-files").addEventListener("change", (event) => { classify(event.target.files); event.target.value = ""; });
   find("results-clear").addEventListener("click", clearResults);
   find("lesson-add").addEventListener("click", () => addLesson().querySelector(".name").focus());
