@@ -5,6 +5,8 @@ import json
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -219,6 +222,7 @@ def test_a_lesson_is_learned_while_predictions_go_on_then_switches_and_can_be_un
             try:
                 answer = served.predict([emoji["test"]["ball"][0], emoji["test"]["boat"][0]])
                 versions.add(answer["version"])
+                time.sleep(0.05)
             except (AssertionError, OSError) as problem:
                 failures.append(problem)
 
@@ -317,6 +321,13 @@ def test_no_accepted_lesson_is_lost_when_the_service_stops_or_is_killed(
         time.sleep(0.01)
     served.stop()  # in the middle of it
     assert json.loads((folder / "serve/jobs/1/job.json").read_text())["state"] == "running"
+    command = [sys.executable, "-u", "-m", "probprompt", "serve", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        address = service.stdout.readline().split()[-1]
+        while json.load(urlopen(f"{address}/api/jobs/1"))["progress"] is None:
+            time.sleep(0.05)
+        service.kill()  # in the middle of it again
     assert ContinualClassifier.load(folder).version == 2
     again = serve(folder)
     assert again.finished(number)["state"] == "done"
@@ -349,6 +360,20 @@ def test_a_second_service_on_the_same_model_is_refused(
     monkeypatch.setattr(service, "LOCK_SECONDS", 0.2)
     with pytest.raises(UserError, match="another service"):
         serve(served.service.folder)
+
+
+def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    from probprompt.serve import jobs
+
+    monkeypatch.setattr(jobs, "IDLE_SECONDS", 0.05)
+    served = serve()
+    other = ContinualClassifier.load(served.service.folder)
+    other.rename("ball", "sphere")
+    other.save(served.service.folder)
+    until = time.monotonic() + 10
+    while (model := served.get("/api/model").json)["version"] == 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert model["version"] == 3 and model["classes"][0] == "sphere"
 
 
 # What people see

@@ -280,7 +280,7 @@ def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path
             raise ZeroDivisionError("oops")
         return {"state": "done", "version": 5}
 
-    runner = Runner(store, carry_out, lambda kind, state: told.append((kind, state)))
+    runner = Runner(store, carry_out, lambda kind, state: told.append((kind, state)), lambda: None)
     runner.start()
     until = time.monotonic() + 10
     while store.unfinished() and time.monotonic() < until:

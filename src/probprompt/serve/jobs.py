@@ -24,6 +24,8 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})
 KEPT = 200
 """Finished jobs that are remembered."""
+IDLE_SECONDS = 2.0
+"""How often somebody looks around while there is nothing to do."""
 _STAGING = ".part"
 
 
@@ -238,8 +240,10 @@ CarryOut = Callable[[Job], dict[str, Any]]
 class Runner:
     """A thread that carries out jobs one by one, in the order in which they were accepted."""
 
-    def __init__(self, store: JobStore, carry_out: CarryOut, told: Callable[[str, str], None]) -> None:
-        self._store, self._carry_out, self._told = store, carry_out, told
+    def __init__(
+        self, store: JobStore, carry_out: CarryOut, told: Callable[[str, str], None], idle: Callable[[], None]
+    ) -> None:
+        self._store, self._carry_out, self._told, self._idle = store, carry_out, told, idle
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)
@@ -272,7 +276,8 @@ class Runner:
             self._wake.clear()
             waiting = self._store.unfinished()
             if not waiting:
-                self._wake.wait()
+                if not self._wake.wait(IDLE_SECONDS):
+                    self._idle()
                 continue
             self._run(waiting[0])
 

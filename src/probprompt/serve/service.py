@@ -58,7 +58,9 @@ class Service:
         )  # fewer: others are received while these are classified
         self.batcher = Batcher(classifier, self._count, most=most)
         held = () if self._lock is None else (self._lock.fileno(),)
-        self.school = School(self.folder, self.jobs, self._switch, self._count_job, self.device, held)
+        self.school = School(
+            self.folder, self.jobs, self._switch, lambda: self.classifier.version, self._count_job, self.device, held
+        )
         self._add_gauges()
         await self.decoders.start()
         self.school.start()

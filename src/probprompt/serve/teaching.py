@@ -6,10 +6,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from probprompt.classifier import ContinualClassifier
+from probprompt.classifier.versions import Store
 from probprompt.errors import UserError, shorten
 from probprompt.serve.decoding import child_environment
 from probprompt.serve.jobs import Job, JobStore, Progress, Report, Risk, Runner
@@ -26,13 +28,15 @@ class School:
         folder: Path,
         store: JobStore,
         switch: Switch,
+        answering: Callable[[], int],
         told: Callable[[str, str], None],
         device: str | None = None,
         held: tuple[int, ...] = (),
     ) -> None:
-        self._folder, self._store, self._switch, self._device = folder, store, switch, device
+        self._folder, self._store, self._device = folder, store, device
+        self._switch, self._answering = switch, answering
         self._held = held  # handles of the lock on the folder: as long as a process learns, it holds them, too
-        self._runner = Runner(store, self._carry_out, told)
+        self._runner = Runner(store, self._carry_out, told, self._follow)
         self._process: subprocess.Popen[bytes] | None = None
         self._cancelled: set[int] = set()
         self._lock = threading.Lock()
@@ -70,6 +74,13 @@ class School:
         if changes["state"] == "done":
             self._switch(ContinualClassifier.load(self._folder, device=self._device))
         return changes
+
+    def _follow(self) -> None:
+        """Where somebody else has changed the model on disk, let the new version answer."""
+        with suppress(UserError):  # it may be in the middle of a change: the next look will tell
+            found = Store(self._folder).head()["version"]
+            if found != self._answering():
+                self._switch(ContinualClassifier.load(self._folder, device=self._device))
 
     def _roll_back(self, job: Job) -> dict[str, Any]:
         assert job.to is not None
