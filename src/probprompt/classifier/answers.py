@@ -27,12 +27,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Risk:
-    """An old class that a new one may now be mistaken for."""
+    """An old class that may now be taken for a new one."""
 
     old: str
     new: str
     share: float
-    """Of what the old class looks like, 0 to 1: recognised before, and now taken for the new class."""
+    """Of the old class, 0 to 1: the probability that its held-out images now give to the new class."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -67,8 +66,10 @@ class ContinualClassifier:
     def _begin(self, engine: Engine, keep: int, model: str) -> None:
         self._engine, self.keep_versions, self._model = engine, keep, model
         self._kept: tuple[Kept, ...] = ()
+        self._ancestors: dict[int, str] = {}
         self._predictor: Predictor | None = None
-        self._changing = threading.RLock()
+        self._settings_note: dict[str, Any] | None = None  # as it was saved
+        self._changing, self._building = threading.RLock(), threading.Lock()
 
     # What it knows --------------------------------------------------------------------------------------------------
 
@@ -110,10 +111,12 @@ class ContinualClassifier:
         """The current version, ready to predict, as one object that never changes."""
         if not self._kept:
             raise UserError("nothing is learned yet: call learn first")
-        found = self._predictor
-        if found is None or found.state is not self._state:
-            with self._changing:
-                found = self._predictor = self._engine.predictor(self._state)
+        state, found = self._state, self._predictor
+        if found is None or found.state is not state:
+            with self._building:  # never while something is learned: that may take long
+                found = self._predictor
+                if found is None or found.state is not state:
+                    found = self._predictor = self._engine.predictor(state)
         return found
 
     def predict(self, images: object, top_k: int = 1) -> list[Prediction]:
@@ -162,15 +165,16 @@ class ContinualClassifier:
         begun = time.perf_counter()
         with self._changing:
             state, number = self._state, self.version + 1
-            if not isinstance(images, str | Path | Mapping) and not hasattr(images, "__getitem__"):
-                raise UserError(f"images to learn need classes: give a folder or lists by class, not {images!r:.60}")
             given = labelled(images, self._engine.short_side)
-            title = name or (Path(images).resolve().name if isinstance(images, str | Path) else f"task {number}")
+            title = name or (
+                Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(state.tasks) + 1}"
+            )
             done = teaching.learn(self._engine, state, given, known, title, number, watcher or Watcher())
             lesson, calibration = done.lesson, done.state.calibration
             new, refined = lesson.new, lesson.refined
             note = title if not (new and refined) else f"{title}; more images of {', '.join(refined)}"
-            self._append("learned" if new else "refined", new or refined, len(lesson.labels), note, done.state)
+            what, ready = "learned" if new else "refined", self._engine.predictor(done.state)
+            self._append(what, new or refined, len(lesson.labels), note, done.state, ready)
         return LearnReport(
             version=self.version,
             classes=new,
@@ -191,7 +195,8 @@ class ContinualClassifier:
         """
         with self._changing:
             self._find(name)
-            self._append("forgot", (name,), 0, "", teaching.forget(self._engine, self._state, name))
+            state = teaching.forget(self._engine, self._state, name)
+            self._append("forgot", (name,), 0, "", state, self._engine.predictor(state))
 
     def rename(self, old: str, new: str) -> None:
         """Give a class another name; nothing else changes."""
@@ -220,14 +225,22 @@ class ContinualClassifier:
         if name not in self.classes:
             raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
 
-    def _append(self, what: str, classes: tuple[str, ...], images: int, note: str, state: State) -> None:
+    def _append(
+        self,
+        what: str,
+        classes: tuple[str, ...],
+        images: int,
+        note: str,
+        state: State,
+        predictor: Predictor | None = None,
+    ) -> None:
         """Put a new version in its place, at once; what was is kept without what can be made again."""
         when = datetime.now(UTC).isoformat(timespec="seconds")
         version = Version(self.version + 1, when, what, classes, images, note, len(state.classes))
         older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
-        predictor = self._engine.predictor(state)
-        kept = (*older, Kept(version, state, secrets.token_hex(8)))[-self.keep_versions :]
-        self._kept, self._predictor = kept, predictor
+        newest = Kept(version, state, secrets.token_hex(8))
+        self._ancestors[version.number] = newest.token
+        self._kept, self._predictor = (*older, newest)[-self.keep_versions :], predictor
 
     # On disk --------------------------------------------------------------------------------------------------------
 
@@ -239,10 +252,12 @@ class ContinualClassifier:
         if not self._kept:
             raise UserError("nothing is learned yet: there is nothing to save")
         with self._changing:
-            store.write(self._model, self._note(), self._kept, self.keep_versions)
+            store.write(self._model, self._note(), self._kept, self._ancestors, self.keep_versions)
 
     def _note(self) -> dict[str, Any]:
         """The settings that every version is saved with."""
+        if self._settings_note is not None:
+            return {**self._settings_note, "keep_versions": self.keep_versions}
         engine = self._engine
         viewer = engine.viewer
         return {
@@ -273,7 +288,10 @@ class ContinualClassifier:
         if wanted not in numbers:
             kept = ", ".join(map(str, numbers))
             raise UserError(f"{store.folder} has no version {wanted}; kept are: {kept}")
-        every = [store.read(number) for number in numbers if number <= wanted]
+        every = [store.read(wanted)]
+        for number in reversed(numbers[: numbers.index(wanted)]):
+            with suppress(UserError):  # one that was pruned just now, or is damaged, keeps no other from being used
+                every.insert(0, store.read(number))
         note = every[-1][0]
         try:
             config = parse_config(note["config"])
@@ -283,13 +301,10 @@ class ContinualClassifier:
             raise UserError(f"version {wanted} in {store.folder} is damaged: {problem!r}") from problem
         made = cls.__new__(cls)
         made._begin(engine, keep, head["model"])
+        made._settings_note = note
         made._kept = tuple(kept for _, kept in every)
+        made._ancestors = {kept.version.number: kept.token for kept in made._kept}
         return made
-
-    @cached_property
-    def short_side(self) -> int | None:
-        """What the short side of an image is reduced to when it is decoded."""
-        return self._engine.short_side
 
 
 @contextmanager
@@ -310,7 +325,7 @@ def changing(
             if made.version != before:
                 made._save(store)
         return
-    made = ContinualClassifier(device=device, **create)
+    made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
     with store.locked():
         yield made
         made._save(store)

@@ -1,6 +1,7 @@
 """What all states of a classifier share: settings, backbone, device; and how a state becomes a model."""
 
 import copy
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,8 +29,9 @@ from probprompt.training.model import PromptedModel
 
 SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 """The backbone where there is no GPU and none is named."""
-STEPS = 400
-"""Training steps of a task where the number of epochs is not set: few epochs for many images."""
+STEPS = {"cpu": 160, "cuda": 1600}
+"""The most training steps of a task where the number of epochs is not set: fewer epochs for many images. On a CPU, a
+step of the default backbone takes seconds."""
 _OWN_DATA = {"stored_side", "interpolation"}  # what of a run's data settings means something here
 
 
@@ -114,10 +116,18 @@ class Engine:
     def __init__(self, config: RunConfig, device: torch.device, sha256: str | None, own_epochs: bool) -> None:
         self.config, self.device, self.own_epochs = config, device, own_epochs
         self._expected = sha256
+        self._loading = threading.Lock()
+        self._backbone: LoadedBackbone | None = None
 
-    @cached_property
+    @property
     def backbone(self) -> LoadedBackbone:
-        """The frozen backbone, on the device."""
+        """The frozen backbone, on the device; one for all threads."""
+        with self._loading:
+            if self._backbone is None:
+                self._backbone = self._load_backbone()
+            return self._backbone
+
+    def _load_backbone(self) -> LoadedBackbone:
         torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
         chosen = self.config.backbone
         loaded = load_backbone(chosen.name, chosen.weights, chosen.image_size, self._expected)
@@ -213,11 +223,11 @@ class Engine:
 
     def _config_for(self, images: int) -> RunConfig:
         """Settings for so many images: where nobody set them, as many epochs as make :data:`STEPS` steps at most."""
-        training = self.config.training
+        training, most = self.config.training, STEPS[self.device.type]
         steps = max(1, images // min(training.batch, images))
-        if not self.own_epochs or training.epochs * steps <= STEPS:
+        if not self.own_epochs or training.epochs * steps <= most:
             return self.config
-        epochs = max(1, STEPS // steps)
+        epochs = max(1, most // steps)
         return self.config.model_copy(update={"training": training.model_copy(update={"epochs": epochs})})
 
     def solve(self, head: ClosedFormHead, moments: Moments, strength: float | None, solve: bool = True) -> None:

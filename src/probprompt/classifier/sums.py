@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from probprompt import randomness
+from probprompt.errors import UserError
 from probprompt.runs.tensors import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
@@ -33,6 +34,11 @@ class Part:
         """The tensors, on the CPU."""
         if self._tensors is None:
             assert self._path is not None
+            if not self._path.is_file():
+                raise UserError(
+                    f"{self._path} is missing: if the classifier was changed since it was loaded, load it again; "
+                    "else its folder is damaged"
+                )
             self._tensors = read_tensors(self._path, torch.device("cpu"))[0]
         return self._tensors
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.classifier.answers import Risk
-from probprompt.classifier.calibration import UNFITTED, Calibration, calibrate
+from probprompt.classifier.calibration import UNFITTED, calibrate
 from probprompt.classifier.engine import Engine
 from probprompt.classifier.insight import held_out_accuracy
 from probprompt.classifier.novelty import Gaussians, Scale
@@ -61,7 +61,8 @@ def learn(
     with watch.stage("reading images", len(given.images)):
         loaded = load(given.images, engine.device, watch.advance)
     lesson = _lesson(engine, state, given.classes, loaded, new, refined)
-    rest = engine.sums(state, before := engine.build(state).head)
+    before = engine.build(state).head
+    rest = engine.sums(state, before)
     learner = engine.learner(state, loaded, engine.with_held_out(state, rest, before))
     index, first = len(state.tasks), len(state.classes)
     features = _train(engine, learner, lesson, index, first, watch)
@@ -86,9 +87,10 @@ def learn(
         strength=_strength(head),
     )
     learned = _with_parts(learned, learner)
-    learned = settle(engine, learned, rest, head)
-    every = engine.with_held_out(learned, rest, head)
-    risks = at_risk(before, head, every.of["plain"], learned.names, first, engine.config.seeds.data)
+    judge = unlearned(engine, learned, rest, head)
+    learned = settle(engine, learned, rest, head, judge)
+    held = [known.held.tensors["rows"].to(engine.device) for known in learned.classes]
+    risks = at_risk(judge, held, learned.names, first, learned.calibration.temperature) if new else ()
     return Learned(learned, lesson, risks)
 
 
@@ -227,13 +229,25 @@ def _strength(head: Head) -> float | None:
 # What follows from the sums ----------------------------------------------------------------------------------------
 
 
-def settle(engine: Engine, state: State, rest: Sums, head: Head) -> State:
-    """Calibrate a state whose head and classes are in place, and keep its Gaussians and its sums."""
+def unlearned(engine: Engine, state: State, rest: Sums, head: Head) -> Head:
+    """The head that has not learned from the held-out images: solved without them, or trained so all along."""
+    if not isinstance(head, ClosedFormHead):
+        return head
+    judge = copy.deepcopy(head)
+    engine.solve(judge, rest.solved, state.strength)
+    return judge
+
+
+@torch.no_grad()
+def settle(engine: Engine, state: State, rest: Sums, head: Head, judge: Head) -> State:
+    """Calibrate a state whose head and classes are in place by ``judge``, and keep its Gaussians and its sums."""
     held = [known.held.tensors["rows"].to(engine.device) for known in state.classes]
     features = torch.cat(held)  # (h, D)
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
-    logits = _held_out_logits(engine, state, rest, head, features)
-    calibration = _calibrated(engine, logits, labels)
+    order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
+    small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
+    logits = judge(features)  # (h, C)
+    calibration = calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
     scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
     every = engine.with_held_out(state, rest, head)
     return replace(
@@ -244,24 +258,6 @@ def settle(engine: Engine, state: State, rest: Sums, head: Head) -> State:
         scale=scale,
         held_out=held_out_accuracy(engine, state, logits, labels),
     )
-
-
-@torch.no_grad()
-def _held_out_logits(engine: Engine, state: State, rest: Sums, head: Head, features: Tensor) -> Tensor:
-    """Logits (h, C) of held-out images under a head that is solved without them, or was trained so."""
-    judge = head
-    if isinstance(head, ClosedFormHead):
-        judge = copy.deepcopy(head)
-        engine.solve(judge, rest.solved, state.strength)
-    logits: Tensor = judge(features)
-    return logits
-
-
-def _calibrated(engine: Engine, logits: Tensor, labels: Tensor) -> Calibration:
-    """Fit the temperature on the logits of held-out images."""
-    order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
-    small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
-    return calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
 
 
 def forget(engine: Engine, state: State, name: str) -> State:
@@ -285,4 +281,5 @@ def forget(engine: Engine, state: State, name: str) -> State:
     rest = engine.sums(state, head)
     engine.solve(head, engine.with_held_out(state, rest, head).solved, state.strength)
     needed = {key: value for key, value in head.state_dict().items() if key not in head.learning_only}
-    return settle(engine, replace(state, head=Part.of(needed)), rest, head)
+    state = replace(state, head=Part.of(needed))
+    return settle(engine, state, rest, head, unlearned(engine, state, rest, head))

@@ -20,10 +20,11 @@ from typing import Any
 from probprompt.classifier.answers import Version
 from probprompt.classifier.state import Kept, State
 from probprompt.classifier.sums import Part
-from probprompt.errors import UserError
+from probprompt.errors import UserError, shorten
 from probprompt.runs.files import is_part, read_json, write_error, write_json
 
 FORMAT = 1
+_OWN = {"current.json", "versions", "objects", ".lock"}
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
 
 
@@ -45,6 +46,7 @@ class Store:
         if self._held:
             yield
             return
+        self._refuse_foreign()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = (self.folder / ".lock").open("a")
@@ -57,6 +59,27 @@ class Store:
                 yield
             finally:
                 self._held = False
+                self._leave_nothing()
+
+    def _refuse_foreign(self) -> None:
+        """A new classifier goes into a folder of its own."""
+        if self.exists or not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder} is a file: a classifier is saved as a folder")
+        strange = [path.name for path in self.folder.iterdir() if path.name not in _OWN and not is_part(path)]
+        if strange:
+            raise UserError(
+                f"{self.folder} holds no classifier, but other things ({shorten(sorted(strange), 3)}): "
+                "choose a new folder"
+            )
+
+    def _leave_nothing(self) -> None:
+        """Where nothing was saved, no folder is left behind that looks as if."""
+        if not self.exists:
+            with suppress(OSError):
+                (self.folder / ".lock").unlink()
+                self.folder.rmdir()
 
     # Reading -------------------------------------------------------------------------------------------------------
 
@@ -100,10 +123,15 @@ class Store:
 
     # Writing -------------------------------------------------------------------------------------------------------
 
-    def write(self, model: str, settings: Mapping[str, Any], every: Sequence[Kept], keep: int) -> None:
-        """Add the versions that are not here yet; the last one becomes the current one. Older ones are pruned."""
+    def write(
+        self, model: str, settings: Mapping[str, Any], every: Sequence[Kept], ancestors: Mapping[int, str], keep: int
+    ) -> None:
+        """Add the versions that are not here yet; the last one becomes the current one. Older ones are pruned.
+
+        ``ancestors`` are the tokens of all versions that they come from, kept or not, by their numbers.
+        """
         with self.locked():
-            there = self._refuse_others(model, every)
+            there = self._refuse_others(model, ancestors)
             for folder in (self._objects, self.folder / "versions"):
                 folder.mkdir(parents=True, exist_ok=True)
             chosen = every[-keep:]
@@ -121,7 +149,7 @@ class Store:
         note = {"version": vars(one.version), "token": one.token, "settings": dict(settings), "state": state}
         write_json(self._version_file(one.version.number), note)
 
-    def _refuse_others(self, model: str, every: Sequence[Kept]) -> int:
+    def _refuse_others(self, model: str, ancestors: Mapping[int, str]) -> int:
         """The number of the version here, of which the versions to be written must be later ones."""
         if not self.exists:
             return 0
@@ -129,8 +157,7 @@ class Store:
         if head["model"] != model:
             raise UserError(f"{self.folder} holds another classifier: load that one, or choose another folder")
         token = self.read(head["version"])[1].token
-        known = {one.version.number: one.token for one in every}
-        if known.get(head["version"]) != token:
+        if ancestors.get(head["version"]) != token:
             raise UserError(
                 f"{self.folder} has moved on to version {head['version']}, which this classifier does not know: "
                 "load it again and repeat the change, or save into another folder"

@@ -421,3 +421,121 @@ def report(
     from probprompt.cli.commands import run_report
 
     run_report(runs, out)
+
+
+# A model to use ----------------------------------------------------------------------------------------------------
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of a classifier.")]
+
+
+class Known(StrEnum):
+    """What happens to classes that are known already."""
+
+    refuse = "refuse"
+    refine = "refine"
+
+
+@app.command()
+def learn(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of a classifier, new or there already.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="One folder of images per class.")],
+    known: Annotated[
+        Known, typer.Option(help="Classes known already: refuse them, or learn their images as more of the same.")
+    ] = Known.refuse,
+    name: Annotated[str | None, typer.Option(help="What this is called in the history.")] = None,
+    method: Annotated[str | None, typer.Option(help="Of a new one; see: probprompt list methods.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Of a new one: flagship, ridge, matched or published.")] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="Of a new one: demo, or any timm arch.tag.", show_default="a small ViT; on a GPU sup1k"),
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="Of a new one: a file of weights for that architecture.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Of a new one: epochs where anything is trained.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of a new one: initial parameters, batches.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of a new one: any setting.")
+    ] = None,
+    keep_versions: Annotated[
+        int | None, typer.Option(min=1, help="How many versions can be gone back to.", show_default="10")
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Learn new classes from a folder of class folders; the images are not needed again."""
+    from probprompt.cli.model import run_learn
+
+    given = {"method": method, "preset": preset, "backbone": backbone, "epochs": epochs, "seed": seed}
+    run_learn(model, folder, known.value, name, given, weights, assignments or [], keep_versions, device)
+
+
+@app.command()
+def predict(
+    model: Model,
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Images, or folders with all below them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object per line.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, with a header.")] = False,
+    top_k: Annotated[int, typer.Option(min=1, help="How many classes are named.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images looked at together.")] = None,
+    version: Annotated[int | None, typer.Option(min=1, help="Another version than the current one.")] = None,
+    device: Device = None,
+) -> None:
+    """Classify images: a row for each, written as it comes; one that cannot be read is a row with its error."""
+    from probprompt.cli.model import run_predict
+
+    run_predict(model, files, as_json, as_csv, top_k, batch, version, device)
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="One folder of images per class.")],
+    unknown: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Images of no known class: how well are they told apart?")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
+    version: Annotated[int | None, typer.Option(min=1, help="Another version than the current one.")] = None,
+    device: Device = None,
+) -> None:
+    """Measure accuracy on images whose classes are known: per task, overall, and what was forgotten."""
+    from probprompt.cli.model import run_evaluate
+
+    run_evaluate(model, folder, unknown, as_json, version, device)
+
+
+@app.command()
+def forget(model: Model, name: Annotated[str, typer.Argument(metavar="CLASS", help="The class to forget.")]) -> None:
+    """Forget a class, as if its images had never been learned."""
+    from probprompt.cli.model import run_forget
+
+    run_forget(model, name)
+
+
+@app.command()
+def rename(
+    model: Model,
+    old: Annotated[str, typer.Argument(metavar="CLASS", help="The class to rename.")],
+    new: Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")],
+) -> None:
+    """Give a class another name."""
+    from probprompt.cli.model import run_rename
+
+    run_rename(model, old, new)
+
+
+@app.command()
+def history(
+    model: Model, as_json: Annotated[bool, typer.Option("--json", help="A JSON object per line.")] = False
+) -> None:
+    """List what was learned when, and the versions that can be gone back to."""
+    from probprompt.cli.model import run_history
+
+    run_history(model, as_json)
+
+
+@app.command()
+def rollback(
+    model: Model, to: Annotated[int, typer.Option("--to", metavar="N", min=1, help="The version to go back to.")]
+) -> None:
+    """Make an earlier version the current one again; no version is lost by it."""
+    from probprompt.cli.model import run_rollback
+
+    run_rollback(model, to)

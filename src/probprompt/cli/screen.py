@@ -20,8 +20,8 @@ WIDE = 10_000  # columns: more than any table has
 class Screen(Watcher):
     """Draws a bar per stage; where there is no terminal, a line per stage."""
 
-    def __init__(self) -> None:
-        self.console = Console(highlight=False, markup=False, emoji=False)
+    def __init__(self, stderr: bool = False) -> None:
+        self.console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
         self._progress: Progress | None = None
         self._remark = ""
 
@@ -66,6 +66,10 @@ class Screen(Watcher):
     def note(self, text: str) -> None:
         """Print a remark of its own."""
         self.say(text)
+
+    def figures(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table of names and numbers."""
+        self.console.print(_table(header, rows))
 
     def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A plain table."""
