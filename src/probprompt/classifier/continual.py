@@ -97,6 +97,11 @@ class ContinualClassifier:
         """All settings, complete."""
         return self._engine.config
 
+    @property
+    def short_side(self) -> int | None:
+        """What the short side of an image is reduced to when it is decoded; None leaves it as it is."""
+        return self._engine.short_side
+
     def __repr__(self) -> str:
         return f"<ContinualClassifier version {self.version}: {len(self.classes)} classes, {self.settings.method.name}>"
 
