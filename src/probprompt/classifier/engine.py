@@ -107,7 +107,7 @@ class Predictor:
         logits: Tensor = self.model.head(features)
         probabilities = (logits.double() / self.state.calibration.temperature).softmax(dim=1)
         width = self.model.backbone.width  # the prompted feature alone, where the head reads the query beside it
-        return probabilities, self.state.scale.novelty(self.gaussians.score(unit(features[:, :width])))
+        return probabilities, self.state.scale.novelty(self.gaussians.score(unit(features[:, :width].float())))
 
 
 class Engine:
