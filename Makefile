@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test docs clean
+.PHONY: demo test docs browser clean
 
 demo: .venv/installed
 	@$(BIN)/probprompt demo
 
-test: .venv/installed-dev
+test: .venv/installed-dev browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -30,6 +30,13 @@ docs: .venv/installed-dev
 	@echo "Installing what the tests need ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@
+
+browser:  # for the tests of the served page; elsewhere they are skipped and say why
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium for the tests ..." \
+			&& apt-get -qq update >/dev/null \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \
+		|| echo "There is no Chromium, and it cannot be installed here: the tests of the served page are skipped."
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,14 @@
 """Small, real things to test with: a folder of pictures and a tiny vision transformer."""
 
+import http.client
+import io
+import json
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from probprompt.cli import main
+from probprompt.data import emoji_r
 
 # Two test processes share two cores: threads of their own would only fight.
 torch.set_num_threads(1)
@@ -106,3 +113,141 @@ def count_queries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]
         return images
 
     return watch
+
+
+# A served model -----------------------------------------------------------------------------------------------------
+
+
+def png(pixels: Any) -> bytes:
+    """Pixels as a PNG file."""
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, "PNG")
+    return written.getvalue()
+
+
+@pytest.fixture(scope="session")
+def emoji() -> dict[str, dict[str, list[bytes]]]:
+    """The embedded drawings as PNG files, by side (train, test) and class."""
+    pixels, rows = emoji_r.read()
+    found: dict[str, dict[str, list[bytes]]] = {"train": {}, "test": {}}
+    for image, row in zip(pixels, rows, strict=True):
+        own = found[row.split].setdefault(row.label, [])
+        if len(own) < 12:
+            own.append(png(image))
+    return found
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory, emoji: dict[str, dict[str, list[bytes]]]) -> Path:
+    """A saved classifier that knows ball and boat, then bird and fruit, of twelve drawings each."""
+    from probprompt.classifier import ContinualClassifier
+
+    classifier = ContinualClassifier(backbone="demo", epochs=1, projections=200)
+    for names in (("ball", "boat"), ("bird", "fruit")):
+        classifier.learn({name: [Image.open(io.BytesIO(data)) for data in emoji["train"][name]] for name in names})
+    folder = tmp_path_factory.mktemp("small") / "model"
+    classifier.save(folder)
+    return folder
+
+
+class Reply(NamedTuple):
+    """What a service answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The answer's content."""
+        return json.loads(self.body)
+
+
+class Served:
+    """A service on a free port of this machine, in a thread, and a client of it."""
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1", limits: Any = None) -> None:
+        from probprompt.serve.run import Server, address_of, listen
+        from probprompt.serve.security import Limits, make_access
+        from probprompt.serve.service import Service
+
+        listening = listen(host, 0)
+        self.port = listening.getsockname()[1]
+        self.address = address_of(listening).replace("0.0.0.0", "127.0.0.1")
+        access = make_access(host, None)
+        self.token = access.token
+        self.service = Service(folder, access, limits or Limits())
+        ready = threading.Event()
+        self._server = Server(self.service, listening, ready.set)
+        self._thread = threading.Thread(target=self._server.work)
+        self._thread.start()
+        assert ready.wait(30), "the service did not start"
+
+    def stop(self) -> None:
+        """Stop as a signal would."""
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def ask(self, method: str, path: str, body: bytes | None = None, token: bool = False, **headers: str) -> Reply:
+        """Send one request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if token:
+            named["Authorization"] = f"Bearer {self.token}"
+        try:
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **more: Any) -> Reply:
+        """Ask for something."""
+        return self.ask("GET", path, **more)
+
+    def form(self, path: str, parts: list[tuple[str, str | bytes]], token: bool = False, **headers: str) -> Reply:
+        """Send a form: text, and bytes as files."""
+        lines: list[bytes] = []
+        for number, (name, value) in enumerate(parts):
+            file = isinstance(value, bytes)
+            about = f'; filename="{number}.png"\r\nContent-Type: image/png' if file else ""
+            content = value if isinstance(value, bytes) else value.encode()
+            lines += [
+                f'--edge\r\nContent-Disposition: form-data; name="{name}"{about}\r\n\r\n'.encode(),
+                content,
+                b"\r\n",
+            ]
+        kind = {"Content_Type": "multipart/form-data; boundary=edge"}
+        return self.ask("POST", path, b"".join([*lines, b"--edge--\r\n"]), token, **kind, **headers)
+
+    def predict(self, images: list[bytes], top_k: int = 1) -> Any:
+        """Classify images."""
+        answer = self.form(f"/api/predict?top_k={top_k}", [("images", image) for image in images])
+        assert answer.status == 200, answer
+        return answer.json
+
+    def finished(self, number: int, seconds: float = 60) -> Any:
+        """Wait until a job is finished."""
+        until = time.monotonic() + seconds
+        while (job := self.get(f"/api/jobs/{number}").json)["state"] not in ("done", "failed", "cancelled"):
+            assert time.monotonic() < until, f"not finished in time: {job}"
+            time.sleep(0.05)
+        return job
+
+
+@pytest.fixture
+def serve(small_model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts services, each on a model of its own or on one that is named; they are stopped at the end."""
+    running: list[Served] = []
+
+    def start(folder: Path | None = None, **more: Any) -> Served:
+        if folder is None:
+            folder = tmp_path / f"model{len(running)}"
+            shutil.copytree(small_model, folder)
+        running.append(Served(folder, **more))
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.stop()

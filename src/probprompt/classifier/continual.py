@@ -17,6 +17,7 @@ from probprompt.classifier import teaching
 from probprompt.classifier.answers import Evaluation, LearnReport, Prediction, Version, check_top
 from probprompt.classifier.engine import Engine, Predictor, make_config
 from probprompt.classifier.evaluating import evaluate
+from probprompt.classifier.insight import AccuracyMatrix, accuracy_matrix, diversity
 from probprompt.classifier.pictures import Picture, clean_name, decode_ahead, labelled, pictures, same_name
 from probprompt.classifier.state import Kept, State
 from probprompt.classifier.teaching import Known
@@ -96,6 +97,11 @@ class ContinualClassifier:
         """All settings, complete."""
         return self._engine.config
 
+    @property
+    def short_side(self) -> int | None:
+        """What the short side of an image is reduced to when it is decoded; None leaves it as it is."""
+        return self._engine.short_side
+
     def __repr__(self) -> str:
         return f"<ContinualClassifier version {self.version}: {len(self.classes)} classes, {self.settings.method.name}>"
 
@@ -141,6 +147,14 @@ class ContinualClassifier:
         """
         given = labelled(images, self._engine.short_side)
         return evaluate(self._engine, self.predictor, self._kept, given, unknown, watcher or Watcher())
+
+    def accuracy_matrix(self) -> AccuracyMatrix:
+        """How well each task's held-out images were recognised by each version that is kept; no image is needed."""
+        return accuracy_matrix(self._kept)
+
+    def prompt_diversity(self) -> dict[str, Any] | None:
+        """How alike the prompts of different classes are, as in reports; None where queries are not kept."""
+        return diversity(self._engine, self._state)
 
     # Changing -------------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class State:
     """Lambda of a ridge head, once it is chosen."""
     calibration: Calibration = field(default_factory=Calibration)
     scale: Scale = field(default_factory=Scale)
+    held_out: tuple[float | None, ...] = ()
+    """Accuracy in % on the held-out images of each task, under a head that has not seen them; None where unknown."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,6 +90,7 @@ class State:
             "strength": self.strength,
             "calibration": vars(self.calibration),
             "scale": vars(self.scale),
+            "held_out": list(self.held_out),
         }
 
     @classmethod
@@ -112,6 +115,7 @@ class State:
             strength=note["strength"],
             calibration=Calibration(**note["calibration"]),
             scale=Scale(**note["scale"]),
+            held_out=tuple(note["held_out"]),
             **{name: find(digest) for name, digest in note["parts"].items()},
         )
 

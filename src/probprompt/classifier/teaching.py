@@ -11,6 +11,7 @@ from probprompt import randomness
 from probprompt.classifier.answers import Risk
 from probprompt.classifier.calibration import UNFITTED, calibrate
 from probprompt.classifier.engine import Engine
+from probprompt.classifier.insight import held_out_accuracy
 from probprompt.classifier.novelty import Gaussians, Scale
 from probprompt.classifier.pictures import Labelled, refuse_empty, same_name, unreadable
 from probprompt.classifier.retention import at_risk
@@ -245,7 +246,8 @@ def settle(engine: Engine, state: State, rest: Sums, head: Head, judge: Head) ->
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
     order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
     small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
-    calibration = calibrate(judge(features[order]), labels[order], UNFITTED if small else 1.0)
+    logits = judge(features)  # (h, C)
+    calibration = calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
     scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
     every = engine.with_held_out(state, rest, head)
     return replace(
@@ -254,6 +256,7 @@ def settle(engine: Engine, state: State, rest: Sums, head: Head, judge: Head) ->
         sums=Part.of(rest.tensors()),
         calibration=calibration,
         scale=scale,
+        held_out=held_out_accuracy(engine, state, logits, labels),
     )
 
 

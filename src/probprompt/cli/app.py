@@ -457,6 +457,34 @@ def reproduce(
 
 
 @app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="The folder of a classifier, as made by probprompt learn.")],
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; any but this machine's own needs the token for everything.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A token of your own; PROBPROMPT_TOKEN does, too.", show_default="drawn"),
+    ] = None,
+    max_upload: Annotated[
+        int | None, typer.Option(metavar="MB", min=1, help="What one request may bring.", show_default="512")
+    ] = None,
+    max_images: Annotated[
+        int | None, typer.Option(min=1, help="Images in one request for predictions.", show_default="64")
+    ] = None,
+    max_pixels: Annotated[
+        float | None, typer.Option(metavar="MP", min=0.1, help="Of one image, in millions.", show_default="64")
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Serve a classifier over HTTP, with a page to classify and to teach."""
+    from probprompt.cli.serve import run_serve
+
+    run_serve(model, host, port, token_file, device, max_upload, max_images, max_pixels)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
     out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,

@@ -3,6 +3,7 @@
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,27 +48,32 @@ class ImageFiles:
         return read_image(self.root / self.names[row], self.short_side)
 
 
-def read_image(path: Path, short_side: int | None = None) -> Pixels:
-    """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels."""
+def read_image(source: Path | IO[bytes], short_side: int | None = None, formats: list[str] | None = None) -> Pixels:
+    """Decode a file to RGB, (H, W, 3), its short side reduced to at most ``short_side`` pixels.
+
+    ``formats`` are Pillow's names of those that are allowed; None allows all.
+    """
     try:
-        with _open(path) as opened:
+        with _open(source, formats) as opened:
             _refuse_giant(opened)
             image = to_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise UnreadableImageError("no image format that can be read") from None
-    except (OSError, EOFError, MemoryError, Image.DecompressionBombError, *_BROKEN) as problem:
+    except Image.DecompressionBombError:  # refused before it is decoded
+        raise UnreadableImageError(f"it has far more than {Image.MAX_IMAGE_PIXELS} pixels") from None
+    except (OSError, EOFError, MemoryError, *_BROKEN) as problem:
         # An error of the system has a number; what Pillow says of a damaged file has none.
         passing = isinstance(problem, MemoryError) or getattr(problem, "errno", None) is not None
         raise UnreadableImageError(str(problem).strip() or type(problem).__name__, passing) from None
     return np.asarray(reduce_to(image, short_side))
 
 
-def _open(path: Path) -> Image.Image:
+def _open(source: Path | IO[bytes], formats: list[str] | None) -> Image.Image:
     """Open a file; photographs of telephones in HEIC, whatever their name ends in, by the extra for them."""
     try:
-        return Image.open(path)
+        return Image.open(source, formats=formats)
     except UnidentifiedImageError:
-        if not _is_heic(path):
+        if not isinstance(source, Path) or not _is_heic(source):
             raise
     try:
         import pillow_heif
@@ -75,7 +81,7 @@ def _open(path: Path) -> Image.Image:
         told = "a photograph in HEIC; to read such files: pip install 'probprompt[heic]'"
         raise UnreadableImageError(told, passing=True) from None
     pillow_heif.register_heif_opener()
-    return Image.open(path)
+    return Image.open(source)
 
 
 def _is_heic(path: Path) -> bool:

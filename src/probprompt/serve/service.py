@@ -1,0 +1,235 @@
+"""The service itself, whatever asks it: predictions, lessons, history, and what is going on."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from probprompt.classifier import ContinualClassifier
+from probprompt.classifier.pictures import same_name
+from probprompt.data.images import Pixels
+from probprompt.errors import UserError, shorten
+from probprompt.runs.execute import pick_device
+from probprompt.runs.files import write_error
+from probprompt.serve.batching import Batcher
+from probprompt.serve.decoding import Decoders, RefusedImageError
+from probprompt.serve.insight import Insight
+from probprompt.serve.jobs import Draft, Job, JobStore
+from probprompt.serve.metrics import Metrics
+from probprompt.serve.security import Access, Limits
+from probprompt.serve.teaching import School
+from probprompt.serve.uploads import Lesson, Upload, decode_each
+from probprompt.serve.values import AccuracyMatrix, KeptVersion, PredictedImage, Predictions, PromptFigures
+
+DECODERS = 2
+LOCK_SECONDS = 5.0
+"""How long to wait for the folder: a process that learned for a killed service may need a moment to notice."""
+
+
+class KnownClassError(Exception):
+    """A lesson on a class that is known already, without saying what to do; the message says how."""
+
+
+class Service:
+    """A model in a folder, answering."""
+
+    def __init__(self, folder: Path, access: Access, limits: Limits, device: str | None = None) -> None:
+        self.folder, self.access, self.limits, self.device = folder, access, limits, device
+        self.metrics = Metrics()
+        self._first = ContinualClassifier.load(folder, device=device)
+        warm_up(self._first)
+        self._lock = hold(folder)
+        self.jobs = JobStore(folder / "serve" / "jobs")
+        self.insight = Insight()
+        self._begun = time.time()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer as long as the block lasts; then finish what was asked, and leave accepted jobs for the next start."""
+        classifier = self._first
+        self.decoders = Decoders(DECODERS, self.limits.pixels, classifier.short_side)
+        most = (
+            16 if pick_device(self.device).type == "cpu" else 64
+        )  # fewer: others are received while these are classified
+        self.batcher = Batcher(classifier, self._count, most=most)
+        held = () if self._lock is None else (self._lock.fileno(),)
+        self.school = School(
+            self.folder, self.jobs, self._switch, lambda: self.classifier.version, self._count_job, self.device, held
+        )
+        self._add_gauges()
+        await self.decoders.start()
+        self.school.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.school.close)
+            await asyncio.to_thread(self.batcher.close)
+            await self.decoders.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def classifier(self) -> ContinualClassifier:
+        """The version that answers now."""
+        return self.batcher.classifier
+
+    def _switch(self, classifier: ContinualClassifier) -> None:
+        """From now on this version answers; requests under way are finished by the one they began with."""
+        warm_up(classifier)
+        self.batcher.classifier = classifier
+
+    def _count(self, images: int, unknown: int) -> None:
+        self.metrics.batches.observe(images)
+        self.metrics.images.add(images)
+        self.metrics.unknown.add(unknown)
+
+    def _count_job(self, kind: str, state: str) -> None:
+        self.metrics.jobs.add(kind=kind, state=state)
+
+    def _add_gauges(self) -> None:
+        add = self.metrics.gauge
+        add("model_version", "The version that answers.", lambda: self.classifier.version)
+        add("model_classes", "Classes that it knows.", lambda: len(self.classifier.classes))
+        add("waiting_images", "Images that wait for their prediction.", lambda: self.batcher.waiting)
+        add("unfinished_jobs", "Accepted jobs that are not finished.", lambda: len(self.jobs.unfinished()))
+        add("decoder_deaths", "Decoding processes that were replaced.", lambda: self.decoders.deaths)
+        add("start_time_seconds", "When the service was started, in Unix time.", lambda: self._begun)
+
+    # What is asked ---------------------------------------------------------------------------------------------------
+
+    async def predict(self, uploads: list[Upload], top_k: int) -> Predictions:
+        """Classify the images of one request; a file that cannot be read gets its reason."""
+        decoded = await decode_each(self.decoders, uploads)
+        readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
+        if readable:
+            answer = await self.batcher.predict(readable, top_k)
+            version, found = answer.version, iter(answer.predictions)
+        else:
+            version, found = self.classifier.version, iter(())
+        rows = []
+        for upload, pixels in zip(uploads, decoded, strict=True):
+            if isinstance(pixels, RefusedImageError):
+                self.metrics.refused.add()
+                rows.append(PredictedImage.refused(upload.name, str(pixels)))
+            else:
+                rows.append(PredictedImage.of(upload.name, next(found)))
+        return Predictions(version=version, predictions=rows)
+
+    async def teach(self, lesson: Lesson) -> Job:
+        """Accept a lesson: when this returns, it is on disk."""
+        lesson = self._as_known(lesson)
+        draft = await asyncio.to_thread(self.jobs.draft)
+        try:
+            kept, warnings = await self._keep(draft, lesson)
+            job = await asyncio.to_thread(
+                draft.accept,
+                kind="teach",
+                classes=[{"name": name, "images": count} for name, count in kept.items()],
+                refine=lesson.refine,
+                warnings=warnings,
+            )
+        finally:
+            draft.drop()  # nothing is there any more once it is accepted
+        self.school.wake()
+        return job
+
+    def roll_back(self, to: int) -> Job:
+        """Accept the wish to go back to a version."""
+        versions = [version.number for version in self.classifier.history()]
+        if to not in versions:
+            raise UserError(f"version {to} is not kept: there are {shorten(reversed(versions), 20)}")
+        job = self.jobs.draft().accept(kind="rollback", to=to)
+        self.school.wake()
+        return job
+
+    def history(self) -> list[KeptVersion]:
+        """What was learned when, the newest first."""
+        classifier = self.classifier
+        return [KeptVersion.of(version, classifier.version) for version in reversed(classifier.history())]
+
+    async def accuracy(self) -> AccuracyMatrix:
+        """The accuracy matrix."""
+        return await asyncio.to_thread(self.insight.accuracy, self.classifier)
+
+    async def prompts(self) -> PromptFigures:
+        """Figures of prompt diversity."""
+        return await asyncio.to_thread(self.insight.prompts, self.classifier)
+
+    def _as_known(self, lesson: Lesson) -> Lesson:
+        """Known classes, or such as wait to be learned, by the names they have; refused unless they may be refined."""
+        waiting = [taught.name for job in self.jobs.unfinished() for taught in job.classes]
+        known = {same_name(name): name for name in (*self.classifier.classes, *waiting)}
+        again = [name for name in lesson.classes if same_name(name) in known]
+        if again and not lesson.refine:
+            raise KnownClassError(
+                f"known already: {shorten(again)}. To add images to a known class send known=refine, or choose "
+                "another name"
+            )
+        return replace(lesson, classes={known.get(same_name(name), name): own for name, own in lesson.classes.items()})
+
+    async def _keep(self, draft: Draft, lesson: Lesson) -> tuple[dict[str, int], list[str]]:
+        """Keep the images of a lesson as files of ours: how many of each class, and what could not be read."""
+        counts, warnings = {}, []
+        for index, (name, uploads) in enumerate(lesson.classes.items()):
+            outcomes = await self._keep_class(draft, index, uploads)
+            counts[name] = outcomes.count(None)
+            problems = [f"left out: {outcome}" for outcome in outcomes if outcome is not None]
+            if not counts[name]:
+                raise UserError(f"no image of {name!r} can be used: {shorten(problems)}")
+            warnings += problems
+        return counts, warnings
+
+    async def _keep_class(self, draft: Draft, index: int, uploads: Sequence[Upload]) -> list[str | None]:
+        slots = asyncio.Semaphore(2 * self.decoders.count)
+
+        async def one(number: int, upload: Upload) -> str | None:
+            async with slots:
+                try:
+                    png = await self.decoders.png_of(await upload.read())
+                except RefusedImageError as problem:
+                    self.metrics.refused.add()
+                    return f"{upload.name}: {problem}"
+                await asyncio.to_thread(draft.add_image, index, number, png)
+                return None
+
+        return await asyncio.gather(*(one(number, upload) for number, upload in enumerate(uploads)))
+
+
+def warm_up(classifier: ContinualClassifier) -> None:
+    """Have everything loaded before the first person asks."""
+    if classifier.classes:
+        blank: Pixels = np.zeros((32, 32, 3), np.uint8)
+        classifier.predict([blank])
+
+
+def hold(folder: Path) -> IO[str] | None:
+    """Hold a model's folder against a second service; None where the system has no locks."""
+    place = folder / "serve"
+    try:
+        place.mkdir(exist_ok=True)
+        handle = (place / "lock").open("w")
+    except OSError as problem:
+        raise write_error(place, problem) from problem
+    try:
+        import fcntl
+    except ImportError:  # not on every system; then nobody is kept out
+        handle.close()
+        return None
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        if time.monotonic() > until:
+            handle.close()
+            raise UserError(f"another service works with {folder}: stop that one first")
+        time.sleep(0.1)

@@ -1,0 +1,80 @@
+"""The program that learns a lesson: a process of its own, so that predictions go on, whatever becomes of it.
+
+Started by :mod:`probprompt.serve.teaching` with the model's folder and a request in JSON on its standard input. It
+tells its progress on its standard output, a line of JSON each, and at last what it learned or why it could not. It
+ends when its input does, that is with the service, however that ended.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from probprompt.classifier import ContinualClassifier
+from probprompt.classifier.teaching import Known
+from probprompt.errors import UserError
+from probprompt.runs.progress import Watcher
+
+_ORPHANED = 3  # exit code
+
+
+class Lines(Watcher):
+    """Tells how far learning is, a line for each step that changes the percentage."""
+
+    def __init__(self) -> None:
+        self._stage, self._done, self._total, self._told = "", 0, 1, -1
+
+    @contextmanager
+    def stage(self, description: str, total: int) -> Iterator[None]:
+        """A stage begins."""
+        self._stage, self._done, self._total, self._told = description, 0, max(1, total), -1
+        self.advance(0)
+        yield
+
+    def advance(self, steps: int) -> None:
+        """Some steps of it are done."""
+        self._done += steps
+        percent = 100 * self._done // self._total
+        if percent != self._told:
+            self._told = percent
+            tell({"progress": {"stage": self._stage, "done": self._done, "total": self._total}})
+
+
+def tell(message: dict[str, Any]) -> None:
+    """Write one line."""
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str]) -> None:
+    """Learn one lesson and save the model."""
+    folder = Path(arguments[0])
+    request = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    with suppress(OSError, AttributeError):
+        os.nice(10)  # predictions go first
+    try:
+        tell({"progress": {"stage": "loading", "done": 0, "total": 1}})
+        classifier = ContinualClassifier.load(folder, device=request["device"])
+        known: Known = "refine" if request["refine"] else "refuse"
+        learned = classifier.learn(request["images"], known=known, name=request["name"], watcher=Lines())
+        classifier.save(folder)
+    except UserError as problem:
+        tell({"error": str(problem)})
+    else:
+        tell({"report": asdict(learned)})
+
+
+def _end_with_input() -> None:
+    """When the service is gone, nobody is left to learn for."""
+    sys.stdin.buffer.read()
+    os._exit(_ORPHANED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

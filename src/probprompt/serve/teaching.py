@@ -1,0 +1,199 @@
+"""Carrying out jobs: lessons in a process of their own, undoings here; then the new version answers."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from probprompt.classifier import ContinualClassifier
+from probprompt.classifier.versions import Store
+from probprompt.errors import UserError, shorten
+from probprompt.serve.decoding import child_environment
+from probprompt.serve.jobs import Job, JobStore, Progress, Report, Risk, Runner
+
+_TAIL = 300  # characters of a dead process's last words
+Switch = Callable[[ContinualClassifier], None]
+
+
+class School:
+    """Carries out jobs on the model in a folder, one by one, and hands over each new version."""
+
+    def __init__(
+        self,
+        folder: Path,
+        store: JobStore,
+        switch: Switch,
+        answering: Callable[[], int],
+        told: Callable[[str, str], None],
+        device: str | None = None,
+        held: tuple[int, ...] = (),
+    ) -> None:
+        self._folder, self._store, self._device = folder, store, device
+        self._switch, self._answering = switch, answering
+        self._held = held  # handles of the lock on the folder: as long as a process learns, it holds them, too
+        self._runner = Runner(store, self._carry_out, told, self._follow)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cancelled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin, with whatever was left undone."""
+        self._runner.start()
+
+    def wake(self) -> None:
+        """Say that a job was accepted."""
+        self._runner.wake()
+
+    def close(self) -> None:
+        """Stop: a lesson under way is broken off, and stays accepted."""
+        self._runner.stop()
+        self._kill()
+        self._runner.join()
+
+    def cancel(self, number: int) -> Job | None:
+        """Give up a job that is not finished; None where there is no such job."""
+        job = self._store.cancel_waiting(number)
+        if job is not None and job.state == "running":
+            self._cancelled.add(number)
+            self._kill()
+        return job
+
+    def _kill(self) -> None:
+        """Break off what is being learned: what is saved is the old version or the new one, never a mixture."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+
+    def _carry_out(self, job: Job) -> dict[str, Any]:
+        changes = self._roll_back(job) if job.kind == "rollback" else self._teach(job)
+        if changes["state"] == "done":
+            self._switch(ContinualClassifier.load(self._folder, device=self._device))
+        return changes
+
+    def _follow(self) -> None:
+        """Where somebody else has changed the model on disk, let the new version answer."""
+        with suppress(UserError):  # it may be in the middle of a change: the next look will tell
+            found = Store(self._folder).head()["version"]
+            if found != self._answering():
+                self._switch(ContinualClassifier.load(self._folder, device=self._device))
+
+    def _roll_back(self, job: Job) -> dict[str, Any]:
+        assert job.to is not None
+        classifier = ContinualClassifier.load(self._folder, device=self._device)
+        before = classifier.version
+        classifier.rollback(job.to)
+        classifier.save(self._folder)
+        return {"state": "done", "before": before, "version": classifier.version}
+
+    # Lessons ---------------------------------------------------------------------------------------------------------
+
+    def _teach(self, job: Job) -> dict[str, Any]:
+        before = ContinualClassifier.load(self._folder, device=self._device)
+        learned = version_of(before, job)
+        if learned is not None:  # just before the service was killed
+            return {"state": "done", "version": learned}
+        self._store.update(job.id, before=before.version)
+        told = self._learn(job)
+        if "report" in told:
+            report = told["report"]
+            warnings = [*job.warnings, *report["warnings"]]
+            return {"state": "done", "version": report["version"], "report": read_report(report), "warnings": warnings}
+        if "error" in told:
+            raise UserError(told["error"])
+        learned = version_of(ContinualClassifier.load(self._folder, device=self._device), job)
+        if learned is not None:  # it was saved, but there was no time left to say so
+            return {"state": "done", "version": learned}
+        if job.id in self._cancelled:
+            return {"state": "cancelled"}
+        if self._runner.closing:
+            raise InterruptedError
+        raise UserError(f"learning ended before it was done ({told['end']}); the model is as it was")
+
+    def _learn(self, job: Job) -> dict[str, Any]:
+        """Let a process learn: its report or error, or how it ended."""
+        request = {
+            "images": {name: [str(path) for path in paths] for name, paths in self._store.images(job).items()},
+            "refine": job.refine,
+            "name": title_of(job),
+            "device": self._device,
+        }
+        with tempfile.TemporaryFile() as errors:
+            with self._lock:
+                if self._runner.closing:
+                    raise InterruptedError
+                if job.id in self._cancelled:
+                    return {"end": "given up"}
+                self._process = process = subprocess.Popen(
+                    [sys.executable, "-m", "probprompt.serve.teacher", str(self._folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=child_environment(),
+                    pass_fds=self._held,
+                    start_new_session=True,  # an interrupt at the terminal is the service's to handle
+                )
+            try:
+                return self._listen(job, process, request) or {"end": _last_words(process, errors)}
+            finally:
+                with self._lock:
+                    self._process = None
+                process.kill()
+                process.wait()
+
+    def _listen(self, job: Job, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any] | None:
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin, process.stdout:
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:  # it is dead already
+                return None
+            for line in process.stdout:
+                told: dict[str, Any] = json.loads(line)
+                if "progress" not in told:
+                    return told
+                self._store.update(job.id, progress=Progress(**told["progress"]))
+        process.wait()
+        return None
+
+
+def title_of(job: Job) -> str:
+    """What a lesson is called in the model's history."""
+    return f"{shorten((taught.name for taught in job.classes), 3)} (lesson {job.id})"
+
+
+def version_of(classifier: ContinualClassifier, job: Job) -> int | None:
+    """The version that a job made, where it did: by its title, and not before the job was accepted."""
+    title = title_of(job)
+    made = [
+        version.number
+        for version in classifier.history()
+        if version.note.startswith(title) and version.when >= job.created
+    ]
+    return made[-1] if made else None
+
+
+def read_report(told: dict[str, Any]) -> Report:
+    """What a learning process reported."""
+    return Report(
+        classes=[*told["classes"], *told["refined"]],
+        images=told["images"],
+        seconds=told["seconds"],
+        calibration_error=told["calibration_error"],
+        temperature=told["temperature"],
+        retention=[Risk(**risk) for risk in told["retention"]],
+    )
+
+
+def _last_words(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
+    """How a process ended, and what it said last."""
+    code = process.wait()
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    end = f"killed by signal {-code}, perhaps for want of memory" if code < 0 else f"exit code {code}"
+    return f"{end}: {lines[-1][-_TAIL:]}" if lines else end

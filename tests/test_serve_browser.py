@@ -1,0 +1,299 @@
+"""The page in a real Chromium, used as people use it: by mouse, by keyboard alone, on a phone, in the dark.
+
+Where there is no Chromium these tests are skipped and say so; ``PROBPROMPT_BROWSER=required`` makes that a failure.
+``PROBPROMPT_SCREENSHOTS=FOLDER`` keeps pictures of what was seen.
+"""
+
+import base64
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, FileChooser, FilePayload, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+LEARNING = 60_000  # milliseconds that a lesson may take
+
+
+def _unavailable(reason: str) -> None:
+    if os.environ.get("PROBPROMPT_BROWSER") == "required":
+        pytest.fail(f"{reason}, and PROBPROMPT_BROWSER=required")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """The system's Chromium."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _unavailable("Playwright is not installed: pip install playwright")
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        _unavailable(
+            f"there is no Chromium here (looked for {', '.join(NAMES)}): make browser installs it where it may"
+        )
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        found = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser: "Browser", serve: Callable[..., Any]) -> Iterator[Callable[..., "Page"]]:
+    """Opens the page of a new service, with the token in its address; any error in it fails the test."""
+    contexts, troubles = [], list[str]()
+
+    def start(served: Any = None, **settings: Any) -> "Page":
+        served = served or serve()
+        context = browser.new_context(**settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
+        page.on("request", lambda asked: _only_here(asked.url, served.address, troubles))
+        page.goto(f"{served.address}/#token={served.token}")
+        page.get_by_role("heading", name="Knows 4 classes").wait_for()
+        return page
+
+    yield start
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def _only_here(url: str, address: str, troubles: list[str]) -> None:
+    if not url.startswith((address, "blob:")):
+        troubles.append(f"the page asked for {url}")
+
+
+def files(images: list[bytes], name: str) -> list["FilePayload"]:
+    return [{"name": f"{name}-{i}.png", "mimeType": "image/png", "buffer": data} for i, data in enumerate(images)]
+
+
+def picture(page: "Page", name: str) -> None:
+    """Keep what is seen, where that is asked for."""
+    folder = os.environ.get("PROBPROMPT_SCREENSHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+def drop(page: "Page", selector: str, images: list[bytes]) -> None:
+    """Drop image files onto an element, as a person does."""
+    encoded = [base64.b64encode(data).decode() for data in images]
+    transfer = page.evaluate_handle(
+        """images => {
+            const transfer = new DataTransfer();
+            images.forEach((text, i) => {
+                const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+                transfer.items.add(new File([bytes], `dropped-${i}.png`, { type: "image/png" }));
+            });
+            return transfer;
+        }""",
+        encoded,
+    )
+    page.dispatch_event(selector, "dragover", {"dataTransfer": transfer})
+    page.dispatch_event(selector, "drop", {"dataTransfer": transfer})
+
+
+def fits(page: "Page") -> bool:
+    """Whether nothing sticks out at the side."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
+
+
+def test_a_person_teaches_two_classes_predicts_and_undoes(
+    open_page: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]]
+) -> None:
+    train, test = emoji["train"], emoji["test"]
+    page = open_page(viewport={"width": 1200, "height": 900})
+    assert "token" not in page.url  # it is not left in the address
+    drop(page, "#classify-drop", [test["ball"][0], test["boat"][0]])
+    page.locator(".result .bars").nth(1).wait_for()
+    assert page.locator(".result").count() == 2
+
+    page.locator("#lesson-add").click()
+    lessons = page.locator(".lesson")
+    for place, name in enumerate(("heart", "moon")):
+        lessons.nth(place).get_by_label("Name").fill(name)
+        drop(page, f".lesson:nth-child({place + 1}) .drop", train[name][:6])
+        assert lessons.nth(place).locator(".thumbs img").count() == 6
+    picture(page, "teach-light")
+    page.get_by_role("button", name="Teach", exact=True).click()
+    page.locator("#jobs progress").wait_for()
+    picture(page, "learning-light")
+    drop(page, "#classify-drop", [test["fruit"][0]])  # answered by the old version meanwhile
+    page.locator(".result .bars").nth(2).wait_for()
+    page.get_by_role("heading", name="Knows 6 classes").wait_for(timeout=LEARNING)
+    page.locator("#teach-status", has_text="Learned heart, moon").wait_for()
+    assert page.locator("#jobs").get_by_text("at risk").or_(page.locator("#jobs .risks")).count() == 1
+    assert page.locator("#versions li").first.inner_text().startswith("3. learned heart, moon")
+    page.locator("#prompts svg text").first.wait_for()
+    assert page.locator("#accuracy tbody tr").count() == 3
+
+    page.locator("#classify-files").set_input_files(files(train["heart"][:2], "heart"))
+    page.locator(".result", has_text="heart-1.png").locator(".bars").wait_for()
+    assert "heart" in page.locator(".result", has_text="heart-0.png").locator(".bars").inner_text()
+    picture(page, "taught-light")
+
+    page.get_by_role("button", name="Undo learning heart, moon").click()
+    page.get_by_role("heading", name="Knows 4 classes").wait_for(timeout=LEARNING)
+    page.locator("#versions li", has_text="rolled back").wait_for()
+    assert "answers now" in page.locator("#versions li").first.inner_text()
+    picture(page, "undone-light")
+
+
+def test_everything_can_be_done_by_keyboard_alone(
+    open_page: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]]
+) -> None:
+    page = open_page()
+    dialogues: list[FileChooser] = []
+    page.on("filechooser", lambda dialogue: dialogues.append(dialogue))
+    page.wait_for_timeout(200)  # the browser is told of it in the background
+
+    def tab_to(words: str) -> None:
+        """Go on with the Tab key until something of that name has the focus, visibly."""
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate(f"({NAME_OF_FOCUS})()").startswith(words):
+                assert page.evaluate(f"({FOCUS_IS_VISIBLE})()"), f"{words} does not show that it has the focus"
+                return
+        raise AssertionError(f"{words} cannot be reached with the Tab key")
+
+    def choose(chosen: list["FilePayload"]) -> None:
+        """Open the dialogue for files with the keyboard, and choose."""
+        page.keyboard.press("Enter")
+        until = time.monotonic() + 20
+        while not dialogues and time.monotonic() < until:
+            page.wait_for_timeout(20)
+        dialogues.pop().set_files(chosen)
+
+    tab_to("Choose images")
+    choose(files(emoji["test"]["ball"][:1], "ball"))
+    page.locator(".result .bars").wait_for()
+    tab_to("Name")
+    page.keyboard.type("heart")
+    tab_to("Choose its images")
+    choose(files(emoji["train"]["heart"][:5], "heart"))
+    page.locator(".thumbs img").nth(4).wait_for()
+    tab_to("Teach")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Knows 5 classes").wait_for(timeout=LEARNING)
+    page.get_by_role("button", name="Undo").wait_for()
+    page.locator("#teach").focus()
+    tab_to("Undo learning heart")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Knows 4 classes").wait_for(timeout=LEARNING)
+    picture(page, "keyboard")
+
+
+NAME_OF_FOCUS = """() => {
+    const found = document.activeElement;
+    return found.getAttribute("aria-label") || found.labels?.[0]?.textContent || found.textContent.trim();
+}"""
+FOCUS_IS_VISIBLE = """() => {
+    return getComputedStyle(document.activeElement).outlineStyle !== "none";
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_is_readable_in_light_and_dark(
+    open_page: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]], scheme: str
+) -> None:
+    page = open_page(viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True)
+    page.locator("#classify-files").set_input_files(files([emoji["test"]["ball"][0], b"no image"], "x" * 40))
+    page.locator(".result .bars").wait_for()
+    page.locator(".result .error").wait_for()
+    page.locator("#lesson-add").click()
+    page.locator(".lesson").first.get_by_label("Name").fill("Ball")
+    page.get_by_text("is known already").wait_for()
+    page.locator("#prompts svg text").first.wait_for()
+    picture(page, f"phone-{scheme}")
+    assert fits(page)
+    for target in page.locator("button:visible").all():
+        box = target.bounding_box()
+        assert box and box["height"] >= 24, target.inner_text()
+    low = page.evaluate(f"({LOW_CONTRAST})()")
+    assert low == []
+    page.set_viewport_size({"width": 1200, "height": 900})
+    picture(page, f"wide-{scheme}")
+    assert fits(page)
+
+
+# Text with less than 4.5:1 on its background (WCAG AA), read from what the browser computed.
+LOW_CONTRAST = """() => {
+    const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+    const light = (rgb) => {
+        const [r, g, b] = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ground = (element) => {
+        for (let place = element; place; place = place.parentElement) {
+            const colour = parse(getComputedStyle(place).backgroundColor);
+            if (colour.length === 3 || colour[3] > 0.99) return colour.slice(0, 3);
+        }
+        return [255, 255, 255];
+    };
+    const found = [];
+    for (const element of document.querySelectorAll("body *:not(svg *)")) {
+        const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+        if (!own || !element.checkVisibility() || element.disabled) continue;
+        const [a, b] = [light(parse(getComputedStyle(element).color).slice(0, 3)), light(ground(element))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) found.push(`${element.textContent.trim().slice(0, 30)}: ${ratio.toFixed(2)}`);
+    }
+    return found;
+}"""
+
+
+def test_without_the_token_one_can_ask_but_not_teach(
+    browser: "Browser", serve: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]]
+) -> None:
+    served = serve()
+    page = browser.new_page()
+    page.goto(served.address)
+    page.locator("#classify-files").set_input_files(files(emoji["test"]["ball"][:1], "ball"))
+    page.locator(".result .bars").wait_for()
+    page.get_by_label("Name").fill("heart")
+    page.locator(".lesson .file").set_input_files(files(emoji["train"]["heart"][:3], "heart"))
+    page.get_by_role("button", name="Teach", exact=True).click()
+    page.locator("#teach-error", has_text="a token is needed").wait_for()
+    assert page.locator(".thumbs img").count() == 3  # nothing that was put in is lost
+    page.get_by_label("Token").fill(served.token)
+    page.get_by_role("button", name="Use it").click()
+    page.get_by_role("button", name="Teach", exact=True).click()
+    page.locator("#jobs li", has_text="heart").wait_for()
+    page.get_by_role("button", name="Give up this lesson").click()
+    page.locator("#jobs li", has_text="given up").wait_for()
+    page.close()
+
+
+def test_an_image_can_be_pasted_and_an_unknown_one_is_flagged(
+    open_page: Callable[..., Any], serve: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]]
+) -> None:
+    served = serve()
+    strangers = [image for name in ("building", "hand", "train") for image in emoji["test"][name]]
+    flags = [found["unknown"] for found in served.predict(strangers)["predictions"]]
+    assert any(flags)
+    page = open_page(served)
+    page.evaluate(
+        """text => {
+            const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], "stranger.png", { type: "image/png" }));
+            document.dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true }));
+        }""",
+        base64.b64encode(strangers[flags.index(True)]).decode(),
+    )
+    result = page.locator(".result", has_text="stranger.png")
+    result.locator(".bars").wait_for()
+    assert result.locator(".badge").inner_text() == "none of these"
+    picture(page, "unknown")

@@ -1,0 +1,338 @@
+"""Parts of the service, each alone: decoding, batches, jobs, metrics, and who may ask."""
+
+import asyncio
+import io
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from probprompt.classifier import ContinualClassifier, Prediction
+from probprompt.data.images import read_image
+from probprompt.errors import UserError
+from probprompt.serve import jobs
+from probprompt.serve.batching import Answer, Batcher, OverloadedError
+from probprompt.serve.decoding import Decoders, RefusedImageError
+from probprompt.serve.jobs import Job, JobStore, Progress, Runner
+from probprompt.serve.metrics import SECONDS, Counter, Histogram, Metrics
+from probprompt.serve.security import Access, make_access
+from probprompt.serve.uploads import plain
+
+
+def encoded(image: Image.Image, kind: str, **how: Any) -> bytes:
+    written = io.BytesIO()
+    image.save(written, kind, **how)
+    return written.getvalue()
+
+
+PHOTO = Image.fromarray(np.random.RandomState(0).randint(0, 255, (90, 120, 3)).astype(np.uint8))
+
+
+# Decoding
+
+
+def decoded(work: Callable[[Decoders], Any], pixels: int = 1_000_000, seconds: float = 20.0) -> Any:
+    """What some work with a single decoding process gives."""
+
+    async def run() -> Any:
+        decoders = Decoders(1, pixels, 48, seconds)
+        try:
+            return await work(decoders)
+        finally:
+            await decoders.close()
+
+    return asyncio.run(run())
+
+
+def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
+    grey_alpha = encoded(PHOTO.convert("LA"), "PNG")
+    turned = PHOTO.getexif()
+    turned[0x0112] = 6
+    files = [encoded(PHOTO, "PNG"), grey_alpha, encoded(PHOTO, "JPEG", exif=turned), encoded(PHOTO, "WEBP")]
+
+    async def work(decoders: Decoders) -> None:
+        for data in files:
+            (tmp_path / "file").write_bytes(data)
+            expected = read_image(tmp_path / "file", 48)
+            assert np.array_equal(await decoders.pixels_of(data), expected)
+            kept = Image.open(io.BytesIO(await decoders.png_of(data)))
+            assert np.array_equal(np.asarray(kept), expected)
+
+    decoded(work)
+
+
+def test_bombs_strips_and_foreign_formats_are_refused_and_the_process_goes_on() -> None:
+    strip = encoded(Image.new("L", (1, 5000)), "PNG")
+    program = encoded(PHOTO, "EPS")
+    large = encoded(Image.new("1", (2000, 2000)), "PNG")
+
+    async def work(decoders: Decoders) -> int:
+        for data, words in ((strip, "100 times"), (program, "no image format"), (large, "more than 1000000")):
+            with pytest.raises(RefusedImageError, match=words):
+                await decoders.pixels_of(data)
+        await decoders.pixels_of(encoded(PHOTO, "PNG"))
+        return decoders.deaths
+
+    assert decoded(work) == 0
+
+
+def test_a_process_that_dies_or_hangs_is_replaced() -> None:
+    async def work(decoders: Decoders) -> None:
+        good = encoded(PHOTO, "PNG")
+        await decoders.pixels_of(good)
+        process = decoders._all[0]._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)  # as one that decodes for ever
+        with pytest.raises(RefusedImageError, match="within 1 s"):
+            await decoders.pixels_of(good)
+        await decoders.pixels_of(good)
+        process = decoders._all[0]._process
+        assert process is not None
+        process.send_signal(signal.SIGKILL)  # as one that a damaged file crashed
+        with pytest.raises(RefusedImageError, match="damaged"):
+            await decoders.pixels_of(good)
+        assert (await decoders.pixels_of(good)).shape == (48, 64, 3)
+        assert decoders.deaths == 2
+
+    decoded(work, seconds=1.0)
+
+
+def test_the_process_can_write_no_file_and_takes_bounded_memory() -> None:
+    async def work(decoders: Decoders) -> str:
+        await decoders.pixels_of(encoded(PHOTO, "PNG"))
+        process = decoders._all[0]._process
+        assert process is not None
+        return Path(f"/proc/{process.pid}/limits").read_text()
+
+    if not Path("/proc/self/limits").exists():
+        pytest.skip("this system does not tell the limits of a process")
+    lines = {line[:26].strip(): line[26:].split() for line in decoded(work).splitlines()}
+    assert lines["Max file size"][0] == "0" and int(lines["Max address space"][0]) < 2**30
+
+
+# Batches
+
+
+class Slow:
+    """A classifier that notes what it was given together, and can be held up."""
+
+    classes = ("dark", "light")
+
+    def __init__(self, version: int) -> None:
+        self.version, self.batches, self.go = version, list[int](), threading.Event()
+        self.go.set()
+
+    def predict(self, images: list[Any], top_k: int) -> list[Prediction]:
+        self.go.wait()
+        self.batches.append(len(images))
+        if any(np.asarray(image).size == 0 for image in images):
+            raise ValueError("an empty image")
+        found = []
+        for place, image in enumerate(images):
+            light = float(np.asarray(image).mean() / 255)
+            top = (("light", light), ("dark", 1 - light))
+            found.append(Prediction(str(place), "light", light, top[:top_k], False, 0.0))
+        return found
+
+
+def batched(work: Callable[[Batcher, Slow], Any], **how: Any) -> Any:
+    async def run() -> Any:
+        slow = Slow(1)
+        batcher = Batcher(cast(ContinualClassifier, slow), lambda images, unknown: None, **how)
+        try:
+            return await work(batcher, slow)
+        finally:
+            slow.go.set()
+            await asyncio.to_thread(batcher.close)
+
+    return asyncio.run(run())
+
+
+def grey(level: int) -> Any:
+    return np.full((4, 4, 3), level, np.uint8)
+
+
+def test_requests_are_gathered_and_each_gets_its_own() -> None:
+    async def work(batcher: Batcher, slow: Slow) -> None:
+        slow.go.clear()
+        asked = [
+            asyncio.create_task(batcher.predict([grey(level)] * (level % 3 + 1), level % 2 + 1)) for level in range(9)
+        ]
+        await asyncio.sleep(0.05)
+        assert batcher.waiting == 18
+        slow.go.set()
+        for level, answer in enumerate(await asyncio.gather(*asked)):
+            assert [p.probability for p in answer.predictions] == pytest.approx([level / 255] * (level % 3 + 1))
+            assert all(len(p.top) == level % 2 + 1 for p in answer.predictions)
+        assert len(slow.batches) <= 4 and sum(slow.batches) == 18 and max(slow.batches) <= 8
+        assert batcher.waiting == 0
+
+    batched(work, most=8, window=0.02)
+
+
+def test_all_images_of_a_request_are_answered_by_one_version() -> None:
+    async def work(batcher: Batcher, slow: Slow) -> None:
+        slow.go.clear()
+        before = asyncio.create_task(batcher.predict([grey(1)] * 20, 1))
+        await asyncio.sleep(0.05)
+        batcher.classifier = cast(ContinualClassifier, Slow(2))
+        slow.go.set()
+        assert (await before).version == 1 and len((await before).predictions) == 20
+        assert (await batcher.predict([grey(1)], 1)).version == 2
+
+    batched(work, most=8)
+
+
+def test_one_request_that_fails_does_not_harm_the_others() -> None:
+    async def work(batcher: Batcher, slow: Slow) -> None:
+        empty = np.zeros((0, 4, 3), np.uint8)
+        outcomes = await asyncio.gather(
+            *(batcher.predict([image], 1) for image in (grey(1), empty, grey(3))), return_exceptions=True
+        )
+        assert isinstance(outcomes[1], ValueError)
+        assert [isinstance(outcome, Answer) for outcome in outcomes] == [True, False, True]
+
+    batched(work, window=0.05)
+
+
+def test_too_many_are_refused_and_closing_answers_those_who_wait() -> None:
+    async def work(batcher: Batcher, slow: Slow) -> None:
+        slow.go.clear()
+        waiting = asyncio.create_task(batcher.predict([grey(5)] * 3, 1))
+        await asyncio.sleep(0.02)
+        with pytest.raises(OverloadedError):
+            await batcher.predict([grey(5)] * 2, 1)
+        closing = asyncio.create_task(asyncio.to_thread(batcher.close))
+        slow.go.set()
+        assert len((await waiting).predictions) == 3
+        await closing
+
+    batched(work, waiting=4)
+
+
+# Jobs
+
+
+def accepted(store: JobStore, name: str = "cat") -> Job:
+    draft = store.draft()
+    draft.add_image(0, 0, b"png")
+    return draft.accept(kind="teach", classes=[{"name": name, "images": 1}])
+
+
+def test_a_job_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    job = accepted(store)
+    unfinished = store.draft()
+    unfinished.add_image(0, 0, b"png")  # and here the power fails
+    again = JobStore(tmp_path)
+    assert [one.id for one in again.all()] == [job.id] and again.get(job.id) == job
+    assert [path.read_bytes() for path in again.images(job)["cat"]] == [b"png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(job.id)]
+    assert again.draft().number > job.id
+
+
+def test_no_name_becomes_a_path(tmp_path: Path) -> None:
+    store = JobStore(tmp_path / "jobs")
+    job = accepted(store, "../../outside")
+    names = {path.relative_to(tmp_path / "jobs").as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {"1/job.json", "1/images/0/0.png"}
+    assert list(store.images(job)) == ["../../outside"]
+
+
+def test_images_go_with_the_end_of_a_job_and_old_jobs_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "KEPT", 4)
+    store = JobStore(tmp_path)
+    first = accepted(store)
+    store.update(first.id, progress=Progress(stage="learning", done=1, total=2))
+    assert json.loads((tmp_path / "1/job.json").read_text())["progress"] is None
+    store.update(first.id, state="done")
+    assert not (tmp_path / "1/images").exists() and (tmp_path / "1/job.json").exists()
+    for _ in range(4):
+        store.update(store.draft().accept(kind="rollback", to=1).id, state="done")
+    assert store.get(first.id) is None and len(store.all()) == 4 and not (tmp_path / "1").exists()
+
+
+def test_a_damaged_job_is_named(tmp_path: Path) -> None:
+    accepted(JobStore(tmp_path))
+    (tmp_path / "1/job.json").write_text('{"id": 1, "kind": "steal"}')
+    with pytest.raises(UserError, match=r"1/job\.json is damaged: kind"):
+        JobStore(tmp_path)
+
+
+def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path: Path) -> None:
+    store, done = JobStore(tmp_path), list[int]()
+    given = [accepted(store, name) for name in ("a", "b", "c", "d")]
+    store.cancel_waiting(given[2].id)
+    told: list[tuple[str, str]] = []
+
+    def carry_out(job: Job) -> dict[str, Any]:
+        done.append(job.id)
+        if job.id == given[0].id:
+            raise UserError("no room")
+        if job.id == given[1].id:
+            raise ZeroDivisionError("oops")
+        return {"state": "done", "version": 5}
+
+    runner = Runner(store, carry_out, lambda kind, state: told.append((kind, state)), lambda: None)
+    runner.start()
+    until = time.monotonic() + 10
+    while store.unfinished() and time.monotonic() < until:
+        time.sleep(0.01)
+    runner.stop()
+    runner.join()
+    assert done == [1, 2, 4]
+    states = [(job.state, job.error) for job in reversed(store.all())]
+    assert states == [("failed", "no room"), ("failed", "ZeroDivisionError: oops"), ("cancelled", None), ("done", None)]
+    assert told == [("teach", "failed"), ("teach", "failed"), ("teach", "done")]
+
+
+# Metrics, tokens, names
+
+
+def test_metrics_are_in_the_text_that_prometheus_reads() -> None:
+    metrics = Metrics()
+    metrics.requests.add(route='/a"b\\', method="GET", status="200")
+    metrics.seconds.observe(0.03, route="/a")
+    metrics.seconds.observe(99.0, route="/a")
+    metrics.gauge("classes", "How many.", lambda: 2.5)
+    lines = metrics.text().splitlines()
+    assert 'probprompt_requests_total{method="GET",route="/a\\"b\\\\",status="200"} 1' in lines
+    assert 'probprompt_request_seconds_bucket{route="/a",le="0.025"} 0' in lines
+    assert 'probprompt_request_seconds_bucket{route="/a",le="0.05"} 1' in lines
+    assert 'probprompt_request_seconds_bucket{route="/a",le="+Inf"} 2' in lines
+    assert 'probprompt_request_seconds_sum{route="/a"} 99.03' in lines and "probprompt_classes 2.5" in lines
+    assert metrics.text().endswith("\n") and metrics.requests.value(route="none") == 0
+
+
+def test_a_value_at_a_bound_is_inside() -> None:
+    histogram = Histogram(SECONDS)
+    histogram.observe(SECONDS[0])
+    assert histogram.lines("x")[0].endswith(" 1")
+    assert Counter().lines("x") == []
+
+
+@pytest.mark.parametrize("token", ["short", "x" * 15, "fifteen or more but spaces", "ééééééééééééééééé"])
+def test_a_weak_token_is_refused(token: str) -> None:
+    with pytest.raises(UserError, match="16 or more"):
+        make_access("127.0.0.1", token)
+
+
+def test_tokens_are_drawn_anew_and_compared_whole() -> None:
+    one, other = make_access("127.0.0.1", None), make_access("127.0.0.1", None)
+    assert one.token != other.token and len(one.token) >= 32
+    access = Access("0123456789abcdef", loopback=False)
+    assert access.allows("GET", "/api/model", "0123456789abcdef")
+    assert not access.allows("GET", "/api/model", "0123456789abcde") and not access.allows("GET", "/api/model", None)
+    assert not access.allows("GET", "/api/model", "ü")
+
+
+def test_names_are_shown_on_one_line() -> None:
+    assert plain("a\x00b\u2028c\ud800 d\n") == "a b c d"
+    assert plain("e\u0301") == "é"
