@@ -33,9 +33,23 @@ from probprompt.methods import base
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "results").glob("*.md"))]  # part of the site
-WITHOUT_LANGUAGE = {"README.md"}  # pages whose blocks without a language are commands that are parsed only
 SHOWN = {"text", "json", "toml"}  # languages of what is only shown
-OTHER_COMMANDS = {"pip", "make", "ray", "torchrun", "export", "cat", "if", "then", "else", "fi", "[", "mkdir", "curl"}
+OTHER_COMMANDS = {
+    "pip",
+    "make",
+    "ray",
+    "torchrun",
+    "export",
+    "cat",
+    "if",
+    "then",
+    "else",
+    "fi",
+    "[",
+    "mkdir",
+    "curl",
+    "python",
+}
 _MARK = re.compile(r"<!-- parsed only: (.{5,}) -->")
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
 _OPENING = {"if", "then", "else"}
@@ -68,8 +82,8 @@ def read_blocks(page: str) -> list[Block]:
             first = token.map[0]
             before = next((line for line in reversed(lines[:first]) if line.strip()), "")
             language = token.info.strip() if token.type == "fence" else "indented"
-            marked = bool(_MARK.fullmatch(before.strip())) or (not language and page in WITHOUT_LANGUAGE)
-            blocks.append(Block(page, first + 1, language or "bash" * marked, token.content, marked))
+            marked = bool(_MARK.fullmatch(before.strip()))
+            blocks.append(Block(page, first + 1, language, token.content, marked))
     return blocks
 
 

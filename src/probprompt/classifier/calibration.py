@@ -9,6 +9,11 @@ from torch import Tensor, nn
 BINS = 10
 UNFITTED = 0.2
 """The temperature where no image could be held out: about what logits between 0 and 1 need."""
+SPREAD = 0.5
+"""How far, in its logarithm, the temperature is expected from the usual one before any image is seen: without that, a
+few images that are all told apart would ask for certainty."""
+FEWEST = 20
+"""Held-out images from which on their error tells more than chance."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class Calibration:
 
     temperature: float = UNFITTED
     error: float | None = None
-    """Expected calibration error on held-out images, 0 to 1; None where there were none."""
+    """Expected calibration error on held-out images, 0 to 1; None where there were too few to tell."""
     images: int = 0
     """How many images were held out."""
 
@@ -29,29 +34,33 @@ def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Cal
     """
     if len(labels) == 0:
         return Calibration(fallback)
-    temperature = fit_temperature(logits, labels)
-    if len(labels) < 4:
+    temperature = fit_temperature(logits, labels, fallback)
+    if len(labels) < FEWEST:
         return Calibration(temperature, None, len(labels))
     logits = logits.double()
     halves = torch.arange(len(labels), device=labels.device) % 2
     probabilities = torch.empty_like(logits)
     for half in (0, 1):
-        other = fit_temperature(logits[halves != half], labels[halves != half])
+        other = fit_temperature(logits[halves != half], labels[halves != half], fallback)
         probabilities[halves == half] = (logits[halves == half] / other).softmax(dim=1)
     return Calibration(temperature, expected_calibration_error(probabilities, labels), len(labels))
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature of the smallest cross-entropy, found by golden section over its logarithm.
+def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
+    """The most probable temperature, found by golden section over its logarithm; the usual one counts as an opinion.
 
     >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
-    >>> round(fit_temperature(logits, torch.tensor([0, 0, 1, 1])), 2)  # three of four are right: log 3 apart
+    >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are right: log 3 apart
+    >>> round(fit_temperature(logits.repeat(1000, 1), labels.repeat(1000), usual=0.2), 2)
     1.82
+    >>> round(fit_temperature(logits[:2], labels[:2], usual=0.2), 2)  # both are right
+    0.2
     """
     wide = logits.double()
 
     def loss(log: float) -> float:
-        return float(nn.functional.cross_entropy(wide / math.exp(log), labels))
+        opinion = ((log - math.log(usual)) / SPREAD) ** 2 / 2
+        return float(nn.functional.cross_entropy(wide / math.exp(log), labels, reduction="sum")) + opinion
 
     low, high, ratio = math.log(1e-3), math.log(1e3), (math.sqrt(5) - 1) / 2
     inner = [high - ratio * (high - low), low + ratio * (high - low)]

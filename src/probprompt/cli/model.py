@@ -75,6 +75,8 @@ def _show_lesson(screen: Screen, model: Path, classifier: ContinualClassifier, r
     if report.calibration_error is not None:
         error = 100 * report.calibration_error
         screen.say(f"probabilities are off by {error:.1f} % on average, on images held out")
+    else:
+        screen.say("too few images were held out to say how far probabilities are off")
     if report.retention:
         screen.say("old classes that may now be taken for new ones, by their stored statistics:")
         rows = [(risk.old, risk.new, f"{100 * risk.share:.0f} %") for risk in report.retention[:_MOST_RISKS]]
