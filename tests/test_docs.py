@@ -112,3 +112,13 @@ def test_every_other_example_is_a_grid_that_could_be_run(path: Path, tmp_path: P
     assert grid.cells and not (tmp_path / "grid").exists()
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     assert first.startswith("# ") and f"probprompt compare examples/{path.name}" in first
+
+
+def test_the_load_that_the_service_bears_is_the_recorded_one() -> None:
+    found = json.loads((ROOT / "results" / "serve-load.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs" / "serve.md").read_text(encoding="utf-8").split())
+    served, offline, waits = found["images_per_s"], found["offline"]["images_per_s"], found["ms"]
+    assert f"{found['clients']} clients" in page
+    assert f"{found['requests']:,} requests, {found['errors']} errors, {served:.0f} images/s" in page
+    assert f"{100 * served / offline:.0f} % of the {offline:.0f} images/s" in page
+    assert f"within {waits['p50']:.0f} ms, 99 % within {waits['p99']:.0f} ms" in page
