@@ -530,9 +530,9 @@ def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: py
         now += 0.1
     due = []
     for _ in range(8):
-        now += 1
+        now += 2
         due.append(saving.due())
-    assert due == [False] * 4 + [True] * 4  # a fiftieth of five seconds is what the last one took
+    assert due == [False] * 4 + [True] * 4  # a hundredth of ten seconds is what the last one took
     monkeypatch.setenv(checkpoint.SWITCH, "all")
     with saving.timed():
         now += 100

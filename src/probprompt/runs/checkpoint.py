@@ -22,7 +22,7 @@ from probprompt.training.learner import Learner, TaskImages
 
 SWITCH = "PROBPROMPT_CHECKPOINTS"
 """The environment variable that asks for a checkpoint after every epoch when it is ``all``."""
-SHARE = 0.02
+SHARE = 0.01
 """Of the time, for checkpoints after epochs."""
 
 
@@ -66,7 +66,7 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
 class Saving:
     """When a checkpoint is written after an epoch: so seldom that they take a small share of the time, together.
 
-    An epoch of a small task may take no longer than writing where it ended. Not more than fifty times what the last
+    An epoch of a small task may take no longer than writing where it ended. Not more than a hundred times what the last
     checkpoint took is ever lost; after a task there is always one.
     """
 
