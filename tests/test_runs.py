@@ -539,7 +539,7 @@ def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: py
     assert saving.due()
 
 
-def test_a_run_writes_few_checkpoints_and_one_after_each_task(
+def test_a_run_writes_few_checkpoints_and_one_at_its_end(
     settings: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[int, int]] = []
@@ -553,6 +553,32 @@ def test_a_run_writes_few_checkpoints_and_one_after_each_task(
     monkeypatch.setattr(execute, "save_checkpoint", slowly)
     monkeypatch.delenv(checkpoint.SWITCH)
     run = execute.train(parse_config(settings(training={"epochs": 3, "batch": 8})), tmp_path / "run")
-    tasks = len(run.matrix)
-    assert [place for place in written if place[1] == 0] == [(task, 0) for task in range(1, tasks + 1)]
-    assert written[0] == (0, 1) and len(written) == tasks + 1
+    assert written == [(0, 1), (len(run.matrix), 0)]
+    whole = execute.train(run.config, tmp_path / "other")  # nothing that is found depends on it
+    monkeypatch.setenv(checkpoint.SWITCH, "all")
+    written.clear()
+    every = execute.train(run.config, tmp_path / "every")
+    assert len(written) == 4 * len(run.matrix)  # three epochs and the end of each task
+    for one in (whole, every):
+        assert one.metrics == run.metrics
+        assert sorted(path.name for path in one.model.iterdir()) == sorted(path.name for path in run.model.iterdir())
+
+
+def test_the_model_of_an_unfinished_run_predicts_without_what_learning_needs(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    class Stop(Watcher):
+        tasks = 0
+
+        def describe(self, text: str) -> None:
+            self.tasks += text.startswith("average")
+            if text.startswith("loss") and self.tasks:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute.train(parse_config(settings(training={"epochs": 2, "batch": 8})), tmp_path / "run", watcher=Stop())
+    model = tmp_path / "run" / "model"
+    assert json.loads((model / "model.json").read_text())["statistics"] is None
+    assert len(probprompt.load_model(model).class_names) == 2
+    finished = execute.resume(tmp_path / "run")
+    assert json.loads((finished.model / "model.json").read_text())["statistics"]

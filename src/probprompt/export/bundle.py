@@ -123,7 +123,8 @@ def bundle(record: Record, with_statistics: bool) -> Bundle:
 
 def _run_files(record: Record) -> tuple[list[str], list[str]]:
     """Tensors that prediction needs, and those that only learning needs."""
-    return [record.note["tensors"]], [record.note["statistics"]]
+    learning = record.note["statistics"]
+    return [record.note["tensors"]], [learning] if learning else []
 
 
 def _classifier_files(record: Record) -> tuple[list[str], list[str]]:

@@ -21,9 +21,9 @@ from probprompt.runs.tensors import read_tensors, write_tensors
 from probprompt.training.learner import Learner, TaskImages
 
 SWITCH = "PROBPROMPT_CHECKPOINTS"
-"""The environment variable that asks for a checkpoint after every epoch when it is ``all``."""
+"""The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
 SHARE = 0.01
-"""Of the time, for checkpoints after epochs."""
+"""Of the time, for checkpoints."""
 
 
 @dataclass
@@ -64,10 +64,10 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 class Saving:
-    """When a checkpoint is written after an epoch: so seldom that they take a small share of the time, together.
+    """When a checkpoint is written after an epoch or a task: so seldom that all take a small share of the time.
 
-    An epoch of a small task may take no longer than writing where it ended. Not more than a hundred times what the last
-    checkpoint took is ever lost; after a task there is always one.
+    A small task may take no longer than writing where it ended. Not more than a hundred times what the last checkpoint
+    took, and one epoch, is ever lost; at the end of a run there is always one.
     """
 
     def __init__(self) -> None:

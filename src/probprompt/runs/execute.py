@@ -409,9 +409,13 @@ class Execution:
             self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
         if self.writes:
             self.run.write_accuracy(matrix)
-            with self._timed("saving_s"):
-                save_model(self.run.model, self.workshop.learner, self._model_note(task))
         self.position.task, self.position.epoch = task.index + 1, 0
+        last = task.index + 1 == len(self.workshop.tasks)
+        if not (last or self._saving.due()):
+            return
+        if self.writes:
+            with self._timed("saving_s"):
+                save_model(self.run.model, self.workshop.learner, self._model_note(task), learning=last)
         self._checkpoint(None)
 
     def _checkpoint(self, optimiser: torch.optim.Optimizer | None) -> None:

@@ -33,8 +33,8 @@ class LoadedModel:
     note: dict[str, Any]
 
 
-def save_model(folder: Path, learner: Learner, note: dict[str, Any]) -> None:
-    """Write prompts and head, and beside them what only further learning needs."""
+def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: bool = True) -> None:
+    """Write prompts and head, and beside them what only further learning needs, which may be large."""
     tensors = learner_tensors(learner)
     later = {f"head.{name}" for name in learner.model.head.learning_only}
     needed = {
@@ -45,7 +45,7 @@ def save_model(folder: Path, learner: Learner, note: dict[str, Any]) -> None:
     rest = {name: value for name, value in tensors.items() if name not in needed}
     files = {
         "tensors": write_named_by_contents(folder, "model", needed),
-        "statistics": write_named_by_contents(folder, "statistics", rest),
+        "statistics": write_named_by_contents(folder, "statistics", rest) if learning else None,
     }
     write_json(folder / "model.json", {"format": FORMAT, **note, **files})
     for stale in folder.glob("*.safetensors"):
