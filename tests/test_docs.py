@@ -122,3 +122,15 @@ def test_the_load_that_the_service_bears_is_the_recorded_one() -> None:
     assert f"{found['requests']:,} requests, {found['errors']} errors, {served:.0f} images/s" in page
     assert f"{100 * served / offline:.0f} % of the {offline:.0f} images/s" in page
     assert f"within {waits['p50']:.0f} ms, 99 % within {waits['p99']:.0f} ms" in page
+
+
+def test_the_table_of_the_classifier_is_the_recorded_one() -> None:
+    page = (ROOT / "results" / "classifier.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    for line in (ROOT / "results" / "classifier.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        percent = [found["accuracy"], found["forgetting"]]
+        percent += [100 * found["calibration_error_told"], 100 * found["calibration_error"]]
+        percent += [found["known_marked_percent"], found["unknown_marked_percent"]]
+        told = [f"{value:.1f}" for value in percent] + [f"{found['auroc']:.3f}", f"{found['fpr_at_95']:.2f}"]
+        assert [str(found["seed"]), *told] in rows

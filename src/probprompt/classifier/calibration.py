@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 BINS = 10
-UNFITTED = 0.2
-"""The temperature where no image could be held out: about what logits between 0 and 1 need."""
+UNFITTED = 0.1
+"""The temperature where no image could be held out: what logits between 0 and 1 needed where there were many
+(results/classifier.md)."""
 SPREAD = 0.5
 """How far, in its logarithm, the temperature is expected from the usual one before any image is seen: without that, a
 few images that are all told apart would ask for certainty."""
@@ -51,10 +52,10 @@ def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
 
     >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
     >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are right: log 3 apart
-    >>> round(fit_temperature(logits.repeat(1000, 1), labels.repeat(1000), usual=0.2), 2)
-    1.82
-    >>> round(fit_temperature(logits[:2], labels[:2], usual=0.2), 2)  # both are right
-    0.2
+    >>> round(fit_temperature(logits.repeat(1000, 1), labels.repeat(1000), usual=0.1), 1)
+    1.8
+    >>> round(fit_temperature(logits[:2], labels[:2], usual=0.1), 2)  # both are right
+    0.1
     """
     wide = logits.double()
 
