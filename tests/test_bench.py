@@ -625,3 +625,12 @@ def test_predictions_are_the_engine_s_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(seen) >= found.images + 8 and set(seen) == {4}
     seen.clear()
     assert measure.latency(place, 0.01).count == len(seen) - 3 and set(seen) == {1}
+
+
+def test_a_backbone_is_made_once_and_each_measurement_has_its_own() -> None:
+    first, second = (workshop.fresh_backbone("test_vit", "random", 32) for _ in range(2))
+    assert first.sha256 == second.sha256 and first.model is not second.model
+    with torch.no_grad():
+        next(first.model.parameters()).add_(1)
+    assert workshop.fresh_backbone("test_vit", "random", 32).model.fingerprint() == second.model.fingerprint()
+    assert workshop._made.cache_info().hits >= 2

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -137,13 +139,24 @@ class Workshop:
         return replace(self.task, rows=places % len(self.learner.images.store), labels=labels)
 
 
+@lru_cache(maxsize=1)
+def _made(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
+    return load_backbone(name, weights, image_size)
+
+
+def fresh_backbone(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
+    """A backbone of its own for each measurement: drawing the weights of a large one takes longer than measuring it."""
+    made = _made(name, weights, image_size)
+    return replace(made, model=deepcopy(made.model))
+
+
 def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -> Workshop:
     """Put the engine in place and go through all tasks before the one to measure, without training them."""
     torch.backends.cudnn.allow_tf32 = False  # as in every run
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     config, scale = measurable(config), scale or Scale.of(config)
     chosen = config.backbone
-    backbone = load_backbone(chosen.name, chosen.weights, chosen.image_size)
+    backbone = fresh_backbone(chosen.name, chosen.weights, chosen.image_size)
     size, wanted = backbone.preprocessing.image_size, backbone.preprocessing
     stored = config.data.stored_side
     arrays = random_images(STORED[device.type], FULL_SIDE if stored == "full" else stored or enlarged(size))
