@@ -148,7 +148,11 @@ def _summary(predictor: Predictor, tally: Tally, earlier: Sequence[Earlier], str
     count = len(names)
     confusion = (truth * count + chosen).bincount(minlength=count * count).view(count, count)
     scores = _per_task(predictor, tally, earlier, truth, right)
-    lost = [score.forgotten for score in scores[:-1] if score.forgotten is not None]
+    newest = len(predictor.state.tasks) - 1  # of which nothing can be forgotten yet, whether it has images here or not
+    newest_classes = {known.name for known in predictor.state.classes if known.task == newest}
+    lost = [
+        score.forgotten for score in scores if score.forgotten is not None and newest_classes.isdisjoint(score.classes)
+    ]
     present = truth.unique().tolist()
     found = Evaluation(
         accuracy=100 * float(right.mean()),

@@ -81,6 +81,8 @@ def _show_lesson(screen: Screen, model: Path, classifier: ContinualClassifier, r
         screen.say("old classes that may now be taken for new ones, by their stored statistics:")
         rows = [(risk.old, risk.new, f"{100 * risk.share:.0f} %") for risk in report.retention[:_MOST_RISKS]]
         screen.listing(("class", "taken for", "how often"), rows)
+    elif classifier.task_count > 1 and report.classes:
+        screen.say("no old class is at risk of being taken for a new one, by their stored statistics")
     screen.say(f"version {report.version} saved: {model}")
 
 
@@ -88,7 +90,12 @@ def run_forget(model: Path, name: str) -> None:
     """Forget a class."""
     with _unchanged(model), changing(model) as classifier:
         classifier.forget(name)
-    Screen().say(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
+    screen = Screen()
+    screen.say(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
+    screen.say(
+        f"versions before it still know the class until {classifier.keep_versions} newer ones have taken their place; "
+        "prompts that adapted to it in the first lesson stay as they are"
+    )
 
 
 def run_rename(model: Path, old: str, new: str) -> None:
@@ -168,6 +175,8 @@ def run_predict(
     except BrokenPipeError:  # who reads has seen enough; nothing more can be written there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
+    if failed == total:
+        raise UserError(f"none of {total} file(s) could be read")
     if failed:
         screen.say(f"{failed} of {total} file(s) could not be read")
 
@@ -237,7 +246,8 @@ def _show_evaluation(screen: Screen, found: Evaluation) -> None:
     if found.auroc is not None and found.fpr_at_95 is not None and found.unknown_flagged is not None:
         screen.say(f"and {found.unknown_flagged:.1f} % of the {found.unknown_images} of no known class")
         screen.say(
-            f"AUROC {found.auroc:.3f}; false positives where 95 % of the known pass: {100 * found.fpr_at_95:.1f} %"
+            f"AUROC {found.auroc:.3f}; at a threshold that 95 % of these known images pass, "
+            f"{100 * found.fpr_at_95:.1f} % of the others would pass, too"
         )
     for name, reason in found.unreadable:
         screen.say(f"not read: {_printable(name)}: {reason}")
