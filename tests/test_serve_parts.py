@@ -68,6 +68,26 @@ def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
     decoded(work)
 
 
+def test_photographs_in_heic_are_read_with_the_extra_for_them(tmp_path: Path) -> None:
+    heif = pytest.importorskip("pillow_heif")
+    written = io.BytesIO()
+    heif.from_pillow(PHOTO).save(written, quality=90)
+    large = io.BytesIO()
+    heif.from_pillow(Image.new("RGB", (1200, 1000))).save(large)
+
+    async def work(decoders: Decoders) -> None:
+        found = await decoders.pixels_of(written.getvalue())
+        (tmp_path / "file").write_bytes(written.getvalue())
+        assert found.shape == (48, 64, 3) and np.array_equal(found, read_image(tmp_path / "file", 48))
+        with pytest.raises(RefusedImageError, match="more than 1000000"):
+            await decoders.pixels_of(large.getvalue())
+        with pytest.raises(RefusedImageError):
+            await decoders.pixels_of(written.getvalue()[:200])
+        assert decoders.deaths == 0
+
+    decoded(work)
+
+
 def test_bombs_strips_and_foreign_formats_are_refused_and_the_process_goes_on() -> None:
     strip = encoded(Image.new("L", (1, 5000)), "PNG")
     program = encoded(PHOTO, "EPS")
