@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from probprompt.classifier import ContinualClassifier
+from probprompt.classifier import ContinualClassifier, changing
+from probprompt.classifier.versions import Store
 from probprompt.serve.jobs import JobStore
 from probprompt.serve.security import Limits
 from probprompt.serve.teaching import title_of
@@ -374,6 +375,45 @@ def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch
     while (model := served.get("/api/model").json)["version"] == 2 and time.monotonic() < until:
         time.sleep(0.05)
     assert model["version"] == 3 and model["classes"][0] == "sphere"
+
+
+def test_a_lesson_and_an_undoing_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: Emoji) -> None:
+    served = serve()
+    with changing(served.service.folder) as other:  # as `probprompt rename` at the same time
+        other.rename("ball", "sphere")
+        number = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:5]), token=True).json["id"]
+        until = time.monotonic() + 30
+        while "another process" not in str(served.get(f"/api/jobs/{number}").json["progress"]):
+            assert time.monotonic() < until, served.get(f"/api/jobs/{number}").json
+            time.sleep(0.05)
+    job = served.finished(number)
+    assert (job["state"], job["before"], job["version"]) == ("done", 3, 4)
+    assert served.get("/api/model").json["classes"] == ["sphere", "boat", "bird", "fruit", "heart"]
+
+    def undo() -> int:
+        body = json.dumps({"to": 3}).encode()
+        answer = served.ask("POST", "/api/rollback", body, token=True, Content_Type="application/json")
+        return int(answer.json["id"])
+
+    with Store(served.service.folder).locked():
+        given_up, waiting = undo(), undo()
+        while served.get(f"/api/jobs/{given_up}").json["state"] == "waiting":
+            time.sleep(0.01)
+        served.ask("DELETE", f"/api/jobs/{given_up}", token=True)
+        assert served.finished(given_up)["state"] == "cancelled"
+    job = served.finished(waiting)
+    assert (job["state"], job["before"], job["version"]) == ("done", 4, 5)
+
+
+def test_an_undoing_that_was_saved_just_before_the_end_is_not_done_twice(
+    small_model: Path, tmp_path: Path, serve: Serve
+) -> None:
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    job = JobStore(folder / "serve" / "jobs").draft().accept(kind="rollback", state="running", to=1)
+    with changing(folder) as classifier:
+        classifier.rollback(1)  # and here the service was killed
+    served = serve(folder)
+    assert served.finished(job.id)["version"] == served.get("/api/model").json["version"] == 3
 
 
 # What people see

@@ -21,7 +21,7 @@ from probprompt.classifier.insight import AccuracyMatrix, accuracy_matrix, diver
 from probprompt.classifier.pictures import Picture, clean_name, decode_ahead, labelled, pictures, same_name
 from probprompt.classifier.state import Kept, State
 from probprompt.classifier.teaching import Known
-from probprompt.classifier.versions import Store
+from probprompt.classifier.versions import Busy, Store
 from probprompt.config import RunConfig, parse_config
 from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.errors import UserError, suggest
@@ -314,16 +314,20 @@ class ContinualClassifier:
 
 @contextmanager
 def changing(
-    folder: str | Path, device: str | None = None, create: Mapping[str, Any] | None = None
+    folder: str | Path,
+    device: str | None = None,
+    create: Mapping[str, Any] | None = None,
+    busy: Busy | None = None,
 ) -> Iterator[ContinualClassifier]:
     """Load a saved classifier, keep others from changing it, and save it when the block ends without an error.
 
-    Where none is saved, one is made with the arguments ``create``, if these are given.
+    Where none is saved, one is made with the arguments ``create``, if these are given. While another process changes
+    it, ``busy`` is called until that is over; without that it is an error.
     """
     store = Store(Path(folder).expanduser())
     if create is None or store.exists:
         store.head()
-        with store.locked():
+        with store.locked(busy):
             made = ContinualClassifier._load(store, None, device)
             before = made.version
             yield made
@@ -331,7 +335,7 @@ def changing(
                 made._save(store)
         return
     made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
-    with store.locked():
+    with store.locked(busy):
         yield made
         made._save(store)
 
