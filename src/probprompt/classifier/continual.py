@@ -208,6 +208,8 @@ class ContinualClassifier:
         with self._changing:
             self._find(old)
             name = clean_name(new)
+            if name == old:
+                raise UserError(f"the class is called {old!r} already")
             for other in self.classes:
                 if other != old and same_name(other) == same_name(name):
                     raise UserError(f"there is a class {other!r} already: {old!r} cannot become {name!r}")
@@ -227,6 +229,8 @@ class ContinualClassifier:
             self._append("rolled back", found[to].state.names, 0, f"to version {to}", found[to].state)
 
     def _find(self, name: str) -> None:
+        if not self._kept:
+            raise UserError("nothing is learned yet: call learn first")
         if name not in self.classes:
             raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
 
