@@ -346,3 +346,20 @@ def test_objects_that_were_altered_or_are_missing_are_refused(model: Path) -> No
     path.unlink()
     with pytest.raises(UserError, match="is missing"):
         answers(load(model))
+
+
+def test_going_back_undoes_forgetting_and_refining_goes_on_from_there(model: Path) -> None:
+    never = load(model)
+    never.learn(paint("c", seed=4), known="refine")
+    forgot = load(model)
+    forgot.forget("c")
+    forgot.save(model)
+    forgot.save(model)
+    back = load(model)
+    back.rollback(3)
+    back.learn(paint("c", seed=4), known="refine")
+    back.save(model)
+    assert answers(load(model)) == answers(never)
+    assert [one.what for one in load(model).history()][-3:] == ["forgot", "rolled back", "refined"]
+    with pytest.raises(UserError, match="is called 'c' already"):
+        back.rename("c", "c")

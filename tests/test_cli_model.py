@@ -1,6 +1,7 @@
 """A classifier on the command line, as its user meets it: what is printed, what is left, how mistakes are answered."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -152,6 +153,23 @@ def test_a_missing_file_is_a_row_and_nothing_at_all_a_mistake(probprompt: Comman
     assert "no image in" in mistake(probprompt("predict", model, tmp_path / "empty", "--device", "cpu"))
     assert "exclude each other" in mistake(probprompt("predict", model, tmp_path, "--json", "--csv"))
     assert "holds no classifier" in mistake(probprompt("predict", tmp_path / "nowhere", tmp_path))
+
+
+def test_a_folder_that_cannot_be_opened_is_a_row_among_the_others(
+    probprompt: Command, model: Path, split: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scan = split("012", "01"), os.scandir
+
+    def closed(path: Any) -> Any:
+        if Path(path).name == "class1":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    answer = probprompt("predict", model, folder, "--device", "cpu")
+    assert answer.code == 0 and len(answer.out.splitlines()) == 5
+    assert "class1: not read: the folder" in answer.out and "Permission denied" in answer.out
+    monkeypatch.undo()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there may names of files be any bytes")

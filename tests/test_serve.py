@@ -1,5 +1,6 @@
 """The service over HTTP, as clients meet it: predictions, lessons, who may do what, and what is refused."""
 
+import errno
 import io
 import json
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Any
 from urllib.request import urlopen
 
@@ -21,7 +23,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from probprompt.classifier import ContinualClassifier
+from probprompt.classifier import ContinualClassifier, changing
+from probprompt.classifier.versions import Store
+from probprompt.serve.batching import Room
 from probprompt.serve.jobs import JobStore
 from probprompt.serve.security import Limits
 from probprompt.serve.teaching import title_of
@@ -148,9 +152,27 @@ def test_a_body_of_unsaid_length_is_cut_off(serve: Serve) -> None:
 
 def test_more_than_may_wait_is_refused_at_once(serve: Serve, emoji: Emoji) -> None:
     served = serve()
-    served.service.batcher._waiting = 4
+    served.service.room = Room(4, 2**30)
     answer = served.form("/api/predict", [("images", emoji["test"]["ball"][0])] * 5)
     assert answer.status == 503 and answer.headers["retry-after"] == "1"
+    served.service.room = Room(64, 100_000)
+    answer = served.form("/api/predict", [("images", emoji["test"]["ball"][0])] * 20)
+    assert answer.status == 503 and (served.service.room.images, served.service.room.bytes) == (0, 0)
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve, emoji: Emoji, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    answer = served.form("/api/teach", lesson("heart", emoji["train"]["heart"]), token=True)
+    assert answer.status == 507 and "the disk is full" in answer.json["error"]
+    assert list((served.service.folder / "serve" / "jobs").iterdir()) == []
+    monkeypatch.setattr(SpooledTemporaryFile, "write", write)
+    asked = served.form("/api/predict", [("images", emoji["test"]["ball"][0])])
+    assert asked.status == 507 and asked.json == {"error": "the disk is full: make room on it"}
 
 
 # Who may do what
@@ -178,7 +200,7 @@ def test_any_other_address_needs_the_token_for_everything(serve: Serve) -> None:
     assert served.get("/").status == 200 and served.get("/health").status == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "192.0.2.1", "["])
 def test_a_name_that_is_not_ours_is_refused(serve: Serve, host: str) -> None:
     answer = serve().get("/api/model", Host=host)
     assert answer.status == 421 and host in answer.json["error"]
@@ -187,6 +209,7 @@ def test_a_name_that_is_not_ours_is_refused(serve: Serve, host: str) -> None:
 def test_pages_of_others_are_refused(serve: Serve) -> None:
     served = serve()
     assert served.get("/api/model", Origin="https://evil.example", token=True).status == 403
+    assert served.get("/api/model", Origin="http://[").status == 403
     assert served.get("/api/model", Origin=served.address).status == 200
 
 
@@ -271,6 +294,7 @@ def test_a_known_class_is_not_taught_again_unasked(serve: Serve, emoji: Emoji) -
         ([("images", b"x")], "name each class once"),
         ([("names", "a"), ("names", "A"), ("images", b"x")], "name each class once"),
         ([("names", " \n"), ("images", b"x")], "0 characters"),
+        ([("names", "a\u202eb"), ("images", b"x")], "printable"),
         ([("names", "x" * 101), ("images", b"x")], "101 characters"),
         ([("names", "a")], "no image"),
         ([("names", "a"), ("names", "b"), ("images", b"x")], "field 'of'"),
@@ -374,6 +398,45 @@ def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch
     while (model := served.get("/api/model").json)["version"] == 2 and time.monotonic() < until:
         time.sleep(0.05)
     assert model["version"] == 3 and model["classes"][0] == "sphere"
+
+
+def test_a_lesson_and_an_undoing_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: Emoji) -> None:
+    served = serve()
+    with changing(served.service.folder) as other:  # as `probprompt rename` at the same time
+        other.rename("ball", "sphere")
+        number = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:5]), token=True).json["id"]
+        until = time.monotonic() + 30
+        while "another process" not in str(served.get(f"/api/jobs/{number}").json["progress"]):
+            assert time.monotonic() < until, served.get(f"/api/jobs/{number}").json
+            time.sleep(0.05)
+    job = served.finished(number)
+    assert (job["state"], job["before"], job["version"]) == ("done", 3, 4)
+    assert served.get("/api/model").json["classes"] == ["sphere", "boat", "bird", "fruit", "heart"]
+
+    def undo() -> int:
+        body = json.dumps({"to": 3}).encode()
+        answer = served.ask("POST", "/api/rollback", body, token=True, Content_Type="application/json")
+        return int(answer.json["id"])
+
+    with Store(served.service.folder).locked():
+        given_up, waiting = undo(), undo()
+        while served.get(f"/api/jobs/{given_up}").json["state"] == "waiting":
+            time.sleep(0.01)
+        served.ask("DELETE", f"/api/jobs/{given_up}", token=True)
+        assert served.finished(given_up)["state"] == "cancelled"
+    job = served.finished(waiting)
+    assert (job["state"], job["before"], job["version"]) == ("done", 4, 5)
+
+
+def test_an_undoing_that_was_saved_just_before_the_end_is_not_done_twice(
+    small_model: Path, tmp_path: Path, serve: Serve
+) -> None:
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    job = JobStore(folder / "serve" / "jobs").draft().accept(kind="rollback", state="running", to=1)
+    with changing(folder) as classifier:
+        classifier.rollback(1)  # and here the service was killed
+    served = serve(folder)
+    assert served.finished(job.id)["version"] == served.get("/api/model").json["version"] == 3
 
 
 # What people see

@@ -18,12 +18,12 @@ from probprompt.classifier import ContinualClassifier, Prediction
 from probprompt.data.images import read_image
 from probprompt.errors import UserError
 from probprompt.serve import jobs
-from probprompt.serve.batching import Answer, Batcher, OverloadedError
+from probprompt.serve.batching import Answer, Batcher, OverloadedError, Room
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.jobs import Job, JobStore, Progress, Runner
 from probprompt.serve.metrics import SECONDS, Counter, Histogram, Metrics
 from probprompt.serve.security import Access, make_access
-from probprompt.serve.uploads import plain
+from probprompt.serve.uploads import each, plain
 
 
 def encoded(image: Image.Image, kind: str, **how: Any) -> bytes:
@@ -64,6 +64,26 @@ def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
             assert np.array_equal(await decoders.pixels_of(data), expected)
             kept = Image.open(io.BytesIO(await decoders.png_of(data)))
             assert np.array_equal(np.asarray(kept), expected)
+
+    decoded(work)
+
+
+def test_photographs_in_heic_are_read_with_the_extra_for_them(tmp_path: Path) -> None:
+    heif = pytest.importorskip("pillow_heif")
+    written = io.BytesIO()
+    heif.from_pillow(PHOTO).save(written, quality=90)
+    large = io.BytesIO()
+    heif.from_pillow(Image.new("RGB", (1200, 1000))).save(large)
+
+    async def work(decoders: Decoders) -> None:
+        found = await decoders.pixels_of(written.getvalue())
+        (tmp_path / "file").write_bytes(written.getvalue())
+        assert found.shape == (48, 64, 3) and np.array_equal(found, read_image(tmp_path / "file", 48))
+        with pytest.raises(RefusedImageError, match="more than 1000000"):
+            await decoders.pixels_of(large.getvalue())
+        with pytest.raises(RefusedImageError):
+            await decoders.pixels_of(written.getvalue()[:200])
+        assert decoders.deaths == 0
 
     decoded(work)
 
@@ -166,13 +186,11 @@ def test_requests_are_gathered_and_each_gets_its_own() -> None:
             asyncio.create_task(batcher.predict([grey(level)] * (level % 3 + 1), level % 2 + 1)) for level in range(9)
         ]
         await asyncio.sleep(0.05)
-        assert batcher.waiting == 18
         slow.go.set()
         for level, answer in enumerate(await asyncio.gather(*asked)):
             assert [p.probability for p in answer.predictions] == pytest.approx([level / 255] * (level % 3 + 1))
             assert all(len(p.top) == level % 2 + 1 for p in answer.predictions)
         assert len(slow.batches) <= 4 and sum(slow.batches) == 18 and max(slow.batches) <= 8
-        assert batcher.waiting == 0
 
     batched(work, most=8, window=0.02)
 
@@ -202,19 +220,47 @@ def test_one_request_that_fails_does_not_harm_the_others() -> None:
     batched(work, window=0.05)
 
 
-def test_too_many_are_refused_and_closing_answers_those_who_wait() -> None:
+def test_closing_answers_those_who_wait() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
         waiting = asyncio.create_task(batcher.predict([grey(5)] * 3, 1))
         await asyncio.sleep(0.02)
-        with pytest.raises(OverloadedError):
-            await batcher.predict([grey(5)] * 2, 1)
         closing = asyncio.create_task(asyncio.to_thread(batcher.close))
         slow.go.set()
         assert len((await waiting).predictions) == 3
         await closing
 
-    batched(work, waiting=4)
+    batched(work)
+
+
+def test_room_is_taken_by_images_and_by_their_memory_and_given_back() -> None:
+    room = Room(images=4, size=100)
+    with room.taken(3) as place:
+        with pytest.raises(OverloadedError), room.taken(2):
+            pass
+        place.hold(grey(1))  # 48 bytes
+        place.hold(grey(1))
+        with pytest.raises(OverloadedError):
+            place.hold(grey(1))
+        assert (room.images, room.bytes) == (3, 96)
+    assert (room.images, room.bytes) == (0, 0)
+
+
+def test_after_a_failure_nothing_is_begun_or_left_under_way() -> None:
+    begun, ended = list[int](), list[int]()
+
+    async def work(number: int) -> int:
+        begun.append(number)
+        await asyncio.sleep(0.01 * (number + 1))
+        if number == 0:
+            raise OSError("full")
+        ended.append(number)
+        return number
+
+    with pytest.raises(OSError, match="full"):
+        asyncio.run(each(work, range(50), 3))
+    assert begun == [0, 1, 2] and ended == [1, 2]
+    assert asyncio.run(each(work, [3, 2, 1], 2)) == [3, 2, 1]
 
 
 # Jobs

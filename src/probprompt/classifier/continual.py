@@ -21,7 +21,7 @@ from probprompt.classifier.insight import AccuracyMatrix, accuracy_matrix, diver
 from probprompt.classifier.pictures import Picture, clean_name, decode_ahead, labelled, pictures, same_name
 from probprompt.classifier.state import Kept, State
 from probprompt.classifier.teaching import Known
-from probprompt.classifier.versions import Store
+from probprompt.classifier.versions import Busy, Store
 from probprompt.config import RunConfig, parse_config
 from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.errors import UserError, suggest
@@ -208,6 +208,8 @@ class ContinualClassifier:
         with self._changing:
             self._find(old)
             name = clean_name(new)
+            if name == old:
+                raise UserError(f"the class is called {old!r} already")
             for other in self.classes:
                 if other != old and same_name(other) == same_name(name):
                     raise UserError(f"there is a class {other!r} already: {old!r} cannot become {name!r}")
@@ -227,6 +229,8 @@ class ContinualClassifier:
             self._append("rolled back", found[to].state.names, 0, f"to version {to}", found[to].state)
 
     def _find(self, name: str) -> None:
+        if not self._kept:
+            raise UserError("nothing is learned yet: call learn first")
         if name not in self.classes:
             raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
 
@@ -314,16 +318,20 @@ class ContinualClassifier:
 
 @contextmanager
 def changing(
-    folder: str | Path, device: str | None = None, create: Mapping[str, Any] | None = None
+    folder: str | Path,
+    device: str | None = None,
+    create: Mapping[str, Any] | None = None,
+    busy: Busy | None = None,
 ) -> Iterator[ContinualClassifier]:
     """Load a saved classifier, keep others from changing it, and save it when the block ends without an error.
 
-    Where none is saved, one is made with the arguments ``create``, if these are given.
+    Where none is saved, one is made with the arguments ``create``, if these are given. While another process changes
+    it, ``busy`` is called until that is over; without that it is an error.
     """
     store = Store(Path(folder).expanduser())
     if create is None or store.exists:
         store.head()
-        with store.locked():
+        with store.locked(busy):
             made = ContinualClassifier._load(store, None, device)
             before = made.version
             yield made
@@ -331,7 +339,7 @@ def changing(
                 made._save(store)
         return
     made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
-    with store.locked():
+    with store.locked(busy):
         yield made
         made._save(store)
 

@@ -22,6 +22,8 @@ from probprompt.data.sets import ImageSet
 from probprompt.errors import UserError, shorten
 
 _AHEAD = 4  # images per decoder that may be read before they are needed
+_JOINING = dict.fromkeys([0x200C, 0x200D, *range(0xE0020, 0xE0080)])
+"""Not seen, but part of words (Persian, Hindi) and of emoji (families, flags): what a name is written with."""
 ALLOWED = "a path, a PIL image or an array of pixels"
 
 
@@ -106,9 +108,10 @@ def clean_name(name: object) -> str:
     if not isinstance(name, str):
         raise UserError(f"the name of a class must be text, not {name!r}")
     clean = unicodedata.normalize("NFC", name).strip()
-    if not clean:
+    visible = clean.translate(_JOINING)
+    if not visible:
         raise UserError(f"the name of a class must not be empty, got {name!r}")
-    if not clean.isprintable():
+    if not visible.isprintable():
         raise UserError(f"the name of a class must be printable on one line, got {clean!r}")
     return clean
 
@@ -244,14 +247,20 @@ def pictures(images: object, short_side: int | None = None) -> Iterator[Picture]
     for item in _each(images):
         if isinstance(item, str | os.PathLike):
             path = Path(os.fsdecode(item)).expanduser()
-            files = walk(path) if path.is_dir() else iter([path])
-            for file in files:
-                yield Picture(str(file), partial(read_image, file, short_side))
+            for file, closed in walk_on(path) if path.is_dir() else iter([(path, None)]):
+                yield Picture(str(file), partial(_read_or_say, file, short_side, closed))
                 count += 1
         else:
             _refuse_other_kinds(item)
             yield Picture(_called(item, str(count)), partial(to_pixels, item, short_side))
             count += 1
+
+
+def _read_or_say(file: Path, short_side: int | None, closed: str | None) -> Pixels:
+    """Decode a file; of a folder that cannot be opened, say why."""
+    if closed is not None:
+        raise UnreadableImageError(closed)
+    return read_image(file, short_side)
 
 
 def _each(images: object) -> Iterator[object]:
@@ -267,6 +276,14 @@ def _each(images: object) -> Iterator[object]:
 
 def walk(folder: Path) -> Iterator[Path]:
     """All image files below a folder, hidden ones aside, as the file system lists them; none is held back."""
+    for path, closed in walk_on(folder):
+        if closed is not None:
+            raise UserError(closed)
+        yield path
+
+
+def walk_on(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """As :func:`walk`, and a folder that cannot be read is one of the paths, with the reason beside it."""
     inside: list[str] = []
     try:
         with os.scandir(folder) as entries:
@@ -276,11 +293,11 @@ def walk(folder: Path) -> Iterator[Path]:
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
                 elif Path(entry.name).suffix.lower() in SUFFIXES and entry.is_file():
-                    yield Path(entry.path)
+                    yield Path(entry.path), None
     except OSError as problem:
-        raise UserError(f"the folder {folder} cannot be read: {problem.strerror}") from None
+        yield folder, f"the folder {folder} cannot be read: {problem.strerror}"
     for path in sorted(inside):
-        yield from walk(Path(path))
+        yield from walk_on(Path(path))
 
 
 def decode_ahead(items: Iterator[Picture]) -> Iterator[tuple[Picture, Pixels | UnreadableImageError]]:

@@ -11,7 +11,7 @@ Loading reads JSON and safetensors, and executes no code.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ from probprompt.errors import UserError, shorten
 from probprompt.runs.files import is_part, read_json, write_error, write_json
 
 FORMAT = 1
+Busy = Callable[[], None]
+"""Called again and again while another process changes a classifier; it takes its time, or raises to give up."""
 _OWN = {"current.json", "versions", "objects", ".lock"}
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
 
@@ -41,8 +43,11 @@ class Store:
         return (self.folder / "current.json").is_file()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from writing; the lock ends with the process. May be asked for again inside."""
+    def locked(self, busy: Busy | None = None) -> Iterator[None]:
+        """Keep other processes from writing; the lock ends with the process. May be asked for again inside.
+
+        Where another process has it, ``busy`` is called until it is free; without that it is an error.
+        """
         if self._held:
             yield
             return
@@ -53,7 +58,10 @@ class Store:
         except OSError as problem:
             raise write_error(self.folder, problem) from problem
         with handle:
-            _lock(handle, self.folder)
+            while not _lock(handle):
+                if busy is None:
+                    raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
+                busy()
             self._held = True
             try:
                 yield
@@ -191,14 +199,16 @@ class Store:
         return self.folder / "versions" / f"{number}.json"
 
 
-def _lock(handle: Any, folder: Path) -> None:
+def _lock(handle: Any) -> bool:
+    """Take the lock; False where another process has it."""
     try:
         import fcntl
     except ImportError:  # not on every system; then nobody is kept out
-        return
+        return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is changing {folder}: wait for it, or stop it") from None
+        return False
     except OSError:  # a file system without locks; then nobody is kept out
-        return
+        return True
+    return True

@@ -71,9 +71,9 @@ def read_image(source: Path | IO[bytes], short_side: int | None = None, formats:
 def _open(source: Path | IO[bytes], formats: list[str] | None) -> Image.Image:
     """Open a file; photographs of telephones in HEIC, whatever their name ends in, by the extra for them."""
     try:
-        return Image.open(source, formats=formats)
+        return Image.open(source, formats=_there(formats))
     except UnidentifiedImageError:
-        if not isinstance(source, Path) or not _is_heic(source):
+        if (formats is not None and "HEIF" not in formats) or not _is_heic(source):
             raise
     try:
         import pillow_heif
@@ -81,13 +81,22 @@ def _open(source: Path | IO[bytes], formats: list[str] | None) -> Image.Image:
         told = "a photograph in HEIC; to read such files: pip install 'probprompt[heic]'"
         raise UnreadableImageError(told, passing=True) from None
     pillow_heif.register_heif_opener()
-    return Image.open(source)
+    return Image.open(source, formats=_there(formats))
 
 
-def _is_heic(path: Path) -> bool:
+def _there(formats: list[str] | None) -> list[str] | None:
+    """The formats of these that this Pillow has."""
+    return None if formats is None else [name for name in formats if name in Image.OPEN]
+
+
+def _is_heic(source: Path | IO[bytes]) -> bool:
     """Whether a file says of itself that it is HEIC."""
-    with path.open("rb") as file:
-        head = file.read(12)
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            return _is_heic(file)
+    source.seek(0)
+    head = source.read(12)
+    source.seek(0)
     return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
 
 

@@ -1,5 +1,6 @@
 """The HTTP side of the service: routes, what they take and what they answer."""
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -138,7 +139,9 @@ def _add_refusals(app: FastAPI) -> None:
 
     @app.exception_handler(UserError)
     @app.exception_handler(BadRequestError)
-    async def refuse_bad(_: Request, problem: Exception) -> Response:
+    async def refuse_bad(request: Request, problem: Exception) -> Response:
+        if isinstance(problem.__cause__, OSError):  # not the sender's mistake
+            return await refuse_unwritten(request, problem.__cause__)
         return say(400, problem)
 
     @app.exception_handler(KnownClassError)
@@ -152,6 +155,11 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(OverloadedError)
     async def refuse_more(_: Request, problem: Exception) -> Response:
         return say(503, "too many images are waiting: try again in a moment", **{"retry-after": "1"})
+
+    @app.exception_handler(OSError)
+    async def refuse_unwritten(_: Request, problem: OSError) -> Response:
+        full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+        return say(507 if full else 500, "the disk is full: make room on it" if full else problem.strerror or problem)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_invalid(_: Request, problem: RequestValidationError) -> Response:

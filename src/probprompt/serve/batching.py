@@ -4,7 +4,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,6 +17,45 @@ from probprompt.data.images import Pixels
 
 class OverloadedError(Exception):
     """More images are waiting than may wait."""
+
+
+class Room:
+    """How much may wait at a time: images, counted before they are decoded, and the bytes of those that are."""
+
+    def __init__(self, images: int, size: int) -> None:
+        self._most, self._size = images, size
+        self.images = self.bytes = 0
+
+    @contextmanager
+    def taken(self, images: int) -> Iterator["Place"]:
+        """A place for the images of one request, as long as the block lasts."""
+        if self.images + images > self._most:
+            raise OverloadedError
+        place = Place(self)
+        self.images += images
+        try:
+            yield place
+        finally:
+            self.images -= images
+            self.bytes -= place.bytes
+
+    def hold(self, size: int) -> None:
+        """Take so many bytes."""
+        if self.bytes + size > self._size:
+            raise OverloadedError
+        self.bytes += size
+
+
+class Place:
+    """What one request takes of the room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room, self.bytes = room, 0
+
+    def hold(self, pixels: Pixels) -> None:
+        """Keep the pixels of an image."""
+        self._room.hold(pixels.nbytes)
+        self.bytes += pixels.nbytes
 
 
 @dataclass(frozen=True)
@@ -51,33 +91,20 @@ class Batcher:
         told: Told,
         window: float = 0.003,
         most: int = 16,
-        waiting: int = 1024,
     ) -> None:
         self.classifier = classifier
         """Who answers: replaced as a whole, and never changed in between."""
-        self._told, self._window, self._most, self._waiting = told, window, most, waiting
+        self._told, self._window, self._most = told, window, most
         self._groups: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
-        self._count = 0
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="predictions", daemon=True)
         self._thread.start()
 
-    @property
-    def waiting(self) -> int:
-        """How many images wait for their prediction now."""
-        return self._count
-
     async def predict(self, images: Sequence[Pixels], top_k: int) -> Answer:
         """Classify the images of one request, together with whatever others ask for at the time."""
-        if self._count + len(images) > self._waiting:
-            raise OverloadedError
         group = _Group(images, top_k, self._loop.create_future())
-        self._count += len(images)
         self._groups.put(group)
-        try:
-            return await group.answer
-        finally:
-            self._count -= len(images)
+        return await group.answer
 
     def close(self) -> None:
         """Answer what is waiting, then stop."""

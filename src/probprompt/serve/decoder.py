@@ -51,11 +51,10 @@ def confine(pixels: int) -> None:
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer one request after the other."""
-    formats = [name for name in FORMATS if name in Image.OPEN]
     while len(header := requests.read(REQUEST.size)) == REQUEST.size:
         wanted, short_side, size = REQUEST.unpack(header)
         try:
-            kind, width, height, content = decode(requests.read(size), wanted, short_side, formats)
+            kind, width, height, content = decode(requests.read(size), wanted, short_side)
         except UnreadableImageError as problem:
             kind, width, height, content = REFUSED, 0, 0, str(problem).encode()
         answers.write(ANSWER.pack(kind, width, height, len(content)))
@@ -63,9 +62,9 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         answers.flush()
 
 
-def decode(data: bytes, wanted: int, short_side: int, formats: list[str]) -> tuple[int, int, int, bytes]:
+def decode(data: bytes, wanted: int, short_side: int) -> tuple[int, int, int, bytes]:
     """Decode one upload: the answer's kind, its width and height, and its bytes."""
-    pixels = read_image(io.BytesIO(data), short_side or None, formats)
+    pixels = read_image(io.BytesIO(data), short_side or None, list(FORMATS))
     height, width = pixels.shape[:2]
     if max(width, height) > LONGEST * min(width, height):
         raise UnreadableImageError(f"{width} x {height} pixels: one side is more than {LONGEST} times the other")

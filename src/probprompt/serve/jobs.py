@@ -277,7 +277,8 @@ class Runner:
             waiting = self._store.unfinished()
             if not waiting:
                 if not self._wake.wait(IDLE_SECONDS):
-                    self._idle()
+                    with suppress(Exception):  # whatever it is, the next look will tell; jobs must go on
+                        self._idle()
                 continue
             self._run(waiting[0])
 

@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -108,7 +108,15 @@ def make_access(host: str, token: str | None) -> Access:
 
 def _name(host: str) -> str:
     """The name in a Host header, without its port."""
-    return urlsplit(f"//{host}").hostname or ""
+    return _split(f"//{host}").hostname or ""
+
+
+def _split(address: str) -> SplitResult:
+    """The parts of an address; none where it is no address."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
 
 
 class Guard:
@@ -151,7 +159,7 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._access.knows_host(host):
             return 421, f"this service answers at a loopback address, not for {host!r}"
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _split(origin).netloc != host:
             return 403, f"a page of {origin} may not use this service"
         scheme, _, given = headers.get("authorization", "").partition(" ")
         token = given.strip() if scheme.lower() == "bearer" else None

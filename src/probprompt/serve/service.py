@@ -16,17 +16,19 @@ from probprompt.data.images import Pixels
 from probprompt.errors import UserError, shorten
 from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_error
-from probprompt.serve.batching import Batcher
+from probprompt.serve.batching import Batcher, Room
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.insight import Insight
 from probprompt.serve.jobs import Draft, Job, JobStore
 from probprompt.serve.metrics import Metrics
 from probprompt.serve.security import Access, Limits
 from probprompt.serve.teaching import School
-from probprompt.serve.uploads import Lesson, Upload, decode_each
+from probprompt.serve.uploads import Lesson, Upload, decode_each, each
 from probprompt.serve.values import AccuracyMatrix, KeptVersion, PredictedImage, Predictions, PromptFigures
 
 DECODERS = 2
+WAITING_IMAGES, WAITING_BYTES = 1024, 2**30
+"""What may wait for its prediction at a time: images, and the memory of those that are decoded."""
 LOCK_SECONDS = 5.0
 """How long to wait for the folder: a process that learned for a killed service may need a moment to notice."""
 
@@ -40,7 +42,7 @@ class Service:
 
     def __init__(self, folder: Path, access: Access, limits: Limits, device: str | None = None) -> None:
         self.folder, self.access, self.limits, self.device = folder, access, limits, device
-        self.metrics = Metrics()
+        self.metrics, self.room = Metrics(), Room(WAITING_IMAGES, WAITING_BYTES)
         self._first = ContinualClassifier.load(folder, device=device)
         warm_up(self._first)
         self._lock = hold(folder)
@@ -99,7 +101,7 @@ class Service:
         add = self.metrics.gauge
         add("model_version", "The version that answers.", lambda: self.classifier.version)
         add("model_classes", "Classes that it knows.", lambda: len(self.classifier.classes))
-        add("waiting_images", "Images that wait for their prediction.", lambda: self.batcher.waiting)
+        add("waiting_images", "Images that wait for their prediction.", lambda: self.room.images)
         add("unfinished_jobs", "Accepted jobs that are not finished.", lambda: len(self.jobs.unfinished()))
         add("decoder_deaths", "Decoding processes that were replaced.", lambda: self.decoders.deaths)
         add("start_time_seconds", "When the service was started, in Unix time.", lambda: self._begun)
@@ -108,7 +110,12 @@ class Service:
 
     async def predict(self, uploads: list[Upload], top_k: int) -> Predictions:
         """Classify the images of one request; a file that cannot be read gets its reason."""
-        decoded = await decode_each(self.decoders, uploads)
+        with self.room.taken(len(uploads)) as place:
+            return await self._predict(uploads, await decode_each(self.decoders, uploads, place.hold), top_k)
+
+    async def _predict(
+        self, uploads: list[Upload], decoded: list[Pixels | RefusedImageError], top_k: int
+    ) -> Predictions:
         readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
         if readable:
             answer = await self.batcher.predict(readable, top_k)
@@ -130,6 +137,7 @@ class Service:
         draft = await asyncio.to_thread(self.jobs.draft)
         try:
             kept, warnings = await self._keep(draft, lesson)
+            self._as_known(lesson)  # another lesson on the same class may have been accepted in the meantime
             job = await asyncio.to_thread(
                 draft.accept,
                 kind="teach",
@@ -189,19 +197,17 @@ class Service:
         return counts, warnings
 
     async def _keep_class(self, draft: Draft, index: int, uploads: Sequence[Upload]) -> list[str | None]:
-        slots = asyncio.Semaphore(2 * self.decoders.count)
+        async def one(numbered: tuple[int, Upload]) -> str | None:
+            number, upload = numbered
+            try:
+                png = await self.decoders.png_of(await upload.read())
+            except RefusedImageError as problem:
+                self.metrics.refused.add()
+                return f"{upload.name}: {problem}"
+            await asyncio.to_thread(draft.add_image, index, number, png)
+            return None
 
-        async def one(number: int, upload: Upload) -> str | None:
-            async with slots:
-                try:
-                    png = await self.decoders.png_of(await upload.read())
-                except RefusedImageError as problem:
-                    self.metrics.refused.add()
-                    return f"{upload.name}: {problem}"
-                await asyncio.to_thread(draft.add_image, index, number, png)
-                return None
-
-        return await asyncio.gather(*(one(number, upload) for number, upload in enumerate(uploads)))
+        return await each(one, list(enumerate(uploads)), 2 * self.decoders.count)
 
 
 def warm_up(classifier: ContinualClassifier) -> None:

@@ -9,17 +9,20 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from probprompt.classifier import ContinualClassifier
+from probprompt.classifier import changing
 from probprompt.classifier.teaching import Known
 from probprompt.errors import UserError
 from probprompt.runs.progress import Watcher
 
+WAIT_SECONDS = 0.2
+"""How often the model is looked at while somebody else changes it."""
 _ORPHANED = 3  # exit code
 
 
@@ -60,14 +63,19 @@ def main(arguments: list[str]) -> None:
         os.nice(10)  # predictions go first
     try:
         tell({"progress": {"stage": "loading", "done": 0, "total": 1}})
-        classifier = ContinualClassifier.load(folder, device=request["device"])
         known: Known = "refine" if request["refine"] else "refuse"
-        learned = classifier.learn(request["images"], known=known, name=request["name"], watcher=Lines())
-        classifier.save(folder)
+        with changing(folder, request["device"], busy=wait) as classifier:
+            learned = classifier.learn(request["images"], known=known, name=request["name"], watcher=Lines())
     except UserError as problem:
         tell({"error": str(problem)})
     else:
         tell({"report": asdict(learned)})
+
+
+def wait() -> None:
+    """Somebody else is changing the model: the lesson was accepted, and goes on when they are done."""
+    tell({"progress": {"stage": "waiting for another process that changes the model", "done": 0, "total": 1}})
+    time.sleep(WAIT_SECONDS)
 
 
 def _end_with_input() -> None:

@@ -5,19 +5,25 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from probprompt.classifier import ContinualClassifier
+from probprompt.classifier import ContinualClassifier, changing
 from probprompt.classifier.versions import Store
 from probprompt.errors import UserError, shorten
 from probprompt.serve.decoding import child_environment
 from probprompt.serve.jobs import Job, JobStore, Progress, Report, Risk, Runner
+from probprompt.serve.teacher import WAIT_SECONDS
 
 _TAIL = 300  # characters of a dead process's last words
 Switch = Callable[[ContinualClassifier], None]
+
+
+class _GivenUpError(Exception):
+    """A job that nobody wants any more."""
 
 
 class School:
@@ -84,11 +90,23 @@ class School:
 
     def _roll_back(self, job: Job) -> dict[str, Any]:
         assert job.to is not None
-        classifier = ContinualClassifier.load(self._folder, device=self._device)
-        before = classifier.version
-        classifier.rollback(job.to)
-        classifier.save(self._folder)
-        return {"state": "done", "before": before, "version": classifier.version}
+
+        def busy() -> None:  # somebody else is changing the model
+            if self._runner.closing:
+                raise InterruptedError
+            if job.id in self._cancelled:
+                raise _GivenUpError
+            time.sleep(WAIT_SECONDS)
+
+        try:
+            with changing(self._folder, self._device, busy=busy) as classifier:
+                made = went_back(classifier, job)
+                if made is None:
+                    classifier.rollback(job.to)
+                    made = classifier.version
+        except _GivenUpError:
+            return {"state": "cancelled"}
+        return {"state": "done", "before": made - 1, "version": made}
 
     # Lessons ---------------------------------------------------------------------------------------------------------
 
@@ -96,18 +114,23 @@ class School:
         before = ContinualClassifier.load(self._folder, device=self._device)
         learned = version_of(before, job)
         if learned is not None:  # just before the service was killed
-            return {"state": "done", "version": learned}
+            return {"state": "done", "before": learned - 1, "version": learned}
         self._store.update(job.id, before=before.version)
         told = self._learn(job)
         if "report" in told:
             report = told["report"]
-            warnings = [*job.warnings, *report["warnings"]]
-            return {"state": "done", "version": report["version"], "report": read_report(report), "warnings": warnings}
+            return {
+                "state": "done",
+                "before": report["version"] - 1,  # somebody else may have changed it while this was waiting
+                "version": report["version"],
+                "report": read_report(report),
+                "warnings": [*job.warnings, *report["warnings"]],
+            }
         if "error" in told:
             raise UserError(told["error"])
         learned = version_of(ContinualClassifier.load(self._folder, device=self._device), job)
         if learned is not None:  # it was saved, but there was no time left to say so
-            return {"state": "done", "version": learned}
+            return {"state": "done", "before": learned - 1, "version": learned}
         if job.id in self._cancelled:
             return {"state": "cancelled"}
         if self._runner.closing:
@@ -176,6 +199,13 @@ def version_of(classifier: ContinualClassifier, job: Job) -> int | None:
         if version.note.startswith(title) and version.when >= job.created
     ]
     return made[-1] if made else None
+
+
+def went_back(classifier: ContinualClassifier, job: Job) -> int | None:
+    """The version that a job to go back made just before the service was killed, where it did."""
+    last = classifier.history()[-1]
+    done = last.what == "rolled back" and last.note == f"to version {job.to}" and last.when >= job.created
+    return last.number if done else None
 
 
 def read_report(told: dict[str, Any]) -> Report:

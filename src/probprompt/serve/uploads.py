@@ -2,18 +2,21 @@
 
 import asyncio
 import unicodedata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from probprompt.classifier.pictures import same_name
+from probprompt.classifier.pictures import clean_name, same_name
 from probprompt.data.images import Pixels
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.security import Limits, TooMuchError
 
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 _SHOWN = 80  # characters of a file's name
 
 
@@ -78,18 +81,40 @@ async def lesson(request: Request, limits: Limits) -> AsyncIterator[Lesson]:
         yield Lesson(classes, known == "refine")
 
 
-async def decode_each(decoders: Decoders, uploads: list[Upload]) -> list[Pixels | RefusedImageError]:
-    """The pixels of each file, or why there are none."""
-    slots = asyncio.Semaphore(decoders.count)  # a file is read into memory when its turn comes
+async def decode_each(
+    decoders: Decoders, uploads: list[Upload], hold: Callable[[Pixels], None]
+) -> list[Pixels | RefusedImageError]:
+    """The pixels of each file, or why there are none; ``hold`` is told of each, and may refuse."""
 
     async def one(upload: Upload) -> Pixels | RefusedImageError:
-        async with slots:
-            try:
-                return await decoders.pixels_of(await upload.read())
-            except RefusedImageError as problem:
-                return problem
+        try:
+            pixels = await decoders.pixels_of(await upload.read())
+        except RefusedImageError as problem:
+            return problem
+        hold(pixels)
+        return pixels
 
-    return await asyncio.gather(*map(one, uploads))
+    return await each(one, uploads, decoders.count)  # a file is read into memory when its turn comes
+
+
+async def each(work: Callable[[Item], Awaitable[Found]], items: Sequence[Item], at_once: int) -> list[Found]:
+    """Do something with each item, a few at a time; where it fails for one, no other is begun or left under way."""
+    slots, failed = asyncio.Semaphore(at_once), list[Exception]()
+
+    async def one(item: Item) -> list[Found]:
+        async with slots:
+            if failed:
+                return []
+            try:
+                return [await work(item)]
+            except Exception as problem:  # noqa: BLE001 (raised below, when nothing is under way any more)
+                failed.append(problem)
+                return []
+
+    found = await asyncio.gather(*map(one, items))
+    if failed:
+        raise failed[0]
+    return [answer for answers in found for answer in answers]
 
 
 async def _whole_body(request: Request, limits: Limits) -> bytes:
@@ -134,7 +159,7 @@ def _class_name(given: UploadFile | str, limits: Limits) -> str:
     name = plain(given)
     if not name or len(name) > limits.name_length:
         raise BadRequestError(f"a class name has {len(name)} characters, allowed: 1 to {limits.name_length}")
-    return name
+    return clean_name(name)
 
 
 def plain(text: str) -> str:
