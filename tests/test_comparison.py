@@ -157,7 +157,7 @@ def test_settings_that_are_not_the_presets_are_told(tmp_path: Path) -> None:
     )
     assert not [note for note in gather_runs([usual]).tables()[0].notes if "preset" in note]
     (told,) = [note for note in gather_runs([other]).tables()[0].notes if "preset" in note]
-    assert told == "Not as the preset has it: head.shrinkage=0.9, all."
+    assert told == "Not as the preset has it: head.shrinkage=0.9, in all rows."
 
 
 # Numbers

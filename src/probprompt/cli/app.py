@@ -52,6 +52,8 @@ def _top(
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; the GPU where there is one by default.")]
 Track = Annotated[str | None, typer.Option(help="Send numbers to tensorboard, trackio or wandb.")]
+Backbone = Annotated[str | None, typer.Option(help="A named checkpoint or any timm arch.tag.")]
+Weights = Annotated[str | None, typer.Option(help="A file of weights for that architecture.")]
 Tasks = Annotated[
     str | None, typer.Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")
 ]
@@ -85,8 +87,8 @@ def train(
     preset: Annotated[str | None, typer.Option(help="published, matched, ridge or flagship.")] = None,
     tasks: Tasks = None,
     test: TestFolder = None,
-    backbone: Annotated[str | None, typer.Option(help="A named checkpoint or any timm arch.tag.")] = None,
-    weights: Annotated[str | None, typer.Option(help="A file of weights for that architecture.")] = None,
+    backbone: Backbone = None,
+    weights: Weights = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per task.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="All three seeds at once: order, init, data.")] = None,
@@ -136,6 +138,8 @@ def compare(
     presets: Annotated[
         list[str] | None, typer.Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
     ] = None,
+    backbone: Backbone = None,
+    weights: Weights = None,
     tasks: Tasks = None,
     test: TestFolder = None,
     validate: Validate = False,
@@ -175,6 +179,7 @@ def compare(
     where = Where(workers, on, gpus_per_cell, cpus_per_cell)
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
     own: dict[str, Any] = {"data.tasks": tasks, "data.test": str(test) if test else None}
+    own |= {"backbone.name": backbone, "backbone.weights": weights}
     own |= {"data.validation": _VALIDATION if validate else None, "data.skip_unreadable": skip_unreadable or None}
     settings = {name: value for name, value in own.items() if value is not None}
     asked = grid, given, assignments or [], vary or [], runs or []

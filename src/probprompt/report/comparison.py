@@ -348,11 +348,14 @@ class Comparison:
         notes = []
         for change, where in found.items():
             rows = list(dict.fromkeys(where))
-            notes.append(f"Not as the preset has it: {change}, {'all' if len(rows) == every else ', '.join(rows)}.")
+            notes.append(
+                f"Not as the preset has it: {change}, {'in all rows' if len(rows) == every else ', '.join(rows)}."
+            )
         return notes
 
     def _accuracy_notes(self) -> list[str]:
-        found = [self._seeds_note(), _MEANING]
+        backbones = dict.fromkeys(str(result.record["backbone"]["name"]) for result in self.results)
+        found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
         if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
             found.append("Bold: the best of a column; underlined: the second.")
         bounds = [row.label for row in self.rows if row.bound]
