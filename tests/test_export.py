@@ -293,7 +293,11 @@ def test_a_classifier_is_exported_before_and_after_it_learned_more(
     saved: Saved, pictures: Path, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "birds.onnx"
-    answer = probprompt("export", saved.folder, "--onnx", path)
+    monkeypatch.chdir(tmp_path)
+    told = probprompt("export", saved.folder)
+    assert told.code == 2 and "name the format" in told.err and not path.exists()
+    answer = probprompt("export", saved.folder, "--onnx")
+    (tmp_path / f"{saved.folder.name}.onnx").replace(path)
     assert answer.code == 0 and "3 classes" in answer.out and "checked with onnxruntime" in answer.out
     check(saved.classifier, path)
     wide = [part.dims for part in onnx_file.load(str(path)).graph.initializer if sorted(part.dims) == [48, 192]]
@@ -328,4 +332,4 @@ def run_the_page(
     assert [answer.error for answer in answers] == [None, None]
     for answer, row, novelty in zip(answers, found["probabilities"], found["novelty"], strict=True):
         assert found["classes"][row.argmax()] == answer.label
-        assert abs(row.max() - answer.probability) < 0.01 and abs(novelty - answer.novelty) < 0.05
+        assert abs(row.max() - answer.probability) < 0.01 and abs(novelty - answer.novelty) < 0.02 * max(1, novelty)

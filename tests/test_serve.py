@@ -523,3 +523,31 @@ def test_a_short_token_is_refused(
     monkeypatch.setenv("PROBPROMPT_TOKEN", "secret")
     answer = probprompt("serve", tmp_path, "--port", "0")
     assert answer.code == 2 and "6 characters" in answer.err
+
+
+def test_what_the_page_on_serving_says_works_as_pasted(
+    serve: Serve, emoji: Emoji, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shutil.which("curl"):
+        pytest.skip("there is no curl")
+    served = serve()
+    page = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    (block,) = [part.split("```")[0] for part in page.split("```bash\n")[1:] if part.startswith("curl")]
+    for name, image in zip(("a.jpg", "b.jpg", "a.png", "1.jpg", "2.jpg"), emoji["train"]["clock"], strict=False):
+        (tmp_path / name).write_bytes(image)
+    monkeypatch.chdir(tmp_path)
+    lines = block.replace("\\\n", " ").strip().splitlines()
+    assert len(lines) == 6
+    answers = []
+    for line in lines:
+        command = line.replace("http://127.0.0.1:8000", served.address).replace("$TOKEN", served.token)
+        done = subprocess.run(["bash", "-c", f"{command} --silent --fail"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (line, done.stderr)
+        answers.append(json.loads(done.stdout))
+        if "state" in answers[-1]:
+            served.finished(answers[-1]["id"])
+    asked, alone, taught, job, history, back = answers
+    assert len(asked["predictions"]) == 2 and len(asked["predictions"][0]["top"]) == 3
+    assert len(alone["predictions"]) == 1
+    assert taught["id"] == job["id"] == 1 and job["state"] == "done"
+    assert "sailboat" in history["versions"][0]["classes"] and served.finished(back["id"])["state"] == "done"

@@ -331,12 +331,15 @@ def data_sample(
 @app.command()
 def export(
     model: Annotated[Path, typer.Argument(help="The folder of a saved classifier, or of a run.")],
-    onnx: Annotated[Path, typer.Option("--onnx", metavar="FILE", help="Where the ONNX file goes.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="The format, the only one so far.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the file goes.", show_default="MODEL.onnx, here")
+    ] = None,
 ) -> None:
     """Write a model as one ONNX file, prompts and backbone together, checked against torch with onnxruntime."""
     from probprompt.cli.export import run_export
 
-    run_export(model, onnx)
+    run_export(model, onnx, out)
 
 
 @app.command()

@@ -4,16 +4,19 @@ from pathlib import Path
 from shlex import quote
 
 from probprompt.cli.screen import Screen
+from probprompt.errors import UserError
 from probprompt.export.hub import Moved
 
 
-def run_export(model: Path, onnx: Path) -> None:
-    """Write a model as an ONNX file."""
+def run_export(model: Path, onnx: bool, out: Path | None) -> None:
+    """Write a model as an ONNX file, in the current folder and called after it unless said otherwise."""
+    if not onnx:
+        raise UserError("name the format of the file: probprompt export MODEL --onnx")
     from probprompt.export.onnx import BATCHES, export_onnx
 
     screen = Screen()
     with screen.stage("writing ONNX", 1):
-        done = export_onnx(model, onnx)
+        done = export_onnx(model, out or Path(f"{model.resolve().name}.onnx"))
         screen.advance(1)
     batches = ", ".join(map(str, BATCHES))
     screen.say(
