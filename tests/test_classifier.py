@@ -728,3 +728,11 @@ def test_a_class_may_be_called_what_people_call_things(name: str, tmp_path: Path
 def test_names_that_deceive_the_eye_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"printable|empty"):
         taught({name: paint("a")["a"], **paint("b")})
+
+
+def test_what_was_forgotten_does_not_depend_on_which_newer_classes_are_tested(two_tasks: ContinualClassifier) -> None:
+    earlier = two_tasks.evaluate(paint("abc"))
+    assert len(earlier.per_task) == 1 and earlier.forgetting == earlier.per_task[0].forgotten is not None
+    every = two_tasks.evaluate(paint("abcde"))
+    assert len(every.per_task) == 2 and every.forgetting == every.per_task[0].forgotten
+    assert two_tasks.evaluate(paint("de")).forgetting is None
