@@ -633,4 +633,4 @@ def test_a_backbone_is_made_once_and_each_measurement_has_its_own() -> None:
     with torch.no_grad():
         next(first.model.parameters()).add_(1)
     assert workshop.fresh_backbone("test_vit", "random", 32).model.fingerprint() == second.model.fingerprint()
-    assert workshop._made.cache_info().hits >= 2
+    assert workshop.made_backbone.cache_info().hits >= 2

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from probprompt.bench import measure, timing
-from probprompt.bench.workshop import CLASSES, TASKS, Scale, Workshop, build, fresh_backbone, without_download
+from probprompt.bench.workshop import CLASSES, TASKS, Scale, Workshop, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
 from probprompt.runs.execute import usual_precision
@@ -109,7 +109,7 @@ def values_of(axis: Axis, config: RunConfig, device: torch.device) -> tuple[int,
     if axis.name != "image-size":
         return axis.values
     chosen = without_download(config.backbone)
-    backbone = fresh_backbone(chosen.name, chosen.weights, chosen.image_size)
+    backbone = made_backbone(chosen.name, chosen.weights, chosen.image_size)
     (patch, _), size = backbone.model.model.patch_embed.patch_size, backbone.preprocessing.image_size
     return tuple(sorted({max(1, round(size * part / patch)) * patch for part in SIDES}))
 

@@ -140,13 +140,14 @@ class Workshop:
 
 
 @lru_cache(maxsize=1)
-def _made(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
+def made_backbone(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
+    """A backbone to look at: drawing the weights of a large one takes longer than measuring it."""
     return load_backbone(name, weights, image_size)
 
 
 def fresh_backbone(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
-    """A backbone of its own for each measurement: drawing the weights of a large one takes longer than measuring it."""
-    made = _made(name, weights, image_size)
+    """A copy of it, for a measurement to change."""
+    made = made_backbone(name, weights, image_size)
     return replace(made, model=deepcopy(made.model))
 
 

@@ -219,14 +219,13 @@ def _cifar_side(path: Path, classes: Sequence[str], short_side: int | None) -> I
     files = [_text(name) for name in held["filenames"]]
     names = tuple(f"{path.name}/{classes[label]}/{file}" for label, file in zip(labels, files, strict=True))
 
+    whole = short_side is None or short_side >= pixels.shape[1]
+
     def read(index: int) -> Pixels:
         image: Pixels = pixels[index]
-        if short_side is None or short_side >= len(image):
-            return image
-        return np.asarray(reduce_to(Image.fromarray(image), short_side))
+        return image if whole else np.asarray(reduce_to(Image.fromarray(image), short_side))
 
-    small = short_side is not None and short_side < pixels.shape[1]
-    return ImageSet(names, labels, read, pixels=None if small else pixels)
+    return ImageSet(names, labels, read, pixels=pixels if whole else None)
 
 
 def _texts(held: Mapping[Any, Any]) -> dict[str, Any]:
