@@ -324,11 +324,12 @@ def test_going_back_to_what_is_not_kept_is_refused(serve: Serve) -> None:
 
 def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
     served = serve()
-    first = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:3]), token=True).json["id"]
-    second = served.form("/api/teach", lesson("moon", emoji["train"]["moon"][:3]), token=True).json["id"]
-    assert served.ask("DELETE", f"/api/jobs/{second}", token=True).json["state"] == "cancelled"
-    served.ask("DELETE", f"/api/jobs/{first}", token=True)
-    assert served.finished(first)["state"] == "cancelled"
+    with Store(served.service.folder).locked():  # the first lesson waits, so that there is time to give it up
+        first = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:3]), token=True).json["id"]
+        second = served.form("/api/teach", lesson("moon", emoji["train"]["moon"][:3]), token=True).json["id"]
+        assert served.ask("DELETE", f"/api/jobs/{second}", token=True).json["state"] == "cancelled"
+        served.ask("DELETE", f"/api/jobs/{first}", token=True)
+        assert served.finished(first)["state"] == "cancelled"
     assert served.get("/api/model").json["version"] == 2
 
 
@@ -340,18 +341,19 @@ def test_no_accepted_lesson_is_lost_when_the_service_stops_or_is_killed(
 ) -> None:
     folder = shutil.copytree(small_model, tmp_path / "model")
     served = serve(folder)
-    number = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:5]), token=True).json["id"]
-    while served.get(f"/api/jobs/{number}").json["state"] == "waiting":
-        time.sleep(0.01)
-    served.stop()  # in the middle of it
-    assert json.loads((folder / "serve/jobs/1/job.json").read_text())["state"] == "running"
-    command = [sys.executable, "-u", "-m", "probprompt", "serve", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
-        assert service.stdout is not None
-        address = service.stdout.readline().split()[-1]
-        while json.load(urlopen(f"{address}/api/jobs/1"))["progress"] is None:
-            time.sleep(0.05)
-        service.kill()  # in the middle of it again
+    with Store(folder).locked():  # the lesson lasts until the service is stopped
+        number = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:5]), token=True).json["id"]
+        while served.get(f"/api/jobs/{number}").json["state"] == "waiting":
+            time.sleep(0.01)
+        served.stop()  # in the middle of it
+        assert json.loads((folder / "serve/jobs/1/job.json").read_text())["state"] == "running"
+        command = [sys.executable, "-u", "-m", "probprompt", "serve", str(folder), "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+            assert service.stdout is not None
+            address = service.stdout.readline().split()[-1]
+            while json.load(urlopen(f"{address}/api/jobs/1"))["progress"] is None:
+                time.sleep(0.05)
+            service.kill()  # in the middle of it again
     assert ContinualClassifier.load(folder).version == 2
     again = serve(folder)
     assert again.finished(number)["state"] == "done"

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from probprompt.classifier.versions import Store
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, FileChooser, FilePayload, Page
 
@@ -111,10 +113,11 @@ def fits(page: "Page") -> bool:
 
 
 def test_a_person_teaches_two_classes_predicts_and_undoes(
-    open_page: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]]
+    open_page: Callable[..., Any], serve: Callable[..., Any], emoji: dict[str, dict[str, list[bytes]]]
 ) -> None:
     train, test = emoji["train"], emoji["test"]
-    page = open_page(viewport={"width": 1200, "height": 900})
+    served = serve()
+    page = open_page(served, viewport={"width": 1200, "height": 900})
     assert "token" not in page.url  # it is not left in the address
     drop(page, "#classify-drop", [test["ball"][0], test["boat"][0]])
     page.locator(".result .bars").nth(1).wait_for()
@@ -127,11 +130,12 @@ def test_a_person_teaches_two_classes_predicts_and_undoes(
         drop(page, f".lesson:nth-child({place + 1}) .drop", train[name][:6])
         assert lessons.nth(place).locator(".thumbs img").count() == 6
     picture(page, "teach-light")
-    page.get_by_role("button", name="Teach", exact=True).click()
-    page.locator("#jobs progress").wait_for()
-    picture(page, "learning-light")
-    drop(page, "#classify-drop", [test["fruit"][0]])  # answered by the old version meanwhile
-    page.locator(".result .bars").nth(2).wait_for()
+    with Store(served.service.folder).locked():  # the lesson lasts for as long as it is looked at
+        page.get_by_role("button", name="Teach", exact=True).click()
+        page.locator("#jobs progress").wait_for()
+        picture(page, "learning-light")
+        drop(page, "#classify-drop", [test["fruit"][0]])  # answered by the old version meanwhile
+        page.locator(".result .bars").nth(2).wait_for()
     page.get_by_role("heading", name="Knows 6 classes").wait_for(timeout=LEARNING)
     page.locator("#teach-status", has_text="Learned heart, moon").wait_for()
     assert page.locator("#jobs").get_by_text("at risk").or_(page.locator("#jobs .risks")).count() == 1
@@ -269,10 +273,11 @@ def test_without_the_token_one_can_ask_but_not_teach(
     assert page.locator(".thumbs img").count() == 3  # nothing that was put in is lost
     page.get_by_label("Token").fill(served.token)
     page.get_by_role("button", name="Use it").click()
-    page.get_by_role("button", name="Teach", exact=True).click()
-    page.locator("#jobs li", has_text="heart").wait_for()
-    page.get_by_role("button", name="Give up this lesson").click()
-    page.locator("#jobs li", has_text="given up").wait_for()
+    with Store(served.service.folder).locked():  # the lesson waits, so that there is time to give it up
+        page.get_by_role("button", name="Teach", exact=True).click()
+        page.locator("#jobs li", has_text="heart").wait_for()
+        page.get_by_role("button", name="Give up this lesson").click()
+        page.locator("#jobs li", has_text="given up").wait_for()
     page.close()
 
 
