@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from probprompt import ContinualClassifier, UserError
 from probprompt.classifier import changing
@@ -230,6 +232,88 @@ def test_killed_at_any_moment_a_saved_classifier_is_the_old_or_the_new_one(model
             classifier.learn(paint("fg"))
         assert load(folder).classes[-2:] == ("f", "g")
         assert not list(folder.rglob("*.part"))
+
+
+class Starving(TorchDispatchMode):
+    """Lets so many operations of PyTorch pass; the next one finds no memory."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left = operations
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory")
+        return operation(*arguments, **(named or {}))
+
+
+def moments(lesson: Callable[[], object]) -> list[int]:
+    """A dozen moments of a lesson, from its first operation to its last."""
+    with Starving(10**9) as counted:
+        lesson()
+    needed = 10**9 - counted.left
+    assert needed > 200
+    return sorted({round(part * (needed - 1) / 11) for part in range(12)})
+
+
+def test_out_of_memory_at_any_moment_of_a_lesson_nothing_has_changed(tmp_path: Path) -> None:
+    def begun() -> ContinualClassifier:
+        made = ContinualClassifier(**SETTINGS)
+        made.learn(paint("ab"))
+        return made
+
+    starved, expected = begun(), begun()
+    starved.save(tmp_path / "model")
+    old, kept = answers(starved), starved.history()
+    for at in moments(lambda: expected.learn(paint("cd"))):
+        with pytest.raises(torch.OutOfMemoryError), Starving(at):
+            starved.learn(paint("cd"))
+        assert starved.history() == kept and answers(starved) == old
+    starved.save(tmp_path / "model")
+    assert load(tmp_path / "model").version == 1 and answers(load(tmp_path / "model")) == old
+    starved.learn(paint("cd"))
+    assert answers(starved) == answers(expected) != old
+
+
+def test_out_of_memory_in_the_first_lesson_nothing_is_learned() -> None:
+    expected = ContinualClassifier(**SETTINGS)
+    for at in moments(lambda: expected.learn(paint("ab"))):
+        starved = ContinualClassifier(**SETTINGS)
+        with pytest.raises(torch.OutOfMemoryError), Starving(at):
+            starved.learn(paint("ab"))
+        assert starved.version == 0 and starved.classes == ()
+    starved.learn(paint("ab"))
+    assert answers(starved) == answers(expected)
+
+
+LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+from probprompt.classifier import ContinualClassifier
+from probprompt.cli import main
+import probprompt.cli.app
+
+torch.set_num_threads(1)
+folder, lesson, room = sys.argv[1:]
+ContinualClassifier.load(folder, device="cpu").predictor
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(room), resource.RLIM_INFINITY))
+sys.argv = ["probprompt", "learn", folder, lesson, "--device", "cpu"]
+main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs a system that limits and tells memory")
+def test_a_machine_with_too_little_memory_says_so_and_keeps_the_old_version(model: Path, pictures: Path) -> None:
+    old = answers(load(model))
+    told = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY, str(model), str(pictures), str(10**7)], capture_output=True, text=True
+    )
+    assert told.returncode == 1 and "there is not enough memory" in told.stderr, told.stderr
+    assert "Traceback" not in told.stderr
+    assert load(model).version == 3 and answers(load(model)) == old
 
 
 @pytest.mark.parametrize("at", [1, 4, 7])

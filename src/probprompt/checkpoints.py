@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probprompt import weights_files
-from probprompt.errors import UserError, shorten
+from probprompt.errors import UserError, says_out_of_memory, shorten
 
 if TYPE_CHECKING:
     from torch import nn
@@ -423,6 +423,8 @@ def _build(checkpoint: Checkpoint, device: str) -> Any:
     except UserError as error:
         raise UserError(f"{checkpoint.name!r} cannot be prompted: {error}") from None
     except (NotImplementedError, RuntimeError) as error:
+        if says_out_of_memory(error):
+            raise
         # Some architectures read values while they are built, which "meta" lacks: no plain ViT does.
         raise UserError(f"{checkpoint.name!r} cannot be prompted: it is no plain ViT; {SUPPORTED}") from error
     return model

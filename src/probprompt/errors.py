@@ -32,3 +32,19 @@ def shorten(items: Iterable[object], limit: int = 5) -> str:
     listed = [str(item) for item in items]
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "can't start new thread", "std::bad_alloc")
+
+
+def says_out_of_memory(problem: BaseException) -> bool:
+    """Whether an error means that memory was not enough: Python's own, the system's or PyTorch's.
+
+    >>> says_out_of_memory(MemoryError()), says_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    >>> says_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+    True
+    """
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return True
+    return any(words in str(problem).lower() for words in _NO_MEMORY)

@@ -18,7 +18,7 @@ from typing import Any
 
 from probprompt.classifier import changing
 from probprompt.classifier.teaching import Known
-from probprompt.errors import UserError
+from probprompt.errors import UserError, says_out_of_memory
 from probprompt.runs.progress import Watcher
 
 WAIT_SECONDS = 0.2
@@ -68,6 +68,12 @@ def main(arguments: list[str]) -> None:
             learned = classifier.learn(request["images"], known=known, name=request["name"], watcher=Lines())
     except UserError as problem:
         tell({"error": str(problem)})
+    except (MemoryError, RuntimeError, OSError) as problem:
+        if not says_out_of_memory(problem):
+            raise
+        tell(
+            {"error": "there is not enough memory to learn this; the model is as it was. Teach fewer images at a time"}
+        )
     else:
         tell({"report": asdict(learned)})
 
