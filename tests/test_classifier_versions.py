@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,28 @@ def test_while_one_process_changes_a_classifier_no_other_does(model: Path) -> No
             pass
         classifier.rename("b", "beta")
     assert load(model).version == 4
+
+
+def test_readers_find_it_whole_while_a_writer_keeps_a_single_version(model: Path) -> None:
+    stop = threading.Event()
+
+    def keep_changing() -> None:
+        while not stop.is_set():
+            with changing(model, "cpu") as classifier:
+                classifier.keep_versions = 1
+                classifier.forget("d") if "d" in classifier.classes else classifier.learn(paint("d"))
+                classifier.rename(*("beta", "b") if "beta" in classifier.classes else ("b", "beta"))
+
+    writer = threading.Thread(target=keep_changing)
+    writer.start()
+    try:
+        for _ in range(12):
+            found = load(model)
+            assert all(answer.label in found.classes for answer in answers(found))
+    finally:
+        stop.set()
+        writer.join()
+    assert load(model).version > 6, "the writer was at work all the while"
 
 
 def test_a_change_that_fails_saves_nothing(model: Path, tmp_path: Path) -> None:

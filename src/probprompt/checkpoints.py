@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -32,6 +33,8 @@ _HUB_FILE = "model.safetensors"
 _HUB_TIMEOUT = 10.0  # seconds
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
 _FAMILIES = ("vit_", "deit", "test_vit")  # what of timm in the cache is worth listing: most of it can be prompted
+_DRAWING = threading.RLock()
+"""Held while weights are drawn: architectures draw theirs from the one generator that all threads share."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +268,7 @@ def _load_random(checkpoint: Checkpoint, image_size: int | None, expected: str |
     if checkpoint.source or checkpoint.obtain:
         architecture = checkpoint.architecture.partition(".")[0]
         raise UserError(f"{checkpoint.name!r} names trained weights: for random ones name {architecture!r}")
-    with torch.random.fork_rng(devices=[]):
+    with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed would reach GPUs too
         model = _build(checkpoint, device="cpu")
     sha256 = fingerprint(model)
@@ -414,7 +417,7 @@ def _build(checkpoint: Checkpoint, device: str) -> Any:
 
     model: nn.Module
     try:
-        with torch.device(device):
+        with _DRAWING, torch.device(device):
             if checkpoint.architecture:
                 model = timm.create_model(checkpoint.architecture, num_classes=0, **checkpoint.arguments)
             else:

@@ -286,8 +286,20 @@ class ContinualClassifier:
 
     @classmethod
     def load(cls, folder: str | Path, *, version: int | None = None, device: str | None = None) -> Self:
-        """Read a saved classifier, or an older version of it; what only further learning needs is read later."""
-        return cls._load(Store(Path(folder).expanduser()), version, device)
+        """Read a saved classifier, or an older version of it; what only further learning needs is read later.
+
+        Others may change it meanwhile: what is loaded is whole, and predicts whatever becomes of the folder.
+        """
+        store = Store(Path(folder).expanduser())
+        while True:
+            current = store.head()
+            try:
+                made = cls._load(store, version, device)
+                made._state.read()
+                return made
+            except UserError:
+                if version is not None or store.head() == current:
+                    raise  # else it was replaced while it was read: the new one is there now
 
     @classmethod
     def _load(cls, store: Store, version: int | None, device: str | None) -> Self:

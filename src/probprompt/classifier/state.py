@@ -67,6 +67,12 @@ class State:
         """The classes by their names, in the order of the head's rows."""
         return tuple(known.name for known in self.classes)
 
+    def read(self) -> None:
+        """Read what prediction needs: then it is there, whatever becomes of the files."""
+        for part in (self.method, self.head, self.gaussians):
+            if part is not None:
+                _ = part.tensors
+
     def to_json(self, keep: Callable[[Part], str]) -> dict[str, Any]:
         """Describe the state, its parts by the names that ``keep`` gives them."""
         whole = ("method", "head", "gaussians", "later", "sums")
