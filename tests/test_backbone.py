@@ -149,8 +149,9 @@ def attend(attention: Any, tokens: Tensor, prompt: Prompt | None, place: int = 0
     return attention.proj(output)  # type: ignore[no-any-return]
 
 
-def reference(model: Any, images: Tensor, prompts: Prompts, readout: Readout = "class") -> Tensor:
+def reference(model: Any, images: Tensor, prompts: Prompts, readout: Readout = "class", layers: int = 0) -> Tensor:
     """What is read out in float64, all tokens through all blocks; those that join stand in front of all others."""
+    readings: list[Tensor] = []
     model = copy.deepcopy(model).double()
     tokens = model.norm_pre(model._pos_embed(model.patch_embed(images.double())))
     place = 0  # of the class token
@@ -163,10 +164,15 @@ def reference(model: Any, images: Tensor, prompts: Prompts, readout: Readout = "
             tokens, place = torch.cat([joined, tokens], dim=1), place + joined.shape[1]
         tokens = tokens + block.ls1(attend(block.attn, block.norm1(tokens), prompt, place))
         tokens = tokens + block.ls2(block.mlp(block.norm2(tokens)))
+        patches = tokens[:, place + model.num_prefix_tokens :]
+        if len(model.blocks) - 1 - layers <= index < len(model.blocks) - 1:
+            readings += [tokens[:, place], patches.sum(dim=1) / patches.shape[1]]
     if readout == "class before norm":
         return tokens[:, place]  # type: ignore[no-any-return]
     after = model.norm(tokens)
-    return after[:, place] if readout == "class" else after[:, :place].sum(dim=1) / place  # type: ignore[no-any-return]
+    found = after[:, place] if readout == "class" else after[:, :place].sum(dim=1) / place
+    behind = [(one - one.mean(1, True)) / (one.var(1, correction=0, keepdim=True) + 1e-5).sqrt() for one in readings]
+    return torch.cat([found, *behind], dim=1)
 
 
 @each_case
@@ -188,6 +194,20 @@ def test_with_prompts_it_equals_the_definition(case: str) -> None:
     assert found.shape == (BATCH, vit.width) and found.dtype == torch.float32
     assert distance(found.double(), reference(vit.model, images, doubled(prompts))) < 1e-5
     assert distance(found, vit.query(images)) > 1e-3
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "one_block"])
+def test_readings_of_the_blocks_before_the_last_stand_behind_the_feature(case: str, layers: int) -> None:
+    vit, images = FrozenViT(build(**CASES[case])), draw_images(case)
+    assert vit.depth > 2
+    prompts: Prompts = {**draw_prompts(vit, [0, vit.depth - 1]), **draw_tokens([1])}
+    nothing: Prompts = {}
+    for given in (nothing, prompts):
+        found = vit.features(images, given, layers=layers)
+        assert found.shape == (BATCH, vit.width * (1 + 2 * layers)) and found.dtype == torch.float32
+        assert torch.equal(found[:, : vit.width], vit.features(images, given))
+        assert distance(found.double(), reference(vit.model, images, doubled(given), layers=layers)) < 1e-5
 
 
 @pytest.mark.parametrize("block", range(DEPTH))

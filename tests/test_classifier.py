@@ -65,7 +65,9 @@ def joint(classifier: ContinualClassifier, images: Classes) -> RidgeHead:
     features, labels = features_of(classifier, images)
     strength = classifier.predictor.state.strength
     assert strength is not None
-    head = RidgeHead(features.shape[1], 0, 60, strength)
+    config = classifier.settings.head
+    head = RidgeHead.create(config, features.shape[1], 0)
+    head.strength.fill_(strength)
     head.learn(features, labels, len(classifier.classes), 0)
     return head
 
@@ -81,8 +83,9 @@ def labels_of(answers: list[Prediction]) -> list[str | None]:
 # Learning
 
 
-def test_after_any_lessons_the_head_is_the_joint_solution_over_all_images_ever_learned() -> None:
-    made = taught(paint("abc"), paint("de"), paint("f"))
+@pytest.mark.parametrize("layers", [0, 2])
+def test_after_any_lessons_the_head_is_the_joint_solution_over_all_images_ever_learned(layers: int) -> None:
+    made = taught(paint("abc"), paint("de"), paint("f"), **{"head.layers": layers})
     assert made.classes == tuple("abcdef") and (made.version, made.task_count) == (3, 3)
     every = {**paint("abc"), **paint("de"), **paint("f")}
     torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-4, atol=1e-5)
@@ -146,6 +149,8 @@ CASES: dict[str, dict[str, Any]] = {
     "nearest mean": {"method": "l2p", "head.kind": "nearest-mean"},
     "two tasks adapt": {"method": "probprompt", "adapt_tasks": 2},
     "plain ridge": {"method": "ranpac", "projections": 0},
+    "blocks before the last": {"method": "probprompt", "head.layers": 2},
+    "these alone": {"method": "ranpac", "projections": 0, "head.layers": 1},
 }
 
 

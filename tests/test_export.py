@@ -37,7 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "l2p": {"tokens": 2, "top_k": 2},
 }
 HEADS: dict[str, dict[str, Any]] = {
-    "probprompt": {"kind": "ridge", "projections": 30, "with_query": True},
+    "probprompt": {"kind": "ridge", "projections": 30, "with_query": True, "layers": 1},
     "coda-prompt": {"kind": "lda"},
     "l2p": {"kind": "nearest-mean"},
 }
@@ -59,7 +59,7 @@ def tiny_backbone(depth: int) -> FrozenViT:
 def source(name: str, **more: Any) -> Source:
     """A model that has begun two tasks, with a head that knows four classes."""
     kind = methods.find(name)
-    backbone = tiny_backbone(depth=2 if name == "dual-prompt" else 1)
+    backbone = tiny_backbone(depth=2 if name in ("dual-prompt", "probprompt") else 1)
     blocks = {"blocks": [0]} if "blocks" in kind.Config.model_fields else {}
     config = methods.parse_config({"name": name, **blocks, **SMALL.get(name, {})})
     method = kind.create(config, methods.Shape(WIDTH, backbone.depth), 0)

@@ -511,6 +511,20 @@ def test_a_small_first_task_does_not_spoil_the_tasks_to_come() -> None:
     assert right(head) > max(map(right, best.values())) - 0.05 > right(best[1e-4])
 
 
+def test_what_is_not_projected_stands_beside_the_projections() -> None:
+    config = heads.HeadConfig(kind="ridge", projections=30, ridge=2.0, with_query=True, layers=3)
+    head = heads.make_head(config, "ridge", width=6, seed=3)
+    assert isinstance(head, heads.RidgeHead) and head.width == 6 * 8 and head.layers == 3
+    assert head.projection is not None and head.projection.shape == (12, 30)
+    features, labels = torch.randn(40, 48, generator=torch.Generator().manual_seed(4)), torch.arange(40) % 4
+    head.learn(features, labels, 4, task_key=0)
+    hidden = torch.cat([(features[:, :12] @ head.projection).relu(), 12**0.5 * features[:, 12:]], dim=1).double()
+    wanted = torch.nn.functional.one_hot(labels, 4).double()
+    expected = torch.linalg.solve(hidden.T @ hidden + 2.0 * torch.eye(66), hidden.T @ wanted)
+    torch.testing.assert_close(head.weight, expected.T.float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(head(features), (hidden @ expected).float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("images", (12, 60))
 def test_the_strengths_are_compared_by_their_true_solutions(images: int) -> None:
     """Whether fewer images or fewer projections make the smaller matrix, the solutions are the same."""

@@ -416,6 +416,46 @@ def test_a_head_may_see_the_query_beside_the_prompted_features(
     assert not torch.allclose(without.learner.model.predict(images), by_hand)
 
 
+@pytest.mark.parametrize("name", ("probprompt", "l2p", "apt", "ranpac"))
+@pytest.mark.parametrize("head", ("ridge", "lda"))
+def test_a_head_may_read_the_blocks_before_the_last(
+    name: str, head: str, few: Path, loading: None, tmp_path: Path
+) -> None:
+    """Behind the feature and the query, at every place where it learns or predicts."""
+    asks = name in ("probprompt", "l2p")
+    wanted = {"kind": head, "with_query": asks, "layers": 1, "ridge": 1.0}
+    run = execute.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
+    workshop = restored(run)
+    model, scorer, task = workshop.learner.model, workshop.scorer, workshop.tasks[-1]
+    width = model.backbone.width
+    assert model.head.width == width * (4 if asks else 3)
+    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
+    query = model.query(images)
+    with torch.no_grad():
+        prompts = model.method.prompts(query, EVALUATION).prompts
+        read = model.backbone.features(images, prompts, model.method.readout if prompts else "class", layers=1)
+        parts = [read[:, :width], *([query] if asks and query is not None else []), read[:, width:]]
+        by_hand = model.head(torch.cat(parts, dim=1))
+    torch.testing.assert_close(model.predict(images), by_hand)
+    torch.testing.assert_close(scorer.logits(torch.arange(6)), by_hand)
+    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
+    assert workshop.learner.look(task, lambda _: None).shape == (len(task), model.head.width)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    (
+        ({"kind": "linear", "layers": 1}, "head.layers is for heads in closed form"),
+        ({"kind": "ridge", "layers": 9}, "head.layers is 9, but the backbone has"),
+    ),
+)
+def test_layers_that_no_head_could_read_are_refused(
+    head: dict[str, Any], message: str, few: Path, loading: None
+) -> None:
+    with pytest.raises(UserError, match=message):
+        execute.prepare(configure(few, "narrow", "probprompt", head=head), CPU, Watcher())
+
+
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     (

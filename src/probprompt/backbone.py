@@ -144,11 +144,18 @@ class FrozenViT(nn.Module):
         """What is read out without prompts or gradient: (B, 3, H, W) -> (B, D), float32."""
         return self.features(images, readout=readout)
 
-    def features(self, images: Tensor | Embedded, prompts: Prompts | None = None, readout: Readout = "class") -> Tensor:
+    def features(
+        self,
+        images: Tensor | Embedded,
+        prompts: Prompts | None = None,
+        readout: Readout = "class",
+        layers: int = 0,
+    ) -> Tensor:
         """What is read out with prompts injected: (B, 3, H, W) -> (B, D), float32.
 
         ``class`` is the class token after the final norm, ``class before norm`` what goes into that norm, and
-        ``tokens`` the mean of the injected tokens after it.
+        ``tokens`` the mean of the injected tokens after it. ``layers`` puts readings of so many blocks before the last
+        behind it, (B, D + 2 layers D): of each block the class token, then the mean of the patches, both normalised.
         """
         prompts = prompts or {}
         _check_prompts(self.model, prompts, images.shape[0])  # len() would fix the batch of an exported graph
@@ -157,7 +164,8 @@ class FrozenViT(nn.Module):
             _check_images(self.model, images)
             images = Embedded(self._embed(images, fast))
         own, block, prompt = images.tokens.shape[1], self.model.blocks[-1], prompts.get(self.depth - 1)
-        tokens, mixed = self._run_blocks(images, prompts, fast, readout)  # (B, T, D)
+        readings: list[Tensor] = []
+        tokens, mixed = self._run_blocks(images, prompts, fast, readout, readings, layers)  # (B, T, D)
         if isinstance(prompt, Tokens):
             tokens = self._join(tokens, prompt)  # (B, T + P, D)
         # The last block needs the tokens that are not read out as keys and values alone.
@@ -167,17 +175,28 @@ class FrozenViT(nn.Module):
             tokens = _finish_block(block, tokens[:, None], block.attn.proj(mixed)[:, None])  # (B, 1, D)
         if readout != "class before norm":
             tokens = self.model.norm(tokens)
-        return tokens.float().mean(dim=1)  # (B, D)
+        feature = tokens.float().mean(dim=1)  # (B, D)
+        return torch.cat([feature, *readings], dim=1) if readings else feature
 
     def _run_blocks(
-        self, images: Embedded, prompts: Prompts, fast: Fused | None, readout: Readout
+        self,
+        images: Embedded,
+        prompts: Prompts,
+        fast: Fused | None,
+        readout: Readout,
+        readings: list[Tensor],
+        layers: int,
     ) -> tuple[Tensor, Tensor | None]:
         """All blocks but the last (B, T, D); those that the fused path knows, many at a time.
 
         Where that path knows the last one, too: the class token before it (B, D) and what it mixes for it (B, W).
+        Readings of the last ``layers`` of them are added to ``readings``.
         """
-        tokens, index, mixed = images.tokens, 0, None
+        tokens, index, mixed, own = images.tokens, 0, None, images.tokens.shape[1]
+        first_read = self.depth - 1 - layers
         while index < self.depth - 1:
+            if index > first_read:
+                readings += self._read(tokens, own)
             prompt, qkv = prompts.get(index), images.qkv if index == 0 else None
             if isinstance(prompt, Tokens):
                 tokens, qkv, prompt = self._join(tokens, prompt), None, None  # (B, T + P, D)
@@ -186,14 +205,23 @@ class FrozenViT(nn.Module):
                 index += 1
                 continue
             end = index + 1
-            while end < self.depth - 1 and isinstance(prompts.get(end), Prefix | None):
+            while end < self.depth - 1 and end <= first_read and isinstance(prompts.get(end), Prefix | None):
                 end += 1
             prefixes = [prompt, *(prompts.get(later) for later in range(index + 1, end))]
             expanded = [_expanded(prefix, tokens.shape[0]) for prefix in prefixes]
             plain = end == self.depth - 1 and end not in prompts and readout != "tokens"
-            last = fast.last if plain and fused.readable(tokens.shape[1]) else None
+            last = fast.last if plain and not layers and fused.readable(tokens.shape[1]) else None
             (tokens, mixed), index = fused.run(fast.blocks[index:end], tokens, expanded, qkv, last), end
+        if layers:
+            readings += self._read(tokens, own)
         return tokens, mixed
+
+    def _read(self, tokens: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        """The class token and the mean of the patches (B, D) of the tokens behind a block, normalised each."""
+        tokens = tokens.float()
+        read = tokens[:, 0], tokens[:, self.model.num_prefix_tokens : own].mean(dim=1)
+        shape = tokens.shape[2:]
+        return functional.layer_norm(read[0], shape), functional.layer_norm(read[1], shape)
 
     def _fast(self) -> Fused | None:
         """The fused path where it can be taken: frozen plain blocks, in 16 bits, on a GPU that runs the kernels."""

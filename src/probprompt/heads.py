@@ -36,6 +36,9 @@ class HeadConfig(BaseModel):
     with_query: bool = False
     """Whether a head in closed form also sees the query, which is computed anyway: what the backbone says without
     prompts then stands beside what it says with them."""
+    layers: int = Field(0, ge=0)
+    """Of how many blocks before the last a head in closed form also reads the class token and the mean of the patches,
+    under prompts and each normalised. The ridge head takes them as they are, beside its projections."""
     shrinkage: float = Field(1e-3, gt=0, le=1)
     """How far the covariance of the LDA head is drawn towards its mean diagonal."""
 
@@ -45,6 +48,8 @@ class Head(nn.Module):
 
     trained: ClassVar[bool]
     """Whether it learns by gradient."""
+    layers: int = 0
+    """How many blocks before the last it reads, beside what is read out of the last."""
     learning_only: ClassVar[frozenset[str]] = frozenset()
     """Saved tensors that prediction does not need."""
 
@@ -252,7 +257,9 @@ class RidgeHead(ClosedFormHead):
     """Ridge regression of the one-hot classes on random ReLU projections of the features (RanPAC).
 
     With h = ReLU(f W), G = sum h h^T and C = sum h onehot(y)^T, logits are h (G + lambda I)^-1 C. W is drawn from the
-    seed. Lambda is chosen once, from powers of ten, by the squared error on a fifth of the first task's images: the
+    seed. The last ``untouched`` numbers of a feature are not projected, but stand beside the projections.
+
+    Lambda is chosen once, from powers of ten, by the squared error on a fifth of the first task's images: the
     largest within a standard error of the smallest error. (The smallest itself is a matter of chance where a small task
     is fitted exactly by every small lambda; kept, such a lambda fails the tasks to come.) That needs two classes of two
     images or more: until such a task comes, lambda is a tenth of the mean diagonal of G.
@@ -270,17 +277,21 @@ class RidgeHead(ClosedFormHead):
     strength: Tensor
     projection: Tensor | None
 
-    def __init__(self, width: int, seed: int, projections: int = 2000, ridge: float | None = None) -> None:
-        super().__init__(width, seed, projections)
+    def __init__(
+        self, width: int, seed: int, projections: int = 2000, ridge: float | None = None, untouched: int = 0
+    ) -> None:
+        super().__init__(width, seed, projections + untouched if projections else width)
         self.strength.fill_(math.nan if ridge is None else ridge)
-        projection = randomness.normal((width, projections), seed, "projection") if projections else None
+        self.untouched = untouched
+        projection = randomness.normal((width - untouched, projections), seed, "projection") if projections else None
         # Drawn from the seed again when a model is loaded, so it need not be stored.
         self.register_buffer("projection", projection, persistent=False)  # (D, L)
 
     @classmethod
     def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
         """Build the head with the projections and the ridge that are set."""
-        return cls(width, seed, config.projections, config.ridge)
+        whole = 1 + config.with_query + 2 * config.layers
+        return cls(width, seed, config.projections, config.ridge, untouched=width // whole * 2 * config.layers)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, and lambda."""
@@ -303,7 +314,11 @@ class RidgeHead(ClosedFormHead):
     def _projected(self, features: Tensor) -> Tensor:
         if self.projection is None:
             return features  # (B, D)
-        return (features @ self.projection.to(features)).relu()  # (B, L)
+        projection = self.projection.to(features)
+        if not self.untouched:
+            return (features @ projection).relu()  # (B, L)
+        own = len(projection)  # what is not projected is put on the scale of what is
+        return torch.cat([(features[:, :own] @ projection).relu(), math.sqrt(own) * features[:, own:]], dim=1)
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
         if bool(self.strength.isnan()):
@@ -466,10 +481,23 @@ def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head
     torch.Size([2, 3])
     """
     kind = config.kind or preferred
-    if config.with_query and HEADS[kind].trained:
-        closed = ", ".join(name for name, head in HEADS.items() if not head.trained)
-        raise UserError(f"head.with_query is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
-    return HEADS[kind].create(config, 2 * width if config.with_query else width, seed)
+    if HEADS[kind].trained:
+        for name in ("with_query", "layers"):
+            if getattr(config, name):
+                closed = ", ".join(other for other, head in HEADS.items() if not head.trained)
+                raise UserError(f"head.{name} is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
+    head = HEADS[kind].create(config, given_width(config, width), seed)
+    head.layers = config.layers
+    return head
+
+
+def given_width(config: HeadConfig, width: int) -> int:
+    """The width of what a head is given where features are of this width: these, the query, then readings of blocks.
+
+    >>> given_width(HeadConfig(with_query=True, layers=3), 10)
+    80
+    """
+    return width * (1 + config.with_query + 2 * config.layers)
 
 
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -20,7 +20,7 @@ from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_
 from probprompt.data.images import Pixels
 from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
 from probprompt.errors import UserError
-from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
+from probprompt.heads import HEADS, ClosedFormHead, RidgeHead, given_width
 from probprompt.methods import find
 from probprompt.runs.checkpoint import group
 from probprompt.runs.execute import build_model, build_viewer, usual_precision
@@ -89,7 +89,7 @@ class Predictor:
     gaussians: Gaussians
 
     def look(self, pixels: list[Pixels]) -> Tensor:
-        """What the head is given of images: (n, D or 2 D)."""
+        """What the head is given of images: (n, D or more)."""
         device = self.viewer.mean.device
         store = ImageStore.of(pixels, device)
         return self.look_at(self.viewer.evaluation(store, torch.arange(len(pixels), device=device)))
@@ -99,7 +99,7 @@ class Predictor:
         """What the head is given of prepared images (n, 3, size, size)."""
         seen = self.model.embed(images)
         query = self.model.query(seen)
-        return self.model.head_input(self.model.features(seen, query=query)[0], query)
+        return self.model.head_input(self.model.evaluated(seen, query=query), query)
 
     @torch.no_grad()
     def judge(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,10 +243,10 @@ class Engine:
     def widths(self) -> dict[str, int]:
         """The width of everything that is added up of an image, by name; what the head is solved from comes last."""
         width = self.backbone.model.width
-        found = {"unit": width, "plain": width * (2 if self.config.head.with_query else 1)}
-        if self.head_kind == "ridge" and self.config.head.projections:
-            found["lifted"] = self.config.head.projections
-        return found
+        head = self.config.head
+        if self.head_kind == "ridge" and head.projections:
+            return {"unit": width, "lifted": head.projections + 2 * head.layers * width}
+        return {"unit": width, "plain": given_width(head, width)}
 
     def views(self, head: object) -> Views:
         """How features are seen by what adds them up."""

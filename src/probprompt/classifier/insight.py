@@ -72,7 +72,7 @@ def diversity(engine: Engine, state: State) -> dict[str, Any] | None:
         if not len(rows):
             rows = known.rest.tensors.get("rows", rows)
         if len(rows):
-            queries.append(rows[0, width:])  # features, then the query
+            queries.append(rows[0, width : 2 * width])  # features, then the query, then readings of blocks
             names.append(known.name)
     if len(names) < 2:
         return None

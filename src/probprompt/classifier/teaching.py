@@ -152,7 +152,7 @@ def _lesson(
 
 
 def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: int, watch: Watcher) -> Tensor:
-    """Train what is to be trained, and solve or refit the head; returns what it is given of all images (n, D or 2 D).
+    """Train what is to be trained, and solve or refit the head; returns what it is given of all images (n, D or more).
 
     What is trained by gradient never sees the held-out images; a head in closed form is solved with them.
     """

@@ -55,14 +55,14 @@ class Scorer:
 
     @torch.no_grad()
     def features(self, rows: Tensor) -> Tensor:
-        """Features (n, D) of these images, from the cache where nothing can have changed them."""
+        """Features of these images as the head reads them (n, D or more), from the cache where nothing changes them."""
 
         def compute(some: Tensor) -> Tensor:
             seen = self.model.embed(self.viewer.evaluation(self.images.store, some))
             query = None
             if self.model.method.needs_query:
                 query = self._queries.get(some, lambda new: self._ask(new, seen if len(new) == len(some) else None))
-            return self.model.features(seen, query=query)[0]
+            return self.model.evaluated(seen, query=query)
 
         return self._features.get(rows, compute) if self.model.static else compute(rows)
 

@@ -73,8 +73,7 @@ class Graph(nn.Module):
         pixels = (images.permute(0, 3, 1, 2).float() - self.pixel_mean) * self.pixel_scale  # (B, 3, side, side)
         seen = self.model.embed(pixels)
         query = self.model.query(seen)  # (B, D)
-        features = self.model.features(seen, EVALUATION, query)[0]  # (B, D)
-        given = self.model.head_input(features, query)  # (B, D or 2 D)
+        given = self.model.head_input(self.model.evaluated(seen, EVALUATION, query), query)  # (B, D or more)
         return tuple(answer.float() for answer in self.judge(given))
 
 

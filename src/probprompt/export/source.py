@@ -37,7 +37,7 @@ class View:
 
 
 Judge = Callable[[Tensor], tuple[Tensor, ...]]
-"""What a head is given (B, D or 2 D) to probabilities (B, C) and, where that is known, novelty (B,)."""
+"""What a head is given (B, D or more) to probabilities (B, C) and, where that is known, novelty (B,)."""
 
 
 @dataclass(frozen=True)

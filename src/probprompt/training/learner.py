@@ -197,7 +197,7 @@ class Learner:
     def finish(self, task: TaskImages, advance: Advance) -> Tensor | None:
         """Tell the method that the task is trained; then solve the head, or realign it to all classes.
 
-        Returns what a head in closed form was given of the images: (n, D or 2 D).
+        Returns what a head in closed form was given of the images: (n, D or more).
         """
         seen = None
         self._current = None  # what captured steps hold is free for what follows
@@ -205,7 +205,7 @@ class Learner:
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
-            seen = self.look(task, advance)  # (n, D or 2 D)
+            seen = self.look(task, advance)  # (n, D or more)
             self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
             self._align(task, advance)
@@ -218,7 +218,7 @@ class Learner:
         return seen
 
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
-        """What the head is given of the evaluation views of a task's images: (n, D or 2 D)."""
+        """What the head is given of the evaluation views of a task's images: (n, D or more)."""
         return self.model.head_input(*self._evaluation_pass(task, advance))
 
     def _agree(self) -> None:
@@ -328,7 +328,7 @@ class Learner:
 
     def _evaluation_features(self, task: TaskImages, advance: Advance) -> Tensor:
         """Features (n, D) of the evaluation views."""
-        return self._evaluation_pass(task, advance)[0]
+        return self._evaluation_pass(task, advance)[0][:, : self.model.backbone.width]
 
     def _evaluation_pass(self, task: TaskImages, advance: Advance) -> tuple[Tensor, Tensor | None]:
         """Features and queries of the evaluation views; those that nothing changes any more are kept."""
@@ -342,7 +342,7 @@ class Learner:
     def _pass(
         self, task: TaskImages, views: RandomViews | None, advance: Advance, only_queries: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Features (n, D) of all the task's images with the prompts of evaluation, and their queries."""
+        """Features of all the task's images with the prompts of evaluation, as the head reads them, and queries."""
         method = self.model.method
         context = method.statistics_context(task.index) if self.adapts(task) else EVALUATION
         features, queries = [], []
@@ -358,10 +358,11 @@ class Learner:
             if query is not None:
                 queries.append(query)
             if not only_queries:
-                features.append(self.model.features(seen, context, query)[0])
+                features.append(self.model.evaluated(seen, context, query))
             advance(1)
         nothing = torch.empty(0, self.model.backbone.width, device=self.device)
-        found, asked = (torch.cat(parts) if parts else nothing for parts in (features, queries))
+        found = torch.cat(features) if features else nothing.repeat(1, 1 + 2 * self.model.head.layers)
+        asked = torch.cat(queries) if queries else nothing
         return (
             nothing if only_queries else self.world.gather(found, len(task)),
             self.world.gather(asked, len(task)) if method.needs_query else None,

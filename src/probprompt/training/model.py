@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from probprompt.backbone import DTYPES, Embedded, FrozenViT, Precision
+from probprompt.errors import UserError
 from probprompt.heads import Head
 from probprompt.methods import EVALUATION, Context, Method
 from probprompt.prompts import Prompts, Tokens
@@ -16,6 +17,10 @@ class PromptedModel(nn.Module):
 
     def __init__(self, backbone: FrozenViT, method: Method, head: Head) -> None:
         super().__init__()
+        if head.layers >= backbone.depth:
+            raise UserError(
+                f"head.layers is {head.layers}, but the backbone has {backbone.depth - 1} block(s) before the last"
+            )
         self.backbone, self.method, self.head = backbone, method, head
         self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
         self.on_the_way_back: Callable[[], None] | None = None
@@ -60,35 +65,46 @@ class PromptedModel(nn.Module):
         return self.backbone.query(images, self.method.query_readout) if self.method.needs_query else None
 
     def features(
-        self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None
+        self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None, layers: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Features (B, D) of images, and the method's own loss; a query computed before may be given."""
+        """Features (B, D) of images, and the method's own loss; a query computed before may be given.
+
+        With ``layers``, readings of so many blocks before the last stand behind each feature.
+        """
         if isinstance(images, Tensor) and query is None:
             images = self.embed(images)
         if query is None:
             query = self.query(images)  # (B, D)
         prompted = self.method.prompts(query, context)
         if not prompted.prompts and not self.method.trains_backbone:
-            return self.backbone.query(images), prompted.loss
+            with torch.no_grad():
+                return self.backbone.features(images, layers=layers), prompted.loss
         if self.on_the_way_back is not None:
             _call_on_the_way_back(self.on_the_way_back, prompted.prompts)
         device = next(self.backbone.parameters()).device
         with torch.autocast(device.type, DTYPES[self._mixed], enabled=self._mixed != "fp32"):
-            return self.backbone.features(images, prompted.prompts, self.method.readout), prompted.loss
+            return self.backbone.features(images, prompted.prompts, self.method.readout, layers), prompted.loss
+
+    def evaluated(
+        self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None
+    ) -> Tensor:
+        """Features of images with all that the head reads of the pass (B, D or more); see :meth:`head_input`."""
+        return self.features(images, context, query, self.head.layers)[0]
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
-        """What the head is given: features (B, D), or these beside the query (B, 2 D) where it is built for both."""
+        """What the head is given: the feature, the query where it is built for that, then readings of blocks."""
         if self.head.width == features.shape[1]:
             return features
         assert query is not None
-        return torch.cat([features, query], dim=1)
+        width = query.shape[1]
+        return torch.cat([features[:, :width], query, features[:, width:]], dim=1)
 
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """Logits (B, C) over the classes seen so far, at evaluation."""
         seen = self.embed(images)
         query = self.query(seen) if query is None else query
-        logits: Tensor = self.head(self.head_input(self.features(seen, EVALUATION, query)[0], query))
+        logits: Tensor = self.head(self.head_input(self.evaluated(seen, EVALUATION, query), query))
         return logits
 
 
