@@ -58,6 +58,7 @@ def _serve(connection: socket.socket) -> None:
 if __name__ == "__main__":
     import torch
 
+    import probprompt.cli.app
     import probprompt.cli.audit
     import probprompt.cli.book
     import probprompt.cli.commands

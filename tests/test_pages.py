@@ -279,8 +279,8 @@ def test_what_a_page_says_works_as_pasted(
 ) -> None:
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     programs = (str(command), str(Path(sys.executable).parent), os.environ["PATH"])
-    around = {"PATH": os.pathsep.join(programs), "PROBPROMPT_CACHE": str(tmp_path / ".cache"), **alone(tmp_path)}
-    for name, value in around.items():
+    own = {"PROBPROMPT_CACHE": str(tmp_path / ".cache"), "PROBPROMPT_DATA": str(tmp_path / "data"), **alone(tmp_path)}
+    for name, value in {"PATH": os.pathsep.join(programs), **own}.items():
         monkeypatch.setenv(name, value)
     said: list[str] = []
     with ExitStack() as closing:
