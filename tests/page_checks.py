@@ -112,6 +112,22 @@ def check_reproducing(folder: Path, said: list[str]) -> None:
     assert re.search(r"\d+ missing", said[1])
 
 
+def check_serve(folder: Path, said: list[str]) -> None:
+    """The address to open holds the token, and Ctrl-C ends the service in peace."""
+    assert re.search(r"open http://\S+/#token=\S{20,}", said[0]) and said[0].rstrip().endswith("stopped")
+
+
+def check_own_photos(folder: Path, said: list[str]) -> None:
+    """Both ways of working went on with the same model; a version is there for every change."""
+    changes = ["learned", "learned", "renamed", "forgot", "rolled back", "learned", "forgot", "rolled back"]
+    history = ContinualClassifier.load(folder / "my-model").history()
+    assert [version.what for version in history] == changes
+    assert set(history[-1].classes) == {"cat", "flower", "moon", "boat", "clock"}
+    assert len((folder / "answers.csv").read_text(encoding="utf-8").splitlines()) == 1 + 12
+    assert "all is well" in said[2] and "on held-out training images" in said[2]
+    assert (folder / "runs" / "mine" / "comparison.html").is_file() and sizes(folder / "runs" / "chosen") == [2, 2, 2]
+
+
 def check_tables(page: str) -> Callable[[Path, list[str]], None]:
     """The page that was filled from the record is the one that is here."""
 
@@ -129,7 +145,9 @@ CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
     "docs/export.md": check_hub,
     "docs/performance.md": check_performance,
     "docs/scale.md": check_scale,
+    "docs/serve.md": check_serve,
     "docs/tutorials/cluster.md": check_cluster,
+    "docs/tutorials/own-photos.md": check_own_photos,
     "docs/tutorials/reproducing.md": check_reproducing,
     **{page: check_tables(page) for page in TABLES},
 }

@@ -28,7 +28,7 @@ import typer
 
 from page_checks import CHECKS
 from page_marks import ROOT, Block, WrongMarkError, read_blocks
-from page_world import World
+from page_world import GIVEN, World
 from probprompt import methods, presets
 from probprompt.cli.app import app
 from probprompt.config import apply_assignments
@@ -243,6 +243,11 @@ def test_a_mark_says_what_is_executed(mark: str, code: str) -> None:
 def test_a_wrong_mark_is_refused(text: str) -> None:
     with pytest.raises(WrongMarkError):
         assert [block.replaced for block in read_blocks("page.md", f"Text\n\n{text}\n")]
+
+
+def test_what_can_be_given_and_looked_up_is_what_pages_ask_for() -> None:
+    assert {name for block in BLOCKS for name in block.mark.given} == set(GIVEN)
+    assert set(CHECKS) <= {block.page for block in BLOCKS if block.executed_here}
 
 
 # What is executed
