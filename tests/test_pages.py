@@ -285,7 +285,7 @@ def test_what_a_page_says_works_as_pasted(
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     programs = (str(command), str(Path(sys.executable).parent), os.environ["PATH"])
     own = {"PROBPROMPT_CACHE": str(tmp_path / ".cache"), "PROBPROMPT_DATA": str(tmp_path / "data"), **alone(tmp_path)}
-    for name, value in {"PATH": os.pathsep.join(programs), **own}.items():
+    for name, value in {"PATH": os.pathsep.join(programs), "OMP_NUM_THREADS": "1", **own}.items():
         monkeypatch.setenv(name, value)
     said: list[str] = []
     with ExitStack() as closing:
