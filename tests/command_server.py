@@ -13,6 +13,8 @@ from pathlib import Path
 
 CLIENT = """#!{python}
 import json, os, socket, sys
+if sys.argv[1:2] == ["serve"]:  # is stopped by a signal, and so a process of its own
+    os.execv(sys.executable, [sys.executable, "-m", "probprompt", *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({path!r})
     asked = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
@@ -56,6 +58,7 @@ def _serve(connection: socket.socket) -> None:
 if __name__ == "__main__":
     import torch
 
+    import probprompt.cli.app
     import probprompt.cli.audit
     import probprompt.cli.book
     import probprompt.cli.commands

@@ -1,28 +1,34 @@
 """Every block of code in the docs and the README: executed, or, where that cannot be done here, at least parsed.
 
 Blocks of a page are executed in their order in one empty folder: python in one namespace, bash by bash with
-`probprompt` on the PATH. A block that cannot be executed in a test carries the reason in the source, on the line
-before it: `<!-- parsed only: needs eight GPUs -->`. Then its python must compile, its bash must be valid, and every
-`probprompt` in it must be a command with options that exist, settings that exist and names that exist.
+`probprompt` on the PATH. The line before a block may say what is put in the place of something that a small machine
+cannot have, and what lies ready (page_marks.py), or why it cannot be executed at all. Then its python must compile, its
+bash must be valid, and every `probprompt` in it must be a command with options, settings and names that exist. What a
+page promises beyond that its blocks run is looked up by page_checks.py.
 """
 
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.request import urlopen
 
 import pytest
 import typer
-from markdown_it import MarkdownIt
 
+from page_checks import CHECKS
+from page_marks import ROOT, Block, WrongMarkError, read_blocks
+from page_world import GIVEN, World
 from probprompt import methods, presets
 from probprompt.cli.app import app
 from probprompt.config import apply_assignments
@@ -30,7 +36,6 @@ from probprompt.data import benchmarks
 from probprompt.errors import UserError
 from probprompt.methods import base
 
-ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "results").glob("*.md"))]  # part of the site
 SHOWN = {"text", "json", "toml"}  # languages of what is only shown
@@ -50,41 +55,11 @@ OTHER_COMMANDS = {
     "curl",
     "python",
 }
-_MARK = re.compile(r"<!-- parsed only: (.{5,}) -->")
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
 _OPENING = {"if", "then", "else"}
+LONGEST_SECONDS = 300
 REFUSED = typer.BadParameter.__mro__[1]
 """What the parser raises: a wrong option, value or command."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of code of a page."""
-
-    page: str
-    line: int
-    language: str
-    code: str
-    parsed_only: bool
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        return f"{self.page}, line {self.line}"
-
-
-def read_blocks(page: str) -> list[Block]:
-    """All blocks of a page; indented ones have no language and are refused elsewhere."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    lines, blocks = text.splitlines(), []
-    for token in MarkdownIt().parse(text):
-        if token.type in ("fence", "code_block") and token.map:
-            first = token.map[0]
-            before = next((line for line in reversed(lines[:first]) if line.strip()), "")
-            language = token.info.strip() if token.type == "fence" else "indented"
-            marked = bool(_MARK.fullmatch(before.strip()))
-            blocks.append(Block(page, first + 1, language, token.content, marked))
-    return blocks
 
 
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
@@ -93,8 +68,8 @@ BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 # What is not executed
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.parsed_only or b.language in SHOWN], ids=lambda b: b.where)
-def test_what_is_not_executed_is_at_least_valid(block: Block) -> None:
+@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.executed_here or b.mark.swaps], ids=lambda b: b.where)
+def test_what_is_not_executed_as_it_stands_is_at_least_valid(block: Block) -> None:
     if block.language == "python":
         compile(block.code, block.where, "exec")
     elif block.language == "bash":
@@ -214,6 +189,67 @@ def test_a_wrong_line_is_found(line: str) -> None:
         check_shell(line)
 
 
+# What other tests execute
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark.elsewhere], ids=lambda b: b.where)
+def test_what_another_test_executes_is_named_there(block: Block) -> None:
+    text = (ROOT / block.mark.elsewhere).read_text(encoding="utf-8")
+    parts = Path(block.page).parts
+    assert block.page in text or " / ".join(f'"{part}"' for part in parts) in text, f"{block.mark.elsewhere}: no page"
+
+
+# Marks
+
+
+@pytest.mark.parametrize(
+    ("mark", "code"),
+    [
+        ('executed with: "8" as "2"', "run 2 2\n"),
+        ('executed with: "run 8" as "walk", "8" as "2"', "walk 2\n"),  # the longest first
+        ('executed with: "run" as "8", "8" as "run"', "8 run run\n"),  # and all at once
+        ('executed given: photos, inbox; with: "8 8" as "\\"a; b\\""', 'run "a; b"\n'),
+        ("executed in: elsewhere; twice", "run 8 8\n"),
+        ('executed until:\n   "stop; now"', "run 8 8\n"),
+    ],
+)
+def test_a_mark_says_what_is_executed(mark: str, code: str) -> None:
+    (block,) = read_blocks("page.md", f"Text\n\n<!-- {mark} -->\n\n```bash\nrun 8 8\n```\n")
+    assert block.replaced == code and block.executed_here
+    assert block.mark.twice == ("twice" in mark)
+    assert block.mark.folder == ("elsewhere" if "in: " in mark else "")
+    assert block.mark.given == (("photos", "inbox") if "given" in mark else ())
+    assert block.mark.until == ("stop; now" if "until" in mark else "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<!-- executed with: "9" as "2" -->\n```bash\nrun 8\n```',  # nothing to replace
+        '<!-- executed with: "8" as "8" -->\n```bash\nrun 8\n```',
+        '<!-- executed with: "8" as "2", "8" as "3" -->\n```bash\nrun 8\n```',
+        '<!-- executed with: "8" as 2 -->\n```bash\nrun 8\n```',
+        '<!-- executed with: "8" as "2" "9" as "3" -->\n```bash\nrun 8\n```',
+        "<!-- executed twice; twice -->\n```bash\nrun 8\n```",
+        "<!-- executed quickly -->\n```bash\nrun 8\n```",
+        "<!-- executed given: -->\n```bash\nrun 8\n```",
+        "<!-- executed in: ../other -->\n```bash\nrun 8\n```",
+        "<!-- executed by hand -->\n```bash\nrun 8\n```",
+        "<!-- parsed only -->\n```bash\nrun 8\n```",
+        "<!-- parsed only: needs a GPU -->\nText\n```bash\nrun 8\n```",  # stands before no block
+        "<!-- executed twice -->\n",
+    ],
+)
+def test_a_wrong_mark_is_refused(text: str) -> None:
+    with pytest.raises(WrongMarkError):
+        assert [block.replaced for block in read_blocks("page.md", f"Text\n\n{text}\n")]
+
+
+def test_what_can_be_given_and_looked_up_is_what_pages_ask_for() -> None:
+    assert {name for block in BLOCKS for name in block.mark.given} == set(GIVEN)
+    assert set(CHECKS) <= {block.page for block in BLOCKS if block.executed_here}
+
+
 # What is executed
 
 
@@ -221,7 +257,8 @@ def test_a_wrong_line_is_found(line: str) -> None:
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the program `probprompt`, which answers quickly."""
     folder = Path(tmp_path_factory.mktemp("bin"))
-    server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "command_server.py"), str(folder / "socket")])
+    asked = [sys.executable, str(ROOT / "tests" / "command_server.py"), str(folder / "socket")]
+    server = subprocess.Popen(asked, env={**os.environ, **alone(folder)})
     try:
         while not (folder / "ready").exists():
             assert server.poll() is None, "the command server did not start"
@@ -232,22 +269,78 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         server.wait()
 
 
+def alone(folder: Path) -> dict[str, str]:
+    """An environment in which the hub's client has nothing of the user's."""
+    return {"HF_HOME": str(folder / ".hub"), "HF_HUB_DISABLE_XET": "1"}
+
+
 def _executed(page: str) -> list[Block]:
-    return [block for block in read_blocks(page) if not block.parsed_only and block.language in ("python", "bash")]
+    return [block for block in read_blocks(page) if block.executed_here]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _executed(page)])
 def test_what_a_page_says_works_as_pasted(
-    page: str, tmp_path: Path, command: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, command: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{command}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PROBPROMPT_CACHE", str(tmp_path / ".cache"))
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in _executed(page):
-        if block.language == "python":
-            exec(compile(block.code, block.where, "exec"), namespace)
-        else:
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.code], capture_output=True, text=True)
-            assert done.returncode == 0, f"{block.where}:\n{done.stdout}\n{done.stderr}"
+    programs = (str(command), str(Path(sys.executable).parent), os.environ["PATH"])
+    own = {"PROBPROMPT_CACHE": str(tmp_path / ".cache"), "PROBPROMPT_DATA": str(tmp_path / "data"), **alone(tmp_path)}
+    for name, value in {"PATH": os.pathsep.join(programs), "OMP_NUM_THREADS": "1", **own}.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    with ExitStack() as closing:
+        world = World(lambda: request.getfixturevalue("small_model"), monkeypatch, closing)
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        for block in _executed(page):
+            folder = tmp_path / block.mark.folder
+            folder.mkdir(exist_ok=True)
+            monkeypatch.chdir(folder)
+            for name in block.mark.given:
+                world.prepare(name, folder)
+            for _ in range(1 + block.mark.twice):
+                if block.language == "python":
+                    exec(compile(block.replaced, block.where, "exec"), namespace)
+                else:
+                    said.append(run_shell(block))
+    if page in CHECKS:
+        CHECKS[page](tmp_path, said)
+
+
+def run_shell(block: Block) -> str:
+    """Execute a block by bash, and give back what it said."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as told:
+        words = ["bash", "-euo", "pipefail", "-c", block.replaced]
+        process = subprocess.Popen(words, stdout=told, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            if block.mark.until:
+                visit(wait_for(block.mark.until, told, process))
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does for Ctrl-C
+            code = process.wait(LONGEST_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it left running
+            process.wait()
+        said = read_again(told)
+    assert code == 0, f"{block.where}:\n{said}"
+    return said
+
+
+def read_again(told: IO[str]) -> str:
+    told.seek(0)
+    return told.read()
+
+
+def wait_for(text: str, told: IO[str], process: subprocess.Popen[bytes]) -> str:
+    """What a program that goes on has said, once that holds this text."""
+    until = time.monotonic() + LONGEST_SECONDS
+    while text not in (said := read_again(told)):
+        assert process.poll() is None and time.monotonic() < until, f"never said {text!r}:\n{said}"
+        time.sleep(0.05)
+    return said
+
+
+def visit(said: str) -> None:
+    """Look at the page whose address a service has told."""
+    (address,) = re.findall(r"serving \S+ at (http://127\.0\.0\.1:\d+)", said)
+    with urlopen(address, timeout=30) as page:
+        assert page.status == 200 and b"<html" in page.read()

@@ -1,0 +1,232 @@
+"""A stand-in of the hub's API, for models that are sent and fetched over real HTTP without leaving this machine."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+YAML: Any = import_module("yaml")  # comes with the hub's client; without types
+
+TOKEN = "hf_of_the_tests"
+"""What may write to the repositories of ``me``."""
+
+
+@dataclass
+class Repository:
+    """Files by commit, the newest commit last."""
+
+    private: bool = False
+    commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        digest = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
+        self.commits.append((digest, files))
+        return digest
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.commits[-1][1]
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        if revision == "main":
+            return self.commits[-1]
+        return next((one for one in self.commits if one[0] == revision), None)
+
+
+class Hub:
+    """The server, and what it holds."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.large: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.cuts: dict[str, list[int]] = {}
+        """By file: after how many bytes the next answers end."""
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 (the names that the server calls)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.web.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.web.server_address[1]}"
+        threading.Thread(target=self.web.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.web.shutdown()
+        self.web.server_close()
+
+    def answer(self, to: BaseHTTPRequestHandler) -> None:
+        path = unquote(urlsplit(to.path).path)
+        self.requests.append(f"{to.command} {path}")
+        body = to.rfile.read(int(to.headers.get("Content-Length") or 0))
+        for pattern, act in ROUTES.items():
+            found = re.fullmatch(pattern, path)
+            if found:
+                act(self, to, body, **found.groupdict())
+                return
+        say(to, 404, {"error": f"no such page: {path}"})
+
+    def may_write(self, to: BaseHTTPRequestHandler, owner: str) -> bool:
+        """Whether the token is right, and right for this owner; says so where it is not."""
+        given = to.headers.get("Authorization")
+        if given != f"Bearer {TOKEN}":
+            say(to, 401, {"error": "Invalid username or password."})
+        elif owner != "me":
+            say(to, 403, {"error": f"You don't have the rights to create a model under the namespace {owner!r}"})
+        return given == f"Bearer {TOKEN}" and owner == "me"
+
+    def visible(self, to: BaseHTTPRequestHandler, repo: str) -> Repository | None:
+        found = self.repositories.get(repo)
+        hidden = found is not None and found.private and to.headers.get("Authorization") != f"Bearer {TOKEN}"
+        if found is None or hidden:
+            say(to, 404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+            return None
+        return found
+
+    # What it is asked ------------------------------------------------------------------------------------------------
+
+    def create(self, to: BaseHTTPRequestHandler, body: bytes) -> None:
+        asked = json.loads(body)
+        repo = f"{asked['organization']}/{asked['name']}"
+        if not self.may_write(to, asked["organization"]):
+            return
+        if repo in self.repositories:
+            say(to, 409, {"error": "You already created this model repo", "url": f"{self.url}/{repo}"})
+            return
+        private = asked.get("visibility") == "private" or asked.get("private") is True
+        self.repositories[repo] = Repository(private)
+        self.repositories[repo].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
+        say(to, 200, {"url": f"{self.url}/{repo}"})
+
+    def info(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str | None = None) -> None:
+        found = self.visible(to, repo)
+        if found is None:
+            return
+        commit = found.at(revision or "main")
+        if commit is None:
+            say(to, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [{"rfilename": path} for path in commit[1]]
+        say(to, 200, {"id": repo, "sha": commit[0], "private": found.private, "siblings": siblings})
+
+    def validate(self, to: BaseHTTPRequestHandler, body: bytes) -> None:
+        """The hub refuses a card whose front matter it cannot read."""
+        content = json.loads(body)["content"]
+        try:
+            found = YAML.safe_load(content.split("---\n")[1])
+            problems = [] if isinstance(found, dict) else ["no mapping"]
+        except (YAML.YAMLError, IndexError) as problem:
+            problems = [str(problem)]
+        say(to, 400 if problems else 200, {"errors": [{"message": one} for one in problems], "warnings": []})
+
+    def preupload(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
+        if not self.may_write(to, repo.partition("/")[0]):
+            return
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": False,
+            }
+            for file in json.loads(body)["files"]
+        ]
+        say(to, 200, {"files": files})
+
+    def batch(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
+        objects: list[dict[str, Any]] = []
+        for one in json.loads(body)["objects"]:
+            upload = {"upload": {"href": f"{self.url}/lfs/{one['oid']}"}}
+            objects.append({**one, **({} if one["oid"] in self.large else {"actions": upload})})
+        say(to, 200, {"transfer": "basic", "objects": objects})
+
+    def upload(self, to: BaseHTTPRequestHandler, body: bytes, oid: str) -> None:
+        right = hashlib.sha256(body).hexdigest() == oid
+        if right:
+            self.large[oid] = body
+        say(to, 200 if right else 400, {})
+
+    def commit(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
+        if not self.may_write(to, repo.partition("/")[0]):
+            return
+        found, lines = self.repositories[repo], [json.loads(line) for line in body.splitlines()]
+        if lines[0]["value"].get("parentCommit") not in (None, found.commits[-1][0]):
+            say(to, 412, {"error": "A commit has happened since."})
+            return
+        files = dict(found.files)
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.large[value["oid"]]
+            else:
+                del files[value["path"]]
+        digest = found.commit(files)
+        say(to, 200, {"commitUrl": f"{self.url}/{repo}/commit/{digest}", "commitOid": digest, "success": True})
+
+    def resolve(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str, path: str) -> None:
+        found = self.visible(to, repo)
+        commit = found.at(revision) if found else None
+        if found is None:
+            return
+        if commit is None or path not in commit[1]:
+            say(to, 404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+            return
+        content, start = commit[1][path], 0
+        wanted = re.fullmatch(r"bytes=(\d+)-", to.headers.get("Range") or "")
+        start = int(wanted[1]) if wanted else 0
+        to.send_response(206 if start else 200)
+        if start:
+            to.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        to.send_header("Content-Length", str(len(content) - start))
+        # As on the hub: by the contents for large files. Here it is the commit's, so that other bytes are not noticed.
+        to.send_header("ETag", f'"{hashlib.sha256(f"{repo} {commit[0]} {path}".encode()).hexdigest()}"')
+        to.send_header("X-Repo-Commit", commit[0])
+        cuts = self.cuts.get(path) if to.command == "GET" else None
+        if cuts:
+            to.send_header("Connection", "close")
+            to.close_connection = True
+        to.end_headers()
+        if to.command == "GET":
+            to.wfile.write(content[start : start + cuts.pop(0)] if cuts else content[start:])
+
+
+def say(to: BaseHTTPRequestHandler, code: int, value: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    data = json.dumps(value).encode()
+    to.send_response(code)
+    for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+        to.send_header(name, text)
+    if "error" in value:
+        to.send_header("X-Error-Message", value["error"])
+    to.end_headers()
+    if to.command != "HEAD":
+        to.wfile.write(data)
+
+
+_REPO = r"(?P<repo>[^/]+/[^/]+)"
+ROUTES: dict[str, Any] = {
+    r"/api/repos/create": Hub.create,
+    r"/api/validate-yaml": Hub.validate,
+    rf"/api/models/{_REPO}": Hub.info,
+    rf"/api/models/{_REPO}/revision/(?P<revision>[^/]+)": Hub.info,
+    rf"/api/models/{_REPO}/preupload/main": Hub.preupload,
+    rf"/api/models/{_REPO}/commit/main": Hub.commit,
+    rf"/{_REPO}\.git/info/lfs/objects/batch": Hub.batch,
+    r"/lfs/(?P<oid>[0-9a-f]{64})": Hub.upload,
+    rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": Hub.resolve,
+}
