@@ -137,6 +137,19 @@ def test_other_readouts_agree(readout: str, everywhere: None) -> None:
     assert close(outcome(model, "tokens", readout), wanted, 5e-3)
 
 
+@pytest.mark.parametrize("layers", (1, 3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_readings_of_the_blocks_before_the_last_agree(kind: str, layers: int, everywhere: None) -> None:
+    model = vit()
+    images, (prompts, _) = drawn(BATCH, 3, 16, 16, seed=9), of_kind(kind)
+    with torch.no_grad():
+        wanted = model.features(model.embed(images), prompts, layers=layers)
+        model.model.half()
+        found = model.features(model.embed(images), prompts, layers=layers)
+    assert model._fast() is not None and found.shape == (BATCH, WIDTH * (1 + 2 * layers))
+    assert close(list(found.split(WIDTH, dim=1)), list(wanted.split(WIDTH, dim=1)), 1e-2)
+
+
 def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> None:
     model = vit()
     model.model.half()
