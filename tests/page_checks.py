@@ -137,7 +137,7 @@ def check_tables(page: str) -> Callable[[Path, list[str]], None]:
     return check
 
 
-TABLES = ("results/emoji-r.md", "results/emoji-r-components.md", "results/emoji-r-projections.md")
+TABLES = tuple(f"results/emoji-r{part}.md" for part in ("", "-components", "-projections", "-layers"))
 CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
     "README.md": check_readme,
     "docs/backbones.md": check_backbones,

@@ -51,6 +51,7 @@ BOOKS = {
     "results/emoji-r.md": "runs.jsonl",
     "results/emoji-r-components.md": "components.jsonl",
     "results/emoji-r-projections.md": "projections.jsonl",
+    "results/emoji-r-layers.md": "layers.jsonl",
 }
 
 
