@@ -250,8 +250,8 @@ def test_what_the_method_is_told_is_seen(backbone: FrozenViT) -> None:
     class Telling(PromptedModel):
         told: Context = EVALUATION
 
-        def features(self, images: Any, context: Context = EVALUATION, query: Any = None) -> Any:
-            return super().features(images, self.told, query)
+        def features(self, images: Any, context: Context = EVALUATION, query: Any = None, layers: int = 0) -> Any:
+            return super().features(images, self.told, query, layers)
 
     clean = model_of(backbone, RULES["own query"][0])
     model = Telling(clean.backbone, clean.method, clean.head)
