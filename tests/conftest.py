@@ -104,9 +104,9 @@ def count_queries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]
         backbone, images = workshop.learner.model.backbone, list[int]()
         original = backbone.query
 
-        def counting(pictures: Tensor, *readout: str) -> Tensor:
+        def counting(pictures: Tensor, *readout: str, **more: int) -> Tensor:
             images.append(len(pictures))
-            seen: Tensor = original(pictures, *readout)
+            seen: Tensor = original(pictures, *readout, **more)
             return seen
 
         monkeypatch.setattr(backbone, "query", counting)

@@ -158,13 +158,13 @@ def test_features_of_prompts_that_are_fixed_are_computed_once(
 ) -> None:
     workshop = learned(settings)
     model, rows = workshop.learner.model, everything(workshop)[0]
-    passes, original = list[int](), model.features
+    passes, original = list[int](), model.evaluated
 
-    def counting(images: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+    def counting(images: Tensor, **more: Any) -> Tensor:
         passes.append(len(images))
         return original(images, **more)
 
-    monkeypatch.setattr(model, "features", counting)
+    monkeypatch.setattr(model, "evaluated", counting)
     scorer = scorer_of(workshop, 100)
     assert not model.static
     scorer.features(rows)

@@ -140,9 +140,9 @@ class FrozenViT(nn.Module):
         return Embedded(tokens, fast.blocks[0].project(tokens) if fast and fast.blocks else None)
 
     @torch.no_grad()
-    def query(self, images: Tensor | Embedded, readout: Readout = "class") -> Tensor:
-        """What is read out without prompts or gradient: (B, 3, H, W) -> (B, D), float32."""
-        return self.features(images, readout=readout)
+    def query(self, images: Tensor | Embedded, readout: Readout = "class", layers: int = 0) -> Tensor:
+        """What is read out without prompts or gradient: (B, 3, H, W) -> (B, D or more), float32."""
+        return self.features(images, readout=readout, layers=layers)
 
     def features(
         self,

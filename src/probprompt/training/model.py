@@ -77,8 +77,7 @@ class PromptedModel(nn.Module):
             query = self.query(images)  # (B, D)
         prompted = self.method.prompts(query, context)
         if not prompted.prompts and not self.method.trains_backbone:
-            with torch.no_grad():
-                return self.backbone.features(images, layers=layers), prompted.loss
+            return self.backbone.query(images, layers=layers), prompted.loss
         if self.on_the_way_back is not None:
             _call_on_the_way_back(self.on_the_way_back, prompted.prompts)
         device = next(self.backbone.parameters()).device
