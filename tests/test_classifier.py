@@ -65,8 +65,7 @@ def joint(classifier: ContinualClassifier, images: Classes) -> RidgeHead:
     features, labels = features_of(classifier, images)
     strength = classifier.predictor.state.strength
     assert strength is not None
-    config = classifier.settings.head
-    head = RidgeHead.create(config, features.shape[1], 0)
+    head = RidgeHead.create(classifier.settings.head, classifier.predictor.model.backbone.width, 0)
     head.strength.fill_(strength)
     head.learn(features, labels, len(classifier.classes), 0)
     return head

@@ -21,6 +21,7 @@ from PIL import Image
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 
+from page_marks import read_blocks
 from probprompt import ContinualClassifier, __version__, api, load_model, methods
 from probprompt.backbone import FrozenViT
 from probprompt.errors import UserError
@@ -317,9 +318,9 @@ def test_a_classifier_is_exported_before_and_after_it_learned_more(
 
 
 def code_of_the_page(language: str) -> str:
-    """The first block of docs/export.md in this language."""
-    page = (Path(__file__).parents[1] / "docs" / "export.md").read_text(encoding="utf-8")
-    return page.split(f"```{language}\n")[1].split("```")[0]
+    """The block of docs/export.md in this language that is left to these tests."""
+    (block,) = [b for b in read_blocks("docs/export.md") if b.mark.elsewhere and b.language == language]
+    return block.code
 
 
 def run_the_page(

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from page_marks import read_blocks
 from probprompt.classifier import ContinualClassifier, changing
 from probprompt.classifier.versions import Store
 from probprompt.serve.batching import Room
@@ -533,12 +534,11 @@ def test_what_the_page_on_serving_says_works_as_pasted(
     if not shutil.which("curl"):
         pytest.skip("there is no curl")
     served = serve()
-    page = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
-    (block,) = [part.split("```")[0] for part in page.split("```bash\n")[1:] if part.startswith("curl")]
+    (block,) = [block for block in read_blocks("docs/serve.md") if block.mark.elsewhere]
     for name, image in zip(("a.jpg", "b.jpg", "a.png", "1.jpg", "2.jpg"), emoji["train"]["clock"], strict=False):
         (tmp_path / name).write_bytes(image)
     monkeypatch.chdir(tmp_path)
-    lines = block.replace("\\\n", " ").strip().splitlines()
+    lines = block.code.replace("\\\n", " ").strip().splitlines()
     assert len(lines) == 6
     answers = []
     for line in lines:

@@ -164,8 +164,7 @@ class FrozenViT(nn.Module):
             _check_images(self.model, images)
             images = Embedded(self._embed(images, fast))
         own, block, prompt = images.tokens.shape[1], self.model.blocks[-1], prompts.get(self.depth - 1)
-        readings: list[Tensor] = []
-        tokens, mixed = self._run_blocks(images, prompts, fast, readout, readings, layers)  # (B, T, D)
+        tokens, mixed, readings = self._run_blocks(images, prompts, fast, readout, layers)  # (B, T, D)
         if isinstance(prompt, Tokens):
             tokens = self._join(tokens, prompt)  # (B, T + P, D)
         # The last block needs the tokens that are not read out as keys and values alone.
@@ -179,42 +178,34 @@ class FrozenViT(nn.Module):
         return torch.cat([feature, *readings], dim=1) if readings else feature
 
     def _run_blocks(
-        self,
-        images: Embedded,
-        prompts: Prompts,
-        fast: Fused | None,
-        readout: Readout,
-        readings: list[Tensor],
-        layers: int,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, images: Embedded, prompts: Prompts, fast: Fused | None, readout: Readout, layers: int
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """All blocks but the last (B, T, D); those that the fused path knows, many at a time.
 
-        Where that path knows the last one, too: the class token before it (B, D) and what it mixes for it (B, W).
-        Readings of the last ``layers`` of them are added to ``readings``.
+        Where that path knows the last one, too: the class token before it (B, D) and what it mixes for it (B, W). At
+        last the readings (B, D) of the last ``layers`` of these blocks.
         """
-        tokens, index, mixed, own = images.tokens, 0, None, images.tokens.shape[1]
+        tokens, index, mixed, readings = images.tokens, 0, None, list[Tensor]()
         first_read = self.depth - 1 - layers
         while index < self.depth - 1:
-            if index > first_read:
-                readings += self._read(tokens, own)
             prompt, qkv = prompts.get(index), images.qkv if index == 0 else None
             if isinstance(prompt, Tokens):
                 tokens, qkv, prompt = self._join(tokens, prompt), None, None  # (B, T + P, D)
             if fast is None or isinstance(prompt, ClassTokenShift):
                 tokens = _run_block(self.model.blocks[index], tokens, prompt, slice(None))
                 index += 1
-                continue
-            end = index + 1
-            while end < self.depth - 1 and end <= first_read and isinstance(prompts.get(end), Prefix | None):
-                end += 1
-            prefixes = [prompt, *(prompts.get(later) for later in range(index + 1, end))]
-            expanded = [_expanded(prefix, tokens.shape[0]) for prefix in prefixes]
-            plain = end == self.depth - 1 and end not in prompts and readout != "tokens"
-            last = fast.last if plain and not layers and fused.readable(tokens.shape[1]) else None
-            (tokens, mixed), index = fused.run(fast.blocks[index:end], tokens, expanded, qkv, last), end
-        if layers:
-            readings += self._read(tokens, own)
-        return tokens, mixed
+            else:
+                end = index + 1
+                while end < self.depth - 1 and end <= first_read and isinstance(prompts.get(end), Prefix | None):
+                    end += 1
+                prefixes = [prompt, *(prompts.get(later) for later in range(index + 1, end))]
+                expanded = [_expanded(prefix, tokens.shape[0]) for prefix in prefixes]
+                plain = end == self.depth - 1 and end not in prompts and readout != "tokens"
+                last = fast.last if plain and not layers and fused.readable(tokens.shape[1]) else None
+                (tokens, mixed), index = fused.run(fast.blocks[index:end], tokens, expanded, qkv, last), end
+            if index > first_read:
+                readings += self._read(tokens, images.tokens.shape[1])
+        return tokens, mixed, readings
 
     def _read(self, tokens: Tensor, own: int) -> tuple[Tensor, Tensor]:
         """The class token and the mean of the patches (B, D) of the tokens behind a block, normalised each."""

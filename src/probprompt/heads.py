@@ -63,7 +63,7 @@ class Head(nn.Module):
     @classmethod
     def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
         """Build the head, without any class yet, for features of this width."""
-        return cls(width, seed)
+        return cls(given_width(config, width), seed)
 
     def __len__(self) -> int:
         return len(self.weight)
@@ -290,8 +290,8 @@ class RidgeHead(ClosedFormHead):
     @classmethod
     def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
         """Build the head with the projections and the ridge that are set."""
-        whole = 1 + config.with_query + 2 * config.layers
-        return cls(width, seed, config.projections, config.ridge, untouched=width // whole * 2 * config.layers)
+        untouched = readings_width(config, width)
+        return cls(given_width(config, width), seed, config.projections, config.ridge, untouched)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, and lambda."""
@@ -403,7 +403,7 @@ class LDAHead(ClosedFormHead):
     @classmethod
     def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
         """Build the head with the shrinkage that is set."""
-        return cls(width, seed, config.shrinkage)
+        return cls(given_width(config, width), seed, config.shrinkage)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and sums (C, D), biases and counts (C,), and the second moment (D, D)."""
@@ -486,7 +486,7 @@ def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head
             if getattr(config, name):
                 closed = ", ".join(other for other, head in HEADS.items() if not head.trained)
                 raise UserError(f"head.{name} is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
-    head = HEADS[kind].create(config, given_width(config, width), seed)
+    head = HEADS[kind].create(config, width, seed)
     head.layers = config.layers
     return head
 
@@ -497,7 +497,12 @@ def given_width(config: HeadConfig, width: int) -> int:
     >>> given_width(HeadConfig(with_query=True, layers=3), 10)
     80
     """
-    return width * (1 + config.with_query + 2 * config.layers)
+    return width * (1 + config.with_query) + readings_width(config, width)
+
+
+def readings_width(config: HeadConfig, width: int) -> int:
+    """The width of what a head reads of blocks before the last: of each the class token and the mean of the patches."""
+    return 2 * config.layers * width
 
 
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:

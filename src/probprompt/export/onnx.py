@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from probprompt import __version__, randomness
 from probprompt.errors import UserError
 from probprompt.export.source import Source, View, open_source
-from probprompt.methods import EVALUATION
 from probprompt.runs.files import write_with
 
 OPSET = 18
@@ -71,10 +70,7 @@ class Graph(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Images (B, side, side, 3) of uint8 to probabilities (B, C) and novelty (B,)."""
         pixels = (images.permute(0, 3, 1, 2).float() - self.pixel_mean) * self.pixel_scale  # (B, 3, side, side)
-        seen = self.model.embed(pixels)
-        query = self.model.query(seen)  # (B, D)
-        given = self.model.head_input(self.model.evaluated(seen, EVALUATION, query), query)  # (B, D or more)
-        return tuple(answer.float() for answer in self.judge(given))
+        return tuple(answer.float() for answer in self.judge(self.model.look(pixels)))
 
 
 def export_onnx(folder: str | Path, file: str | Path) -> Exported:

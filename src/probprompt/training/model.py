@@ -98,12 +98,16 @@ class PromptedModel(nn.Module):
         width = query.shape[1]
         return torch.cat([features[:, :width], query, features[:, width:]], dim=1)
 
+    def look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """What the head is given of images at evaluation (B, D or more); a query computed before may be given."""
+        seen = self.embed(images)
+        query = self.query(seen) if query is None else query
+        return self.head_input(self.evaluated(seen, EVALUATION, query), query)
+
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """Logits (B, C) over the classes seen so far, at evaluation."""
-        seen = self.embed(images)
-        query = self.query(seen) if query is None else query
-        logits: Tensor = self.head(self.head_input(self.evaluated(seen, EVALUATION, query), query))
+        logits: Tensor = self.head(self.look(images, query))
         return logits
 
 
