@@ -119,6 +119,7 @@ def test_the_load_that_the_service_bears_is_the_recorded_one() -> None:
     found = json.loads((ROOT / "results" / "serve-load.json").read_text(encoding="utf-8"))
     page = " ".join((ROOT / "docs" / "serve.md").read_text(encoding="utf-8").split())
     served, offline, waits = found["images_per_s"], found["offline"]["images_per_s"], found["ms"]
+    assert found["clients"] == 32 and found["errors"] == 0 and served >= 0.6 * offline
     assert f"{found['clients']} clients" in page
     assert f"{found['requests']:,} requests, {found['errors']} errors, {served:.0f} images/s" in page
     assert f"{100 * served / offline:.0f} % of the {offline:.0f} images/s" in page
