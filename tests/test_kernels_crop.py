@@ -33,10 +33,7 @@ def cut(
     lengths = torch.tensor([len(gap) + image.numel() for image in reversed(images)])
     offsets = (lengths.cumsum(0) - lengths + len(gap)).flip(0)
     sizes = torch.tensor([image.shape[:2] for image in images])
-    corner = [part.to(DEVICE) for part in (boxes.top, boxes.left, boxes.height, boxes.width)]
-    low, high, left, right = (limit.to(DEVICE) for limit in boxes.limits)
-    flip = None if boxes.flip is None else boxes.flip.to(DEVICE)
-    there = Boxes(corner[0], corner[1], corner[2], corner[3], (low, high, left, right), flip)
+    there = Boxes(boxes.places.to(DEVICE), None if boxes.flip is None else boxes.flip.to(DEVICE))
     pixels, offsets, sizes = (part.to(DEVICE) for part in (torch.cat(pieces), offsets, sizes))
     return crop(pixels, offsets, sizes, there, size, MEAN.to(DEVICE), STD.to(DEVICE), kernel, dtype).cpu()
 
@@ -80,8 +77,7 @@ def test_some_are_flipped() -> None:
     images, boxes = paint(sizes), drawn(sizes, "flips", flip=False)
     plain = cut(images, boxes, 12)
     flags = torch.tensor([True, False])
-    corner = (boxes.top, boxes.left, boxes.height, boxes.width)
-    flipped = cut(images, Boxes(*corner, boxes.limits, flags), 12)
+    flipped = cut(images, Boxes(boxes.places, flags), 12)
     torch.testing.assert_close(flipped[0], plain[0].flip(-1), rtol=0, atol=2e-6)
     torch.testing.assert_close(flipped[1], plain[1], rtol=0, atol=0)
 
@@ -91,7 +87,7 @@ def test_no_grey_level_is_lost_in_large_images() -> None:
     image = torch.zeros(3, 4000, 3, dtype=torch.uint8)
     image[:, ::2] = 255
     one = torch.tensor([1.0], dtype=torch.float64)
-    boxes = Boxes(0 * one, 3981.3 * one, 3 * one, 14.4 * one, (0 * one, 3 * one, 0 * one, 4000 * one))
+    boxes = Boxes.of((0 * one, 3981.3 * one, 3 * one, 14.4 * one), (0 * one, 3 * one, 0 * one, 4000 * one))
     torch.testing.assert_close(cut([image], boxes, 16), expected([image], boxes, 16), rtol=0, atol=1e-5)
 
 
@@ -99,7 +95,7 @@ def test_what_lies_outside_the_limits_is_never_seen() -> None:
     image = torch.full((12, 14, 3), 255, dtype=torch.uint8)
     image[3:8, 4:11] = 51
     top, left, height, width, bottom, right = torch.tensor([[3], [4], [5], [7], [8], [11]], dtype=torch.float64)
-    boxes = Boxes(top, left, height, width, (top, bottom, left, right))
+    boxes = Boxes.of((top, left, height, width), (top, bottom, left, right))
     for kernel in KERNELS:
         grey = ((0.2 - MEAN) / STD).expand(1, 3, 9, 9)
         torch.testing.assert_close(cut([image], boxes, 9, kernel), grey, rtol=0, atol=2e-6)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from probprompt.config import parse_config
 from probprompt.data.colour import JITTER_DRAWS
-from probprompt.data.loading import RandomViews
+from probprompt.data.loading import RandomViews, Viewer
 from probprompt.data.views import Boxes
 from probprompt.errors import UserError
 from probprompt.heads import LinearHead, RidgeHead
@@ -100,6 +100,9 @@ class Watched:
         self.batches.append(rows.tolist())
         self.views.append(views)
         return self.viewer.random(store, rows, views)
+
+    def cuts(self, store: Any, augmentation: str) -> bool:
+        return self.viewer.cuts(store, augmentation)  # type: ignore[arg-type]
 
     def evaluation(self, store: Any, rows: Tensor) -> Tensor:
         return self.viewer.evaluation(store, rows)
@@ -514,6 +517,17 @@ def test_order_views_and_noise_are_new_in_every_epoch_and_task(settings: Setting
     assert len(set(seen.seeds)) == len(seen.seeds) == 6
     areas = seen.areas
     assert not any(torch.equal(areas[one], areas[other]) for one in range(6) for other in range(one))
+
+
+@pytest.mark.parametrize("flip", (True, False))
+def test_images_cut_out_within_a_step_are_those_cut_before_it(
+    settings: Settings, flip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, found = settings(training={"epochs": 1, "batch": 16, "flip": flip}), list[Weights]()
+    for within in (False, True):
+        monkeypatch.setattr(Viewer, "cuts", lambda *_, within=within: within)
+        found.append(weights_of(teach(build(chosen), 1).model.head))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_order_views_and_noise_come_from_the_data_seed(settings: Settings) -> None:

@@ -19,7 +19,8 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 def batches(count: int, device: str = "cpu") -> Iterator[Inputs]:
     for number in range(count):
         images = torch.full((2, 3), float(number), device=device)
-        yield Inputs(images, torch.tensor([number, number], device=device), torch.tensor([10 * number], device=device))
+        labels, seed = torch.tensor([number, number], device=device), torch.tensor([10 * number], device=device)
+        yield Inputs((images,), labels, seed)
 
 
 def test_what_is_not_captured_is_called_as_it_is() -> None:

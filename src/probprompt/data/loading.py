@@ -221,6 +221,10 @@ class Viewer:
         boxes = centre_boxes(store.sizes[indices], self.resized, self.size)
         return self._cut(store, indices, boxes, self.kernel)
 
+    def cuts(self, store: ImageStore, augmentation: Augmentation) -> bool:
+        """Whether random views are cut by one kernel out of what lies on the device, as a captured step can do."""
+        return kernels.usable(store.device) and store.resident and draws_needed(augmentation) == 0
+
     def random(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
         """Given views of images (B, 3, size, size), normalised."""
         if views.draws is None or draws_needed(views.augmentation) == 0:

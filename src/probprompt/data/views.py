@@ -5,8 +5,9 @@ bicubic resize), so a whole batch of boxes of different sizes is two matrix prod
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -20,20 +21,44 @@ DRAWS = 2 * TRIES + 3  # uniform numbers per image: area and ratio of each try, 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Where to look in each image, in its pixels: (B,) tensors; what lies outside ``limits`` is never read."""
+    """Where to look in each image, in its pixels; what lies outside the limits is never read."""
 
-    top: Tensor
-    left: Tensor
-    height: Tensor
-    width: Tensor
-    limits: tuple[Tensor, Tensor, Tensor, Tensor]  # top, bottom, left, right
-    flip: Tensor | None = None
+    places: Tensor  # (B, 8) in float64: top, left, height, width; limits: top, bottom, left, right
+    flip: Tensor | None = None  # (B,)
+
+    @classmethod
+    def of(cls, corner: Sequence[Tensor], limits: Sequence[Tensor], flip: Tensor | None = None) -> Self:
+        """Boxes of given top, left, height and width (B,) each, inside limits: top, bottom, left and right."""
+        return cls(torch.stack([*corner, *limits], dim=1).double(), flip)
+
+    @property
+    def top(self) -> Tensor:
+        """The upper edge (B,)."""
+        return self.places[:, 0]
+
+    @property
+    def left(self) -> Tensor:
+        """The left edge (B,)."""
+        return self.places[:, 1]
+
+    @property
+    def height(self) -> Tensor:
+        """From the upper edge to the lower (B,)."""
+        return self.places[:, 2]
+
+    @property
+    def width(self) -> Tensor:
+        """From the left edge to the right (B,)."""
+        return self.places[:, 3]
+
+    @property
+    def limits(self) -> tuple[Tensor, ...]:
+        """Top, bottom, left and right (B,) of what may be read."""
+        return self.places[:, 4:].unbind(dim=1)
 
     def __getitem__(self, rows: Tensor | slice) -> "Boxes":
         """The boxes of some of the images."""
-        top, bottom, left, right = (limit[rows] for limit in self.limits)
-        corner = (self.top[rows], self.left[rows], self.height[rows], self.width[rows])
-        return Boxes(*corner, (top, bottom, left, right), None if self.flip is None else self.flip[rows])
+        return Boxes(self.places[rows], None if self.flip is None else self.flip[rows])
 
 
 def random_boxes(
@@ -60,7 +85,7 @@ def random_boxes(
     top = torch.where(found, (down * (rows - height + 1)).floor(), ((rows - height) / 2).floor())
     left = torch.where(found, (across * (columns - width + 1)).floor(), ((columns - width) / 2).floor())
     limits = (top, top + height, left, left + width)
-    return Boxes(top, left, height, width, limits, draws[:, -1] < 0.5 if flip else None)
+    return Boxes.of((top, left, height, width), limits, draws[:, -1] < 0.5 if flip else None)
 
 
 def _largest_box(rows: Tensor, columns: Tensor, ratio: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -79,7 +104,8 @@ def centre_boxes(sizes: Tensor, resized: int, size: int) -> Boxes:
     top = ((new_rows - size) / 2).round() * rows / new_rows
     left = ((new_columns - size) / 2).round() * columns / new_columns
     zero = torch.zeros_like(rows)
-    return Boxes(top, left, size * rows / new_rows, size * columns / new_columns, (zero, rows, zero, columns))
+    corner = (top, left, size * rows / new_rows, size * columns / new_columns)
+    return Boxes.of(corner, (zero, rows, zero, columns))
 
 
 def resample(canvas: Tensor, boxes: Boxes, size: int, kernel: Kernel = "bilinear") -> Tensor:

@@ -55,6 +55,23 @@ def _kernel(distance: tl.tensor, radius: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _tap(
+    first: tl.tensor,
+    along: tl.tensor,
+    step: tl.tensor,
+    tap: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    pixels: tl.tensor,
+    radius: tl.constexpr,
+) -> tl.tensor:
+    """The weight of a pixel under the kernel, and where it is: what lies outside weighs nothing and is not read."""
+    place = first + tap
+    weight = tl.where((place >= low) & (place < high), _kernel(along + tap * step, radius), 0.0)
+    return weight, tl.minimum(tl.maximum(place, 0), pixels - 1)
+
+
+@triton.jit
 def _put(
     sums: tl.tensor, total: tl.tensor, mean: tl.tensor, std: tl.tensor, target: tl.tensor, mask: tl.tensor
 ) -> None:
@@ -93,29 +110,38 @@ def _crop(
     source = pixels + tl.load(offsets + image)
     red = tl.zeros((rows, columns), tl.float32)
     green, blue, total = red, red, red
-    down = 0
-    while down < taps_y:  # the interpreter has no range of a tensor
-        line = y + down  # (rows,)
-        weight_y = tl.where((line >= top) & (line < bottom), _kernel(along_y + down * step_y, radius), 0.0)
-        # What lies outside weighs nothing, but must not be read either.
-        start = (tl.minimum(tl.maximum(line, 0), height - 1) * width)[:, None]
-        reds = tl.zeros((rows, columns), tl.float32)
-        greens, blues, sums = reds, reds, tl.zeros((columns,), tl.float32)
-        across = 0
-        while across < taps_x:
-            place = x + across  # (columns,)
-            weight_x = tl.where((place >= left) & (place < right), _kernel(along_x + across * step_x, radius), 0.0)
-            colours = source + (start + tl.minimum(tl.maximum(place, 0), width - 1)[None, :]) * 3  # (rows, columns)
-            reds += weight_x[None, :] * tl.load(colours).to(tl.float32)
-            greens += weight_x[None, :] * tl.load(colours + 1).to(tl.float32)
-            blues += weight_x[None, :] * tl.load(colours + 2).to(tl.float32)
-            sums += weight_x
-            across += 1
-        red += weight_y[:, None] * reds
-        green += weight_y[:, None] * greens
-        blue += weight_y[:, None] * blues
-        total += weight_y[:, None] * sums[None, :]
-        down += 1
+    if (taps_y <= 2 * radius) & (taps_x <= 2 * radius):
+        # Nothing is reduced, as for most boxes: with the number of taps known all pixels are asked for at once.
+        for down in tl.static_range(2 * radius):
+            weight_y, start = _tap(y, along_y, step_y, down, top, bottom, height, radius)  # (rows,)
+            for across in tl.static_range(2 * radius):
+                weight_x, place = _tap(x, along_x, step_x, across, left, right, width, radius)  # (columns,)
+                weight = weight_y[:, None] * weight_x[None, :]
+                colours = source + (start[:, None] * width + place[None, :]) * 3  # (rows, columns)
+                red += weight * tl.load(colours).to(tl.float32)
+                green += weight * tl.load(colours + 1).to(tl.float32)
+                blue += weight * tl.load(colours + 2).to(tl.float32)
+                total += weight
+    else:
+        down = 0
+        while down < taps_y:  # the interpreter has no range of a tensor
+            weight_y, start = _tap(y, along_y, step_y, down, top, bottom, height, radius)  # (rows,)
+            reds = tl.zeros((rows, columns), tl.float32)
+            greens, blues, sums = reds, reds, tl.zeros((columns,), tl.float32)
+            across = 0
+            while across < taps_x:
+                weight_x, place = _tap(x, along_x, step_x, across, left, right, width, radius)  # (columns,)
+                colours = source + (start[:, None] * width + place[None, :]) * 3  # (rows, columns)
+                reds += weight_x[None, :] * tl.load(colours).to(tl.float32)
+                greens += weight_x[None, :] * tl.load(colours + 1).to(tl.float32)
+                blues += weight_x[None, :] * tl.load(colours + 2).to(tl.float32)
+                sums += weight_x
+                across += 1
+            red += weight_y[:, None] * reds
+            green += weight_y[:, None] * greens
+            blue += weight_y[:, None] * blues
+            total += weight_y[:, None] * sums[None, :]
+            down += 1
     target = result + image * 3 * size * size + row[:, None] * size + column[None, :]
     mask = (row[:, None] < size) & (column[None, :] < size)
     _put(red, total, mean, std, target, mask)
@@ -144,8 +170,7 @@ def crop(
     if pixels.dtype != torch.uint8 or offsets.dtype != torch.int64 or sizes.dtype != torch.int64:
         given = f"{pixels.dtype}, {offsets.dtype} and {sizes.dtype}"
         raise ValueError(f"pixels must be uint8, offsets and sizes int64; got {given}")
-    corners = (boxes.top, boxes.left, boxes.height, boxes.width, *boxes.limits)
-    places = torch.stack(corners, dim=1).double()  # (B, 8)
+    places = boxes.places.contiguous()  # (B, 8)
     flip = None if boxes.flip is None else boxes.flip.contiguous()  # (B,)
     colour = (mean.float().contiguous(), std.float().contiguous())  # (3, 1, 1)
     result = torch.empty(len(places), 3, size, size, dtype=dtype, device=pixels.device)

@@ -16,7 +16,7 @@ from probprompt.backbone import Embedded
 from probprompt.config import RunConfig
 from probprompt.data.colour import draws_needed
 from probprompt.data.loading import Loaded, RandomViews, Viewer
-from probprompt.data.views import DRAWS, random_boxes
+from probprompt.data.views import DRAWS, Boxes, random_boxes
 from probprompt.distributed import ALONE, World
 from probprompt.errors import UserError
 from probprompt.heads import ClosedFormHead, LinearHead
@@ -181,10 +181,11 @@ class Learner:
             step.learn(*batch)
             advance(1)
         self.world.average([step.tally])
-        loss, correct = (step.tally / self.steps(task)).tolist()
-        result = EpochResult(loss, 100 * correct, rate)
-        self._refuse_divergence(result, task, epoch)
-        return result
+        learned = [*self.model.adaptable(), *self.trained.parameters()]
+        sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
+        loss, correct, kept = torch.cat([step.tally / self.steps(task), sound[None]]).tolist()  # the only wait
+        self._refuse_divergence(loss if kept else math.nan, task, epoch)
+        return EpochResult(loss, 100 * correct, rate)
 
     def _step(self, task: TaskImages, optimiser: torch.optim.AdamW) -> "Step":
         """The step of this task under this optimiser, kept from epoch to epoch."""
@@ -300,10 +301,19 @@ class Learner:
         own = self.world.part(batch)
         for step in range(self.steps(task)):
             part = slice(step * batch + own.start, step * batch + own.stop)
-            view = views[part]
-            if isinstance(view, RandomViews):
-                view = self.viewer.random(self.images.store, rows[part], view)
-            yield Inputs(view, labels[part], noise[step])
+            yield Inputs(self._views_of(rows[part], views[part]), labels[part], noise[step])
+
+    def _views_of(self, rows: Tensor, view: Tensor | RandomViews) -> tuple[Tensor, ...]:
+        """Features, images, or what images are cut out by: their rows and boxes, which :meth:`show` takes."""
+        if isinstance(view, Tensor):
+            return (view,)
+        if self.viewer.cuts(self.images.store, view.augmentation):
+            return (rows, view.boxes.places, *([] if view.boxes.flip is None else [view.boxes.flip]))
+        return (self.viewer.random(self.images.store, rows, view),)
+
+    def show(self, rows: Tensor, *boxes: Tensor) -> Tensor:
+        """The images (B, 3, H, W) that given boxes cut out; features and images that are ready are given back."""
+        return self.viewer.random(self.images.store, rows, RandomViews(Boxes(*boxes))) if boxes else rows
 
     def _draw(self, task: TaskImages, epoch: int) -> "Drawn":
         seed, steps = self.config.seeds.data, self.steps(task)
@@ -368,12 +378,10 @@ class Learner:
             self.world.gather(asked, len(task)) if method.needs_query else None,
         )
 
-    def _refuse_divergence(self, result: EpochResult, task: TaskImages, epoch: int) -> None:
-        trained = [*self.model.adaptable(), *self.trained.parameters()]
-        sound = all(bool(parameter.isfinite().all()) for parameter in trained)
-        if not sound or not math.isfinite(result.loss):
+    def _refuse_divergence(self, loss: float, task: TaskImages, epoch: int) -> None:
+        if not math.isfinite(loss):
             raise UserError(
-                f"training diverged: the loss became {result.loss} in task {task.index + 1}, epoch {epoch + 1}. "
+                f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
                 f"Lower training.head_rate ({self.config.training.head_rate}) or "
                 f"training.prompt_rate_factor ({self.config.training.prompt_rate_factor}); "
                 "the checkpoint before this epoch is kept"
@@ -436,9 +444,9 @@ class Step:
         """What :attr:`learn` is to be called with, batch by batch."""
         return look_ahead(batches, self._look, self.learn, self._pause)
 
-    def _see(self, images: Tensor) -> tuple[Tensor, ...]:
+    def _see(self, *views: Tensor) -> tuple[Tensor, ...]:
         """What the backbone makes of images before any prompt; nothing where it learns, or features are frozen."""
-        model = self.learner.model
+        model, images = self.learner.model, self.learner.show(*views)
         if images.ndim == 2 or model.backbone.learns:
             return (images,)
         seen = model.backbone.embed(images)

@@ -22,9 +22,9 @@ WARM_UP = 3
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A batch: images (or frozen features), their labels, and the key of the step's noise as one number."""
+    """A batch: what is looked at, its labels, and the key of the step's noise as one number."""
 
-    images: Tensor  # (B, 3, H, W) or (B, D)
+    views: tuple[Tensor, ...]  # images (B, 3, H, W), or frozen features (B, D), or what images are cut out by
     labels: Tensor  # (B,)
     seed: Tensor  # (1,)
 
@@ -103,7 +103,7 @@ class Captured:
 def look_ahead(
     batches: Iterator[Inputs], look: Captured, learn: Captured, pause: torch.cuda.Event | None = None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What ``learn`` is to be called with, batch by batch: labels, seed, and what ``look`` makes of the images.
+    """What ``learn`` is to be called with, batch by batch: labels, seed, and what ``look`` makes of the views.
 
     Where both are captured, looking runs beside the learning from the batches before, which it does not depend on. It
     begins at the event that learning records when it comes to a part that leaves the GPU nearly idle.
@@ -112,7 +112,7 @@ def look_ahead(
         inputs = next(batches, None)
         if inputs is None:
             return
-        yield inputs.labels, inputs.seed, *look(inputs.images)
+        yield inputs.labels, inputs.seed, *look(*inputs.views)
     yield from _side_by_side(batches, look, learn, pause)
 
 
@@ -146,7 +146,7 @@ def _side_by_side(
 def _look_at_next(batches: Iterator[Inputs], look: Captured) -> tuple[Inputs | None, tuple[Tensor, ...]]:
     """The next batch, if there is one, and what is seen in it."""
     inputs = next(batches, None)
-    return inputs, look(inputs.images) if inputs else ()
+    return inputs, look(*inputs.views) if inputs else ()
 
 
 def _copied(values: tuple[Tensor, ...], places: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
