@@ -9,7 +9,7 @@ class by k-means and stores a mean and a variance for each of its clusters.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from probprompt import randomness
 from probprompt.heads import LinearHead
+from probprompt.training.step import Captured, make_optimiser, set_rate
 
 MOMENTUM = 0.9
 LLOYD_STEPS = 300  # at most: k-means has long come to rest by then
@@ -191,30 +192,39 @@ def _refit(
     learning = [part for part in (weight, bias, *beside) if part.requires_grad]
     if not learning:
         return
-    optimiser = _optimiser(learning, settings)
-    seen, rates = len(statistics), _rates(settings, steps)
+    device = head.weight.device
+    optimiser = _optimiser(learning, settings, device)
+
+    def learn(features: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        fixed = head.logits(features, head.weight[:first_row], head.bias[:first_row]).detach()
+        logits = torch.cat([fixed, head.logits(features, weight, bias)], dim=1)  # (b, C)
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(logits, labels).backward()
+        optimiser.step()
+        return ()
+
+    step, seen, rates = Captured(learn, device.type == "cuda"), len(statistics), _rates(settings, steps)
     for epoch in range(settings.epochs):
-        generator = randomness.generator(head.weight.device, *key, epoch)
-        mixed = torch.randperm(seen * size, device=head.weight.device, generator=generator)[: steps * size]
+        generator = randomness.generator(device, *key, epoch)
+        mixed = torch.randperm(seen * size, device=device, generator=generator)[: steps * size]
         for labels in (mixed % seen).split(size):
-            features = statistics.draw(labels, settings.variance_floor, generator)  # (b, D)
-            fixed = head.logits(features, head.weight[:first_row], head.bias[:first_row]).detach()
-            logits = torch.cat([fixed, head.logits(features, weight, bias)], dim=1)  # (b, C)
+            rate = next(rates)
             for group in optimiser.param_groups:
-                group["lr"] = next(rates)
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(logits, labels).backward()
-            optimiser.step()
+                set_rate(group, rate)
+            step(statistics.draw(labels, settings.variance_floor, generator), labels)  # (b, D), (b,)
     optimiser.zero_grad()
     with torch.no_grad():
         head.weight[first_row:] = weight
         head.bias[first_row:] = bias
 
 
-def _optimiser(parameters: list[nn.Parameter], settings: AlignmentConfig) -> torch.optim.Optimizer:
+def _optimiser(
+    parameters: list[nn.Parameter], settings: AlignmentConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters}]
     if settings.optimiser == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.rate, momentum=MOMENTUM, weight_decay=settings.weight_decay)
-    return torch.optim.AdamW(parameters, weight_decay=settings.weight_decay)
+        return make_optimiser(torch.optim.SGD, groups, device, momentum=MOMENTUM, weight_decay=settings.weight_decay)
+    return make_optimiser(torch.optim.AdamW, groups, device, weight_decay=settings.weight_decay)
 
 
 def _rates(settings: AlignmentConfig, steps: int) -> Iterator[float]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from probprompt.methods import EVALUATION, Context, Method, TaskSummary
 from probprompt.randomness import Noise
 from probprompt.training.model import PromptedModel
 from probprompt.training.schedule import Schedule
-from probprompt.training.step import Captured, Inputs, look_ahead
+from probprompt.training.step import Captured, Inputs, look_ahead, make_optimiser, set_rate
 
 
 @dataclass(frozen=True)
@@ -162,11 +161,7 @@ class Learner:
         if model.method.trains_backbone:
             groups.append({"params": _learning(model.backbone.parameters()), "base": rate})
         groups = [group for group in groups if group["params"]]
-        if self.device.type == "cpu":
-            return torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
-        for group in groups:  # on the device, so that a captured step can be given another rate
-            group["lr"] = torch.zeros((), device=self.device)
-        return torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True, capturable=True)
+        return make_optimiser(torch.optim.AdamW, groups, self.device, weight_decay=settings.weight_decay)
 
     def train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW, advance: Advance) -> EpochResult:
         """Go once over the task's images."""
@@ -177,7 +172,7 @@ class Learner:
         for number, batch in enumerate(step.ahead(self._batches(task, epoch)), start=epoch * self.steps(task)):
             rate = schedule.rate(number, self.config.training.head_rate)
             for group in optimiser.param_groups:
-                _set_rate(group, schedule.rate(number, group["base"]))
+                set_rate(group, schedule.rate(number, group["base"]))
             step.learn(*batch)
             advance(1)
         self.world.average([step.tally])
@@ -518,13 +513,6 @@ class Step:
         self.world.average([part.grad for part in parts])
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(parts, limit)
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

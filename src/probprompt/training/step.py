@@ -9,9 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Optimiser = TypeVar("Optimiser", bound=torch.optim.Optimizer)
 
 SWITCH = "PROBPROMPT_GRAPHS"
 """The environment variable that keeps steps from being captured when it is ``off``."""
@@ -156,3 +160,23 @@ def _copied(values: tuple[Tensor, ...], places: tuple[Tensor, ...]) -> tuple[Ten
     for place, value in zip(places, values, strict=True):
         place.copy_(value)
     return places
+
+
+def make_optimiser(
+    kind: type[Optimiser], groups: list[dict[str, Any]], device: torch.device, **settings: Any
+) -> Optimiser:
+    """An optimiser that a captured step can hold: on a GPU its rates lie there, for :func:`set_rate` to change."""
+    if device.type != "cpu":
+        groups = [{**group, "lr": torch.zeros((), device=device)} for group in groups]
+        settings["fused"] = True
+        if "capturable" in signature(kind).parameters:
+            settings["capturable"] = True
+    return kind(groups, **settings)
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Give a group of an optimiser's parameters another rate."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
