@@ -13,7 +13,7 @@ import probprompt
 ROOT = Path(probprompt.__file__).parent
 # A module may import what stands before its own line, never what stands after it.
 LAYERS: list[set[str]] = [
-    {"errors", "kernels", "randomness", "equations", "prompts", "transport"}
+    {"capture", "errors", "kernels", "randomness", "equations", "prompts", "transport"}
     | {"distributed", "evaluation.metrics", "evaluation.embedding"},
     {"data", "weights_files"},
     {"fused"},
@@ -97,7 +97,7 @@ KNOWS: dict[str, set[str]] = {
     "fused": {"kernels"},
     "backbone": {"errors", "fused", "kernels", "prompts"},
     "heads": {"errors", "randomness"},
-    "alignment": {"heads", "randomness"},
+    "alignment": {"capture", "heads", "randomness"},
     "methods": {
         "methods",
         "equations",

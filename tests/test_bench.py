@@ -19,12 +19,12 @@ from probprompt.backbone import FrozenViT
 from probprompt.bench import flops, grow, measure, memory, record, stages, timing, workshop
 from probprompt.bench.grow import AXES, Point
 from probprompt.bench.workshop import Scale, Workshop
+from probprompt.capture import SWITCH
 from probprompt.checkpoints import load_backbone
 from probprompt.cli.bench import _settings
 from probprompt.config import BackboneConfig, RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Readout, Tokens
-from probprompt.training.step import SWITCH
 
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
 CPU = torch.device("cpu")

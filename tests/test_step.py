@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from probprompt.capture import SWITCH, WARM_UP, Captured
 from probprompt.config import parse_config
 from probprompt.runs.execute import prepare
 from probprompt.runs.progress import Watcher
-from probprompt.training import step as stepping
-from probprompt.training.step import WARM_UP, Captured, Inputs, look_ahead
+from probprompt.training.step import Inputs, look_ahead
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -107,7 +107,7 @@ def test_looking_ahead_beside_the_learning_mixes_nothing_up() -> None:
 def test_captured_training_is_plain_training(settings: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, more = [], {"identity_epochs": 1} if method == "hide-prompt" else {}
     for switch in ("on", "off"):
-        monkeypatch.setenv(stepping.SWITCH, switch)
+        monkeypatch.setenv(SWITCH, switch)
         chosen = {**settings(training={"epochs": 3, "batch": 4}), "method": {"name": method, **more}}
         workshop = prepare(parse_config(chosen), torch.device("cuda"), Watcher())
         learner, task = workshop.learner, workshop.tasks[0]

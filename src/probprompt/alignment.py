@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from probprompt import randomness
+from probprompt.capture import Captured, make_optimiser, set_rate
 from probprompt.heads import LinearHead
-from probprompt.training.step import Captured, make_optimiser, set_rate
 
 MOMENTUM = 0.9
 LLOYD_STEPS = 300  # at most: k-means has long come to rest by then

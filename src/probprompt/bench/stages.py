@@ -15,7 +15,7 @@ import torch
 
 from probprompt.bench.timing import synchronise
 from probprompt.bench.workshop import Workshop
-from probprompt.training.step import SWITCH
+from probprompt.capture import SWITCH
 
 STAGES = ("data", "query", "prompts", "prompted forward", "backward", "optimiser", "other")
 """What the time is shared among. The embedding of patches, which both passes share, belongs to the query."""

@@ -71,7 +71,10 @@ class Decoded:
     def of(cls, images: Pixels) -> Self:
         """Images (n, H, W, 3) that need no decoding."""
         sizes = np.tile(np.array(images.shape[1:3], np.int64), (len(images), 1))
-        return cls(np.ascontiguousarray(images).reshape(-1), sizes, {})
+        whole = np.empty(images.shape, np.uint8)
+        for colour in range(3):  # twice as fast as at once, where colours lie apart
+            whole[..., colour] = images[..., colour]
+        return cls(whole.reshape(-1), sizes, {})
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ by which NumPy writes an array are words to it, and whatever else a file asks fo
 """
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _NDARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
 _BYTES = {b"u1", "u1"}
 _MARK = object()
 _STOP = ord(".")
+_SMALL = re.compile(rb"(?:K.)+", re.DOTALL)
 
 
 class RefusedPickleError(Exception):
@@ -123,6 +125,14 @@ class _Machine:
         """Pass over a number that says nothing to this reader."""
         self._number(size)
 
+    def small_integers(self) -> None:
+        """Whole numbers of one byte, all that follow each other: a list of labels has 50,000."""
+        run = _SMALL.match(self.data, self.place - 1)
+        if run is None:
+            raise RefusedPickleError("it ends too early")
+        self.stack.extend(self.data[self.place : run.end() : 2])  # a byte of bytes is a number
+        self.place = run.end()
+
     def integer(self, size: int, signed: bool = False) -> None:
         """A whole number."""
         self.push(self._number(size, signed))
@@ -208,7 +218,7 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"}": lambda machine: machine.push({}),
     b"]": lambda machine: machine.push([]),
     b")": lambda machine: machine.push(()),
-    b"K": lambda machine: machine.integer(1),
+    b"K": lambda machine: machine.small_integers(),
     b"M": lambda machine: machine.integer(2),
     b"J": lambda machine: machine.integer(4, signed=True),
     b"U": lambda machine: machine.octets(1),

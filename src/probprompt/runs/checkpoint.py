@@ -3,10 +3,9 @@
 All randomness is keyed, so no generator's state is among it.
 """
 
-import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,8 @@ SWITCH = "PROBPROMPT_CHECKPOINTS"
 """The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
 SHARE = 0.01
 """Of the time, for checkpoints."""
+LATENCY, SPEED = 0.01, 2e8
+"""Seconds that a small file takes and bytes written in a second, until one was written and timed."""
 
 
 @dataclass
@@ -39,12 +40,22 @@ class Position:
 def save_checkpoint(
     path: Path, config_hash: str, position: Position, learner: Learner, optimiser: torch.optim.Optimizer | None
 ) -> None:
-    """Write a checkpoint; the optimiser goes with one in the middle of a task."""
+    """Write a checkpoint; the optimiser goes with one in the middle of a task.
+
+    After the last task what only further learning needs, which may be large, stays out: the model's folder has it.
+    """
     tensors = learner_tensors(learner)
+    if position.task == len(position.matrix):
+        tensors = {name: value for name, value in tensors.items() if name not in learning_only(learner)}
     for index, state in optimiser.state_dict()["state"].items() if optimiser else ():
         tensors.update({f"optimiser.{index}.{name}": value for name, value in state.items()})
     note = {"config": config_hash, "position": vars(position)}
     write_tensors(path, tensors, note)
+
+
+def learning_only(learner: Learner) -> set[str]:
+    """The names of what prediction does not need of the head's tensors."""
+    return {f"head.{name}" for name in learner.model.head.learning_only}
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -66,23 +77,25 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
 class Saving:
     """When a checkpoint is written after an epoch or a task: so seldom that all take a small share of the time.
 
-    A small task may take no longer than writing where it ended. Not more than a hundred times what the last checkpoint
-    took, and one epoch, is ever lost; at the end of a run there is always one.
+    A small task may take no longer than writing where it ended. Not more than a hundred times what a checkpoint takes,
+    by its size and the speed of the last, and one epoch, is ever lost; at the end of a run there is always one.
     """
 
-    def __init__(self) -> None:
-        self._ended, self._took = -math.inf, 0.0
+    def __init__(self, size: Callable[[], int]) -> None:
+        self._size, self._ended = size, time.perf_counter()
+        self._took, self._written = LATENCY, LATENCY * SPEED
 
     def due(self) -> bool:
         """Whether it is time for another."""
-        return os.environ.get(SWITCH) == "all" or time.perf_counter() - self._ended >= self._took / SHARE
+        expected = self._took * max(1.0, self._size() / self._written)
+        return os.environ.get(SWITCH) == "all" or time.perf_counter() - self._ended >= expected / SHARE
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Around the writing of one."""
         begun = time.perf_counter()
         yield
-        self._ended = time.perf_counter()
+        self._ended, self._written = time.perf_counter(), max(1, self._size())
         self._took = self._ended - begun
 
 

@@ -26,7 +26,7 @@ from probprompt.evaluation import diagnostics, metrics
 from probprompt.evaluation.scoring import Scorer
 from probprompt.heads import make_head
 from probprompt.methods import Method, Shape
-from probprompt.runs.checkpoint import Position, Saved, Saving, load_checkpoint, save_checkpoint
+from probprompt.runs.checkpoint import Position, Saved, Saving, learner_tensors, load_checkpoint, save_checkpoint
 from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import save_model
 from probprompt.runs.progress import Watcher
@@ -338,7 +338,7 @@ class Execution:
         self._begun = time.perf_counter()
         self._before = sum(self.position.seconds.values())
         self._spend("loading_s", workshop.loading_s)
-        self._saving = Saving()
+        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(workshop.learner).values()))
 
     def run_all(self) -> None:
         """Learn what is left to learn."""

@@ -15,7 +15,7 @@ from probprompt.checkpoints import load_backbone
 from probprompt.errors import UserError
 from probprompt.heads import HeadConfig, make_head
 from probprompt.methods import Shape
-from probprompt.runs.checkpoint import group, learner_tensors
+from probprompt.runs.checkpoint import group, learner_tensors, learning_only
 from probprompt.runs.files import read_json, write_error, write_json
 from probprompt.runs.tensors import read_tensors, write_named_by_contents
 from probprompt.training.learner import Learner
@@ -36,7 +36,7 @@ class LoadedModel:
 def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: bool = True) -> None:
     """Write prompts and head, and beside them what only further learning needs, which may be large."""
     tensors = learner_tensors(learner)
-    later = {f"head.{name}" for name in learner.model.head.learning_only}
+    later = learning_only(learner)
     needed = {
         name: value
         for name, value in tensors.items()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from probprompt import kernels, randomness
 from probprompt.alignment import ClassStatistics, align
 from probprompt.backbone import Embedded
+from probprompt.capture import Captured, make_optimiser, set_rate
 from probprompt.config import RunConfig
 from probprompt.data.colour import draws_needed
 from probprompt.data.loading import Loaded, RandomViews, Viewer
@@ -23,7 +24,7 @@ from probprompt.methods import EVALUATION, Context, Method, TaskSummary
 from probprompt.randomness import Noise
 from probprompt.training.model import PromptedModel
 from probprompt.training.schedule import Schedule
-from probprompt.training.step import Captured, Inputs, look_ahead, make_optimiser, set_rate
+from probprompt.training.step import Inputs, look_ahead
 
 
 @dataclass(frozen=True)
