@@ -179,6 +179,11 @@ REDUCE_ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n"
         (b"\x80\x02}h\x07.", "damaged"),
         (b"\x80\x02].", "no dictionary"),
         (b"", "ends too early"),
+        (b"\x80\x02}(U\x05abc", "ends too early"),
+        (b"\x80\x02}(U\x03abcU\x02d", "ends too early"),
+        (b"\x80\x02}(U\x01aq", "damaged"),
+        (b"\x80\x02}K", "ends too early"),
+        (b"\x80\x02}(K\x01K", "instruction|damaged|ends too early"),
         (dictionary(data=b"cnumpy\nndarray\n"), "no plain data"),
         (dictionary(data=items([b"]"])), "no plain data"),
         (dictionary(data=array(np.zeros((2, 3), np.uint8), b"O8")), "other numbers than bytes"),
@@ -188,6 +193,19 @@ def test_what_is_no_plain_data_is_refused(tmp_path: Path, content: bytes, reason
     (tmp_path / "p").write_bytes(content)
     with pytest.raises(UserError, match=reason):
         read_pickle(tmp_path / "p")
+
+
+@pytest.mark.parametrize("protocol", (3, 4, 5))
+def test_long_lists_are_read_as_python_reads_them(tmp_path: Path, protocol: int) -> None:
+    """Runs of names, of numbers, and of both, where some are the same object and others too long for a short one."""
+    names = [b"%d.png" % number for number in range(600)]
+    held: dict[bytes, Any] = {
+        b"names": [*names, b"x" * 300, names[3], names[3]],
+        b"labels": [*range(300), 0, 255, 256, 2**20, -3, 7, 7],
+        b"mixed": [1, b"a", 2, b"b", b"c", 3, names[599]],
+    }
+    (tmp_path / "p").write_bytes(pickle.dumps(held, protocol))
+    assert read_pickle(tmp_path / "p") == held
 
 
 def test_an_array_of_another_size_than_its_shape_is_refused(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ A small backbone spends more time in launching kernels than in running them. A C
 once: the same kernels on the same memory, so what goes in is copied to where the captured step looks for it.
 """
 
+import gc
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from typing import Any, TypeVar
@@ -30,6 +32,22 @@ def _stream(device: int, role: int) -> torch.cuda.Stream:
     The first role goes before the others, which fill what it leaves idle.
     """
     return torch.cuda.Stream(device, priority=0 if role else -1)
+
+
+@contextmanager
+def _undisturbed(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """A capture that neither other threads nor what Python throws away meanwhile can spoil.
+
+    An earlier model's graph or memory that the garbage collector freed in the midst of a capture would end it.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Captured:
@@ -85,7 +103,7 @@ class Captured:
         """Capture the function; one that cannot be is called plainly from now on."""
         self._inputs, graph = tuple(given.clone() for given in inputs), torch.cuda.CUDAGraph()
         try:  # after a failure torch leaves the stream of the capture current: the outer one is put back here
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=self.stream):
+            with torch.cuda.stream(torch.cuda.current_stream()), _undisturbed(graph, self.stream):
                 self._outputs = self._function(*self._inputs)
         except RuntimeError as problem:
             self._wanted = False

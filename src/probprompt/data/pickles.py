@@ -24,8 +24,10 @@ LONGEST = 10**7
 _ARRAYS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
 _NDARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
 _BYTES = {b"u1", "u1"}
+_PLAIN = {type(None), str, bytes, int, bool}
 _MARK = object()
 _STOP = ord(".")
+_REMEMBER, _REMEMBER_LONG = b"qr"
 _SMALL = re.compile(rb"(?:K.)+", re.DOTALL)
 
 
@@ -137,6 +139,29 @@ class _Machine:
         """A whole number."""
         self.push(self._number(size, signed))
 
+    def short_octets(self, code: int) -> None:
+        """Bytes, their number in one byte before them, and all that follow each other: a list of names has 50,000.
+
+        Each may be remembered, in the order and by the numbers that the file gives.
+        """
+        data, place = self.data, self.place
+        while True:
+            end = place + 1 + data[place]
+            if end >= len(data):
+                raise RefusedPickleError("it ends too early")
+            value = data[place + 1 : end]
+            self.stack.append(value)
+            if data[end] == _REMEMBER:
+                self.memo[data[end + 1]] = value
+                end += 2
+            elif data[end] == _REMEMBER_LONG:
+                self.memo[int.from_bytes(data[end + 1 : end + 5], "little")] = value
+                end += 5
+            if data[end] != code:
+                break
+            place = end + 1
+        self.place = end
+
     def octets(self, size: int) -> None:
         """Bytes, their number before them."""
         self.push(self._take(self._number(size)))
@@ -221,9 +246,9 @@ _CODES: dict[bytes, Callable[[_Machine], None]] = {
     b"K": lambda machine: machine.small_integers(),
     b"M": lambda machine: machine.integer(2),
     b"J": lambda machine: machine.integer(4, signed=True),
-    b"U": lambda machine: machine.octets(1),
+    b"U": lambda machine: machine.short_octets(ord("U")),
     b"T": lambda machine: machine.octets(4),
-    b"C": lambda machine: machine.octets(1),
+    b"C": lambda machine: machine.short_octets(ord("C")),
     b"B": lambda machine: machine.octets(4),
     b"X": lambda machine: machine.text(4),
     b"\x8c": lambda machine: machine.text(1),
@@ -262,6 +287,6 @@ def _plain_item(value: Any) -> Any:
     if isinstance(value, _Array) and value.content is not None:
         return value.content
     items = value if isinstance(value, list) else [value]
-    if not all(item is None or isinstance(item, str | bytes | int) for item in items):
+    if not set(map(type, items)) <= _PLAIN:
         raise RefusedPickleError("it holds something that is no plain data")
     return value
