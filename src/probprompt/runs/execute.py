@@ -1,5 +1,6 @@
 """Carrying out a run: learn task after task, score after each, record everything, go on after a stop."""
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -143,6 +144,13 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
         return _carry_out(run, workshop, saved, watch, track)
 
 
+def _make_room(device: torch.device) -> None:
+    """Give back what an earlier run of this process left on a GPU, which may be more than fits beside another."""
+    if device.type == "cuda" and torch.cuda.memory_allocated(device):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def _voice(watcher: Watcher | None) -> Watcher:
     """Who is told how a run goes: of several processes one alone talks."""
     return watcher if watcher and from_environment().writes else Watcher()
@@ -161,6 +169,7 @@ def prepare(
     A run that goes on keeps the precision it began in.
     """
     begun = time.perf_counter()
+    _make_room(device)
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
     chosen = config.backbone
