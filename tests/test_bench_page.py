@@ -55,6 +55,7 @@ def curve(label: str = "classes, 10 tasks", worse: tuple[str, ...] = (), note: s
     points = [{"value": value, "note": note if value == 10_000 else ""} for value in (100, 10_000)]
     fitted = {name: {"whole": value, "end": value + 0.1} for name, value in exponents.items()}
     about = {"method": "probprompt", "backbone": "vit_base_patch16_224", "precision": "bf16"}
+    about["axis"] = label.partition(",")[0]
     return {**about, "label": label, "points": points, "exponents": fitted, "worse_than_linear": list(worse)}
 
 
@@ -199,9 +200,11 @@ def test_growth_says_what_is_worse_than_linear_and_shows_its_picture(tmp_path: P
     (tmp_path / "bench").mkdir()
     path, target = written(tmp_path / "bench", "growth.json", growth=grown), tmp_path / "docs" / "page.md"
     assert "![" not in fill_page(marked("growth"), target, [path])
-    (tmp_path / "bench" / "growth.png").write_bytes(b"")
+    (tmp_path / "docs" / "growth.png").write_bytes(b"")
     filled = fill_page(marked("growth"), target, [path])
-    assert "](../bench/growth.png)" in filled
+    assert "](growth.png)" in filled
+    apart = [written(tmp_path / "bench", f"{number}.json", growth=(one,)) for number, one in enumerate(grown[::-1])]
+    assert fill_page(marked("growth"), target, apart) == filled  # one table, whatever files the curves come from
     classes = rows(filled, "classes, 10 tasks")
     assert classes == [["classes, 10 tasks", "100 to 10,000", "−0.02 (0.08)", "-", "-", "**1.81 (1.91)**"]]
     assert rows(filled, "batch")[0][2:] == ["0.90 (1.00)", "1.00 (1.10)", "0.80 (0.90)", "-"]
@@ -315,13 +318,14 @@ def test_the_command_fills_a_page_from_what_was_really_measured(probprompt: Comm
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--from", "one.json"), "--from RECORD and --page FILE go together"),
-        (("--page", "page.md"), "--from RECORD and --page FILE go together"),
+        (("--from", "one.json"), "--from RECORD goes with --page FILE"),
+        (("--page", "page.md"), "--from RECORD goes with --page FILE"),
         (
             ("--from", "one.json", "--page", "page.md", "--method", "apt", "--batch", "8"),
             "leave --method, --batch away",
         ),
         (("--from", "absent.json", "--page", "page.md"), "cannot be read"),
+        (("--from", "one.json", "--plot", "growth.png"), "a picture of growth is of one method"),
         (("--from", "one.json", "--page", "nowhere/page.md"), "there is no folder"),
         (("--from", "one.json", "--page", "latin.md"), "name a file of Markdown"),
     ],
@@ -337,6 +341,18 @@ def test_mistakes_are_answered_in_words(
     answer = probprompt("bench", *arguments)
     assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
+
+
+def test_records_of_growth_make_one_picture(probprompt: Command, tmp_path: Path) -> None:
+    paths = []
+    for name in ("batch", "samples"):
+        paths += ["--from", tmp_path / f"{name}.json"]
+        small = ("--backbone", "test_vit", "--batch", "2", "--seconds", "0.01", "--device", "cpu")
+        assert probprompt("bench", "--grow", name, "--out", paths[-1], *small).code == 0
+    answer = probprompt("bench", *paths, "--plot", tmp_path / "growth.png", "--page", tmp_path / "page.md")
+    assert answer.code == 0 and (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "](growth.png)" in page and page.index("| samples N_s") < page.index("| batch")
 
 
 def test_a_page_that_is_not_there_is_begun(probprompt: Command, tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ def measure_curve(
     watch = watch or Watcher()
     values, points = values_of(axis, config, device), list[Point]()
     with watch.stage(axis.name, len(values)):
+        if axis.name in CLOSING:  # what is loaded and compiled for the end of a task is not to be timed
+            build(*_first(axis, config, device)).close()
         for value in values:
             watch.describe(f"{value}")
             closing = axis.name in CLOSING and _affordable(axis, points, value, device)
@@ -169,6 +171,12 @@ def measure_curve(
         watch.describe(_verdict(exponents(axis, points)))
     precision = config.backbone.precision or usual_precision(device)
     return describe(axis, config, precision, points)
+
+
+def _first(axis: Axis, config: RunConfig, device: torch.device) -> tuple[RunConfig, torch.device, Scale | None]:
+    """What a workshop of the first value is built of."""
+    changed, scale = variant(axis, values_of(axis, config, device)[0], config)
+    return changed, device, scale
 
 
 def _affordable(axis: Axis, points: Sequence[Point], value: int, device: torch.device) -> bool:

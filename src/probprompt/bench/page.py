@@ -5,14 +5,13 @@ A page says which tables it wants by pairs of marks, ``<!-- bench figures: made 
 """
 
 import heapq
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from probprompt import methods, presets
-from probprompt.bench.grow import COSTS, WORSE
+from probprompt.bench.grow import AXES, COSTS, WORSE
 from probprompt.bench.measure import EPOCH_IMAGES
 from probprompt.bench.record import read_record
 from probprompt.config import RunConfig, parse_config
@@ -21,6 +20,9 @@ from probprompt.runs.files import write_bytes
 
 Entry = Mapping[str, Any]
 DASH = "-"  # not measured
+PICTURE = "growth.png"
+"""The picture of how cost grows, beside the page."""
+ORDER = {name: number for number, name in enumerate(AXES)}
 
 
 @dataclass(frozen=True)
@@ -270,12 +272,40 @@ def _common(entries: Sequence[Entry], key: str) -> str:
 
 
 def _growth(records: Sequence[Recorded], page: Path) -> str | None:
-    """How cost grows, for records that measured it; each with its picture, where one lies beside it."""
-    return "\n\n".join(_growth_table(recorded, page) for recorded in records if recorded.record["growth"]) or None
+    """How cost grows, for records that measured it: one table for a method on a backbone, below the page's picture."""
+    groups: dict[tuple[str, ...], list[Recorded]] = {}
+    for recorded in records:
+        for curve in recorded.record["growth"][:1]:
+            groups.setdefault((curve["method"], curve["backbone"], curve["precision"]), []).append(recorded)
+    tables = [_growth_table(group) for group in groups.values()]
+    beside = page.with_name(PICTURE)
+    if tables and beside.is_file():
+        tables.insert(0, f"![Speed, memory and the end of a task as one setting after another grows]({PICTURE})")
+    return "\n\n".join(tables) or None
 
 
-def _growth_table(recorded: Recorded, page: Path) -> str:
-    curves = recorded.record["growth"]
+def grown(records: Sequence[Entry]) -> list[Entry]:
+    """The curves of all records, in the order in which they are always told."""
+    return sorted((curve for record in records for curve in record["growth"]), key=lambda curve: ORDER[curve["axis"]])
+
+
+def draw_growth(records: Sequence[Path]) -> bytes:
+    """One picture of all curves in records, which must be of one method on one machine."""
+    from probprompt.bench.figures import growth  # drawing loads only when it is asked for
+
+    read = [record for record in map(read_record, records) if record["growth"]]
+    of = {(curve["method"], curve["backbone"], curve["precision"]) for record in read for curve in record["growth"]}
+    machines = {str(record["hardware"].get("gpu") or record["hardware"]["machine"]) for record in read}
+    if len(of) != 1 or len(machines) != 1:
+        raise UserError(
+            f"a picture of growth is of one method, backbone, precision and machine; these records have "
+            f"{len(of)} and {len(machines)} of them"
+        )
+    return growth({**read[0], "growth": grown(read)})
+
+
+def _growth_table(records: Sequence[Recorded]) -> str:
+    curves = grown([recorded.record for recorded in records])
     rows = [(curve["label"], _range(curve["points"]), *(_exponent(curve, cost) for cost in COSTS)) for curve in curves]
     header = ("What grows", "From, to", *(f"{words[0].upper()}{words[1:]}" for words in COSTS.values()))
     worse = [
@@ -295,16 +325,9 @@ def _growth_table(recorded: Recorded, page: Path) -> str:
         "one image, where the batch grows for a batch; a side counts by its pixels.",
         f"Worse than linear (above {WORSE}): {'; '.join(worse) if worse else 'nothing'}.",
         *([f"Not measured: {'; '.join(missing)}."] if missing else []),
-        *_machines([recorded]),
+        *_machines(records),
     ]
-    return "\n\n".join([*_picture(recorded, page), _table(header, rows, 2), _notes(notes)])
-
-
-def _picture(recorded: Recorded, page: Path) -> Iterator[str]:
-    beside = recorded.path.with_suffix(".png")
-    if beside.is_file():
-        link = Path(os.path.relpath(beside.absolute(), page.absolute().parent)).as_posix()
-        yield f"![Speed, memory and the end of a task as one setting after another grows]({link})"
+    return "\n\n".join([_table(header, rows, 2), _notes(notes)])
 
 
 def _range(points: Sequence[Entry]) -> str:

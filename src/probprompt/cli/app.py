@@ -255,8 +255,8 @@ def bench(
         others: dict[str, object] = {"--method": method, "--methods": methods, "--grow": grow, "--backbone": backbone}
         others |= {"--preset": preset, "--batch": batch, "--image-size": image_size, "--precision": precision}
         others |= {"--set": assignments, "--seconds": seconds, "--device": device}
-        others |= {"--out": out, "--plot": plot, "--against": against}
-        run_page(records or [], page, others)
+        others |= {"--out": out, "--against": against}
+        run_page(records or [], page, plot, others)
         return
     given: dict[str, dict[str, Any]] = {
         "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},

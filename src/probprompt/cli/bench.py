@@ -13,7 +13,7 @@ from rich.table import Table
 from probprompt import api, methods
 from probprompt.bench.grow import COSTS, find_axes, measure_curve
 from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_all
-from probprompt.bench.page import write_page
+from probprompt.bench.page import draw_growth, write_page
 from probprompt.bench.record import (
     differences,
     make_record,
@@ -77,16 +77,27 @@ def run_bench(
         screen.say(f"picture: {plot}")
 
 
-def run_page(records: Sequence[Path], page: Path | None, others: Mapping[str, object]) -> None:
-    """Fill the tables of a page from records; ``others`` are the options for measuring, which do not belong here."""
-    if page is None or not records:
-        raise UserError("--from RECORD and --page FILE go together: the tables of the page come from the records")
+def run_page(records: Sequence[Path], page: Path | None, plot: Path | None, others: Mapping[str, object]) -> None:
+    """Fill the tables of a page from records, or draw how cost grows by them.
+
+    ``others`` are the options for measuring, which do not belong here.
+    """
+    if not records or not (page or plot):
+        raise UserError(
+            "--from RECORD goes with --page FILE, whose tables come from the records, or with --plot FILE, a picture "
+            "of how cost grows by them"
+        )
     given = [name for name, value in others.items() if value]
     if given:
         raise UserError(f"--from takes records that are there and measures nothing: leave {', '.join(given)} away")
-    refuse_unwritable(page)
-    write_page(page, records)
-    Screen().say(f"written: {page}")
+    for path in (page, plot):
+        refuse_unwritable(path)
+    if plot:
+        write_bytes(plot, draw_growth(records))
+        Screen().say(f"picture: {plot}")
+    if page:
+        write_page(page, records)
+        Screen().say(f"written: {page}")
 
 
 def _split(texts: Sequence[str]) -> list[str]:
