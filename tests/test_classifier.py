@@ -82,9 +82,11 @@ def labels_of(answers: list[Prediction]) -> list[str | None]:
 # Learning
 
 
-@pytest.mark.parametrize("layers", [0, 2])
-def test_after_any_lessons_the_head_is_the_joint_solution_over_all_images_ever_learned(layers: int) -> None:
-    made = taught(paint("abc"), paint("de"), paint("f"), **{"head.layers": layers})
+@pytest.mark.parametrize(("layers", "readings"), [(0, "beside"), (2, "beside"), (2, "projected")])
+def test_after_any_lessons_the_head_is_the_joint_solution_over_all_images_ever_learned(
+    layers: int, readings: str
+) -> None:
+    made = taught(paint("abc"), paint("de"), paint("f"), **{"head.layers": layers, "head.readings": readings})
     assert made.classes == tuple("abcdef") and (made.version, made.task_count) == (3, 3)
     every = {**paint("abc"), **paint("de"), **paint("f")}
     torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-4, atol=1e-5)

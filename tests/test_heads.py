@@ -299,7 +299,7 @@ def test_classes_that_stand_apart_are_told_apart(kind: str) -> None:
 
 def exact(head: ClosedFormHead) -> dict[str, Tensor]:
     """What a head stands on, in float64."""
-    found = {name: head.get_buffer(name) for name in head.learning_only}
+    found = {name: head.get_buffer(name) for name in head.learning_only & set(head.shapes(1))}
     return {**found, "solution": head.solution()} if isinstance(head, RidgeHead) else found
 
 
@@ -525,6 +525,15 @@ def test_what_is_not_projected_stands_beside_the_projections() -> None:
     torch.testing.assert_close(head(features), (hidden @ expected).float(), rtol=1e-4, atol=1e-5)
 
 
+def test_readings_may_be_projected_with_the_feature() -> None:
+    config = heads.HeadConfig(kind="ridge", projections=30, ridge=2.0, layers=3, readings="projected")
+    head = heads.make_head(config, "ridge", width=6, seed=3)
+    assert isinstance(head, heads.RidgeHead) and head.width == 6 * 7 and head.inner == 30
+    features = torch.randn(5, 42, generator=torch.Generator().manual_seed(4))
+    assert head.projection is not None and head.projection.shape == (42, 30)
+    torch.testing.assert_close(head.lift(features), (features @ head.projection).relu())
+
+
 @pytest.mark.parametrize("images", (12, 60))
 def test_the_strengths_are_compared_by_their_true_solutions(images: int) -> None:
     """Whether fewer images or fewer projections make the smaller matrix, the solutions are the same."""
@@ -537,3 +546,83 @@ def test_the_strengths_are_compared_by_their_true_solutions(images: int) -> None
         if strength >= 1e-3:
             expected = torch.linalg.solve(hidden.T @ hidden + strength * torch.eye(30), hidden.T @ wanted)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+EVERY = HeadConfig(projections=12, ridge_choice="every")
+
+
+def parts_of(counts: Sequence[int], noise: float) -> list[tuple[Tensor, Tensor]]:
+    """The images of two classes at a time."""
+    features, labels = some_images(counts, noise)
+    return [(features[labels // 2 == pair], labels[labels // 2 == pair]) for pair in range(len(counts) // 2)]
+
+
+def test_chosen_after_every_task_the_strength_is_the_largest_that_is_as_good_as_the_best() -> None:
+    """Written down a second time, image by image: what each strength got wrong of all that was held out."""
+    head = closed("ridge", EVERY)
+    assert isinstance(head, RidgeHead)
+    parts, wrong, seen = parts_of((30, 26, 24, 40, 33, 31), 2.5), list[Array](), list[int]()
+    for task, (features, labels) in enumerate(parts):
+        head.learn(features, labels, 2, task_key=task)
+        held = by_hand(head, features, labels - 2 * task, task)[2] if task == 0 else _held_out(labels, task)
+        rest = [place for place in range(len(labels)) if place not in held]
+        earlier = parts[:task]
+        inner = np.concatenate([projected(head, part) for part, _ in earlier] + [projected(head, features[rest])])
+        classes = torch.cat([of for _, of in earlier] + [labels[rest]]).numpy()
+        targets = np.eye(2 * task + 2)[classes]
+        tried = []
+        for strength in heads.STRENGTHS:
+            solution = np.linalg.solve(inner.T @ inner + strength * np.eye(inner.shape[1]), inner.T @ targets)
+            tried.append((projected(head, features[held]) @ solution).argmax(axis=1) != labels[held].numpy())
+        wrong.append(np.array(tried, dtype=np.float64))
+        every = np.concatenate(wrong, axis=1)  # (strengths, all that were held out)
+        best = int(every.mean(axis=1).argmin())
+        worse = every - every[best]
+        good = worse.mean(axis=1) <= worse.std(axis=1) / math.sqrt(every.shape[1])
+        assert float(head.strength) == heads.STRENGTHS[int(good.nonzero()[0].max())]
+        seen.append(every.shape[1])
+    assert seen == [11, 24, 37] and int(head.trials[0, 0]) == 37
+
+
+def _held_out(labels: Tensor, task_key: int) -> list[int]:
+    found = []
+    for label in labels.unique().tolist():
+        places = [place for place, of in enumerate(labels.tolist()) if of == label]
+        order = randomness.permutation(len(places), SEED, "ridge", task_key, label)
+        found += [places[index] for index in order[: max(1, round(len(places) / 5))]]
+    return found
+
+
+def test_chosen_after_every_task_the_sums_are_those_of_all_images() -> None:
+    parts = parts_of((9, 7, 12, 4), 1.0)
+    one, other = closed("ridge", EVERY), closed("ridge", HeadConfig(projections=12, ridge=1.0))
+    for task, (features, labels) in enumerate(parts):
+        for head in (one, other):
+            head.learn(features, labels, 2, task_key=task)
+    for name in ("gram", "correlation"):
+        torch.testing.assert_close(one.get_buffer(name), other.get_buffer(name), rtol=1e-12, atol=1e-9)
+
+
+def test_what_was_tried_is_saved_and_gone_on_from() -> None:
+    parts = parts_of((20, 20, 20, 20, 20, 20), 3.0)
+    whole, begun = closed("ridge", EVERY), closed("ridge", EVERY)
+    for task, (features, labels) in enumerate(parts):
+        whole.learn(features, labels, 2, task_key=task)
+        begun.learn(features, labels, 2, task_key=task)
+        begun = closed("ridge", EVERY).restore(begun.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, begun.state_dict()[name]), name
+
+
+def test_a_strength_that_is_set_is_never_tried() -> None:
+    head = closed("ridge", HeadConfig(projections=12, ridge=0.5, ridge_choice="every"))
+    features, labels = some_images()
+    head.learn(features, labels, 5, task_key=0)
+    assert float(head.get_buffer("strength")) == 0.5 and "trials" not in head.state_dict()
+
+
+def test_chosen_after_every_task_classes_of_one_image_are_learned_as_well() -> None:
+    head = closed("ridge", EVERY)
+    features, labels = some_images((1, 1, 1))
+    head.learn(features, labels, 3, task_key=0)
+    assert bool(head.get_buffer("strength").isnan()) and head(features).argmax(dim=1).tolist() == labels.tolist()

@@ -32,13 +32,18 @@ class HeadConfig(BaseModel):
     projections: int = Field(2000, ge=0)
     """Random ReLU projections under the ridge head; 0 takes the features as they are."""
     ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """lambda of the ridge head; None chooses it on a fifth of the first task's images."""
+    """lambda of the ridge head; None chooses it on held-out images."""
+    ridge_choice: Literal["first", "every"] = "first"
+    """Lambda is chosen once, on a fifth of the first task's images; or anew after every task, on a fifth of the images
+    of all tasks so far, each judged when it came. What is right for a first task of few classes is too much later."""
     with_query: bool = False
     """Whether a head in closed form also sees the query, which is computed anyway: what the backbone says without
     prompts then stands beside what it says with them."""
     layers: int = Field(0, ge=0)
     """Of how many blocks before the last a head in closed form also reads the class token and the mean of the patches,
-    under prompts and each normalised. The ridge head takes them as they are, beside its projections."""
+    under prompts and each normalised."""
+    readings: Literal["beside", "projected"] = "beside"
+    """Whether the ridge head takes them as they are, beside its projections, or projects them with the feature."""
     shrinkage: float = Field(1e-3, gt=0, le=1)
     """How far the covariance of the LDA head is drawn towards its mean diagonal."""
 
@@ -232,7 +237,7 @@ class ClosedFormHead(Head):
         raise NotImplementedError
 
     def _check_complete(self) -> None:
-        if any(self._buffers[name] is None for name in self.learning_only):
+        if any(self._buffers.get(name, ...) is None for name in self.learning_only):
             raise ValueError(f"this {type(self).__name__} was loaded without its sums: it predicts, but cannot learn")
 
     def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
@@ -264,6 +269,11 @@ class RidgeHead(ClosedFormHead):
     is fitted exactly by every small lambda; kept, such a lambda fails the tasks to come.) That needs two classes of two
     images or more: until such a task comes, lambda is a tenth of the mean diagonal of G.
 
+    With ``every`` it is chosen anew after every task: each lambda is tried on a fifth of the new images, solved from
+    all others so far, and what it gets wrong is added to that of the tasks before. The largest is taken that is worse
+    than the best by no more than the standard error of the difference. (Squared errors prefer larger lambdas than
+    right answers do, the more so the more classes there are.)
+
     >>> head = RidgeHead(width=2, seed=0, projections=0, ridge=1.0)
     >>> head.learn(torch.eye(2), torch.tensor([0, 1]), classes=2, task_key=0)
     >>> head(torch.eye(2))
@@ -271,15 +281,23 @@ class RidgeHead(ClosedFormHead):
             [0.0000, 0.5000]])
     """
 
-    learning_only = frozenset({"gram", "correlation", "strength"})
+    learning_only = frozenset({"gram", "correlation", "strength", "trials"})
     gram: Tensor
     correlation: Tensor
     strength: Tensor
+    trials: Tensor
     projection: Tensor | None
 
     def __init__(
-        self, width: int, seed: int, projections: int = 2000, ridge: float | None = None, untouched: int = 0
+        self,
+        width: int,
+        seed: int,
+        projections: int = 2000,
+        ridge: float | None = None,
+        untouched: int = 0,
+        every: bool = False,
     ) -> None:
+        self.every = every and ridge is None
         super().__init__(width, seed, projections + untouched if projections else width)
         self.strength.fill_(math.nan if ridge is None else ridge)
         self.untouched = untouched
@@ -290,14 +308,19 @@ class RidgeHead(ClosedFormHead):
     @classmethod
     def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
         """Build the head with the projections and the ridge that are set."""
-        untouched = readings_width(config, width)
-        return cls(given_width(config, width), seed, config.projections, config.ridge, untouched)
+        untouched = untouched_width(config, width)
+        every = config.ridge_choice == "every"
+        return cls(given_width(config, width), seed, config.projections, config.ridge, untouched, every)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, and lambda."""
+        """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, lambda, and its trials.
+
+        Trials are sums over held-out images of the products of (1, whether it was wrong under each lambda).
+        """
         inner = self.inner if classes else 0
-        rows = (classes, self.inner)
-        return {"weight": rows, "gram": (inner, inner), "correlation": rows, "strength": ()}
+        rows, tried = (classes, self.inner), (len(STRENGTHS) + 1,) * 2
+        usual = {"weight": rows, "gram": (inner, inner), "correlation": rows, "strength": ()}
+        return {**usual, "trials": tried} if self.every else usual
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits (B, C) of features (B, D)."""
@@ -321,7 +344,12 @@ class RidgeHead(ClosedFormHead):
         return torch.cat([(features[:, :own] @ projection).relu(), math.sqrt(own) * features[:, own:]], dim=1)
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
-        if bool(self.strength.isnan()):
+        if self.every and len(self) > 1:
+            held_out = self._held_out(labels, task_key)
+            self._add_sums(self.gram, self.correlation, features[~held_out], labels[~held_out])
+            self._try(features[held_out], labels[held_out])
+            features, labels = features[held_out], labels[held_out]
+        elif bool(self.strength.isnan()):
             self._choose(features, labels, self._held_out(labels, task_key))
         self._add_sums(self.gram, self.correlation, features, labels)
 
@@ -331,6 +359,19 @@ class RidgeHead(ClosedFormHead):
             projected = self._projected(some)  # (chunk, L)
             gram += projected.T @ projected
             correlation += self._class_sums(projected, of)
+
+    def _try(self, features: Tensor, labels: Tensor) -> None:
+        """Judge every lambda by images that the sums do not have, and choose it by all that were so judged."""
+        if not len(labels):
+            return
+        weights = [_solve(self.gram, strength, self.correlation.T) for strength in STRENGTHS]  # (L, C) each
+        for some, of in _chunks(features, labels, self.inner):
+            projected = self._projected(some)  # (B, L)
+            wrong = torch.stack([(projected @ weight).argmax(dim=1) != of for weight in weights]).to(self.trials)
+            padded = torch.cat([torch.ones_like(wrong[:1]), wrong])  # (1 + strengths, B)
+            self.trials += padded @ padded.T
+        if bool(self.trials[0, 0] > 1):
+            self.strength.fill_(STRENGTHS[_largest_as_good(self.trials)])
 
     def _choose(self, features: Tensor, labels: Tensor, held_out: Tensor) -> None:
         """Choose lambda, if images of two classes or more are held out (n,)."""
@@ -505,6 +546,15 @@ def readings_width(config: HeadConfig, width: int) -> int:
     return 2 * config.layers * width
 
 
+def untouched_width(config: HeadConfig, width: int) -> int:
+    """The width of what a ridge head takes as it is, beside its projections.
+
+    >>> untouched_width(HeadConfig(layers=3), 10), untouched_width(HeadConfig(layers=3, readings="projected"), 10)
+    (60, 0)
+    """
+    return readings_width(config, width) if config.readings == "beside" else 0
+
+
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Images in float64, so few at a time that (images, width) stays small."""
     size = max(1, CHUNK // width)
@@ -531,3 +581,21 @@ def _largest_good(errors: Tensor) -> int:
     best = int(mean.argmin())
     bar = mean[best] + errors[best].std() / math.sqrt(errors.shape[1])
     return int((mean <= bar).nonzero().max())
+
+
+def _largest_as_good(trials: Tensor) -> int:
+    """The last candidate that is worse than the best by no more than the standard error of that difference.
+
+    trials: sums over n images of the products of (1, error of each candidate), (1 + candidates,) squared.
+
+    >>> errors = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 3.0, 1.0, 3.1], [1.1, 3.2, 1.1, 3.2], [0.0, 2.0, 0.4, 2.0]])
+    >>> _largest_as_good(errors @ errors.T), _largest_as_good(errors[:3] @ errors[:3].T)
+    (2, 0)
+    """
+    count, total, products = trials[0, 0], trials[0, 1:], trials[1:, 1:]
+    mean = total / count  # (candidates,)
+    best = int(mean.argmin())
+    own = products.diagonal()
+    worse = mean - mean[best]
+    variance = (own + own[best] - 2 * products[best]) / count - worse.square()
+    return int((worse <= (variance.clamp(min=0) / count).sqrt()).nonzero().max())

@@ -20,7 +20,7 @@ from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_
 from probprompt.data.images import Pixels
 from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
 from probprompt.errors import UserError
-from probprompt.heads import HEADS, ClosedFormHead, RidgeHead, given_width, readings_width
+from probprompt.heads import HEADS, ClosedFormHead, RidgeHead, given_width, untouched_width
 from probprompt.methods import find
 from probprompt.runs.checkpoint import group
 from probprompt.runs.execute import build_model, build_viewer, usual_precision
@@ -243,7 +243,7 @@ class Engine:
         width = self.backbone.model.width
         head = self.config.head
         if self.head_kind == "ridge" and head.projections:
-            return {"unit": width, "lifted": head.projections + readings_width(head, width)}
+            return {"unit": width, "lifted": head.projections + untouched_width(head, width)}
         return {"unit": width, "plain": given_width(head, width)}
 
     def views(self, head: object) -> Views:

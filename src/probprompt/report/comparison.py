@@ -37,6 +37,8 @@ class Row:
     name: str = ""
     """The method, as it is shown."""
     varied: Varied = field(default=(), compare=False)
+    usual: Varied = field(default=(), compare=False)
+    """Of what is varied, that which most rows share and the label leaves out."""
 
     @property
     def bound(self) -> bool:
@@ -356,6 +358,9 @@ class Comparison:
     def _accuracy_notes(self) -> list[str]:
         backbones = dict.fromkeys(str(result.record["backbone"]["name"]) for result in self.results)
         found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
+        usual = describe(tuple(dict.fromkeys(change for row in self.rows for change in row.usual)))
+        if usual:
+            found.append(f"Where a row says nothing else: {', '.join(usual)}.")
         if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
             found.append("Bold: the best of a column; underlined: the second.")
         bounds = [row.label for row in self.rows if row.bound]
@@ -421,6 +426,9 @@ _SIMILARITY = (
 
 # Gathering
 
+MANY = 3
+"""From so many settings on that differ between rows, rows name only those in which most others differ from them."""
+
 
 def _departures(result: Result) -> list[str]:
     """Settings of a run that are neither its preset's, nor varied, nor its seed or task; as ``key=value``."""
@@ -460,9 +468,18 @@ def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
     )
 
 
-def _row(method: str, varied: Varied, labels: Mapping[str, str]) -> Row:
+def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied = ()) -> Row:
     name = labels.get(method, method)
-    return Row(", ".join((name, *describe(varied))), method, name, varied)
+    told = tuple(change for change in varied if change not in usual)
+    return Row(", ".join((name, *describe(told))), method, name, varied, usual)
+
+
+def _usual(varied: Varied, configs: Sequence[Mapping[str, Any]]) -> Varied:
+    """Where many settings are varied, mostly one at a time: those of a row that most runs share."""
+    if len(varied) < MANY:
+        return ()
+    flat = [flatten(config) for config in configs]
+    return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))
 
 
 def gather_runs(paths: Sequence[Path]) -> Comparison:
@@ -473,7 +490,7 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
     results: list[Result] = []
     configs = [run.record["config"] for run in runs]
     for run, config, varied in zip(runs, configs, _apart(configs), strict=True):
-        row = _row(config["method"]["name"], varied, {})
+        row = _row(config["method"]["name"], varied, {}, _usual(varied, configs))
         place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
         result = read_result(run, row, place, config["seeds"]["order"])
         for other in results:

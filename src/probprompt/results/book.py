@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
 from probprompt.results.naming import backbone_slug, backbone_words
-from probprompt.runs.book import Recorded
+from probprompt.runs.book import Recorded, is_absolute, without_paths
 from probprompt.runs.files import natural_order, read_json
 from probprompt.runs.grid import CUSTOM, describe
 from probprompt.runs.record import Run, settings_hash
@@ -173,35 +173,13 @@ def file_of(record: Mapping[str, Any]) -> str:
 # Without paths
 
 
-def _absolute(text: str) -> bool:
-    return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
-
-
-def _last(text: str) -> str:
-    return PurePosixPath(text).name if PurePosixPath(text).is_absolute() else PureWindowsPath(text).name
-
-
-def _stripped(value: Any) -> Any:
-    """The same, with the last part of every path on a machine in its place."""
-    if isinstance(value, Mapping):
-        return {str(key): _stripped(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_stripped(part) for part in value]
-    if isinstance(value, str):
-        kind, colon, rest = value.partition(":")
-        if colon and kind == "file":
-            return f"file:{_last(rest) if _absolute(rest) else rest}"
-        return _last(value) if _absolute(value) else value
-    return value
-
-
 def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     """A run's record without paths: folders of images and files of weights by name and hash."""
-    found: dict[str, Any] = _stripped(record)
+    found: dict[str, Any] = without_paths(record)
     before, after = record["config"], found["config"]
-    if _absolute(str(before["data"]["benchmark"])):
+    if is_absolute(str(before["data"]["benchmark"])):
         after["data"]["benchmark"] += f"@{record['stream']['split_hash'][:_DIGITS]}"
-    if _absolute(str(before["backbone"].get("weights") or "")):
+    if is_absolute(str(before["backbone"].get("weights") or "")):
         after["backbone"]["weights"] += f"@{record['backbone']['sha256'][:_DIGITS]}"
     found["stream"] = {name: part for name, part in found["stream"].items() if name != "classes"}  # they are in tasks
     return {name: part for name, part in found.items() if name not in _LEFT_OUT}
@@ -215,7 +193,7 @@ def same_settings(entry: Entry, config: RunConfig) -> bool:
 def _bare(config: Settings) -> Settings | None:
     """Settings with what later versions added, paths by their names, and without what changes rounding alone."""
     try:
-        found: dict[str, Any] = _stripped(parse_config(config).model_dump(mode="json"))
+        found: dict[str, Any] = without_paths(parse_config(config).model_dump(mode="json"))
     except UserError:
         return None
     for group, name in (("data", "benchmark"), ("backbone", "weights")):

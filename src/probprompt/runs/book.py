@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,32 @@ class Recorded:
         return cls(where, run.record, run.matrix, {name: found[name] for name in _INSIDE if name in found})
 
     def line(self) -> str:
-        """As a line of a book."""
+        """As a line of a book, without any path of this machine."""
         entry = {"where": self.where, "matrix": metrics.to_json(self.matrix), "similarity": dict(self.similarity)}
-        return json.dumps({"book": FORMAT, **entry, "run": self.record}, allow_nan=False)
+        return json.dumps(without_paths({"book": FORMAT, **entry, "run": self.record}), allow_nan=False)
+
+
+def is_absolute(text: str) -> bool:
+    """Whether a text is a path from the root of some machine."""
+    return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+
+
+def without_paths(value: Any) -> Any:
+    """The same, with the last part of every path on a machine in its place."""
+    if isinstance(value, Mapping):
+        return {str(key): without_paths(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(part) for part in value]
+    if isinstance(value, str):
+        kind, colon, rest = value.partition(":")
+        if colon and kind == "file":
+            return f"file:{_last(rest) if is_absolute(rest) else rest}"
+        return _last(value) if is_absolute(value) else value
+    return value
+
+
+def _last(text: str) -> str:
+    return PurePosixPath(text).name if PurePosixPath(text).is_absolute() else PureWindowsPath(text).name
 
 
 def write_book(path: Path, runs: Iterable[Recorded]) -> Path:
