@@ -137,7 +137,11 @@ def check_tables(page: str) -> Callable[[Path, list[str]], None]:
     return check
 
 
-TABLES = tuple(f"results/emoji-r{part}.md" for part in ("", "-components", "-projections", "-layers"))
+TABLES = (
+    *(f"results/emoji-r{part}.md" for part in ("", "-components", "-projections", "-layers")),
+    "results/cifar100-flagship.md",
+    "docs/fidelity.md",
+)
 CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
     "README.md": check_readme,
     "docs/backbones.md": check_backbones,

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 from probprompt import api, methods, presets
 from probprompt.bench import page as bench_page
 from probprompt.cli.compare import read_spec
-from probprompt.config import parse_config, read_toml
+from probprompt.config import flatten, parse_config, read_toml
+from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.comparison import gather_runs
 from probprompt.report.tables import fill_page
+from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid
 
 ROOT = Path(__file__).parent.parent
@@ -47,11 +49,13 @@ def test_the_readme_names_the_two_commands_and_ci_runs_the_second() -> None:
 
 
 BOOKS = {
-    "docs/demo.md": "demo.jsonl",
-    "results/emoji-r.md": "runs.jsonl",
-    "results/emoji-r-components.md": "components.jsonl",
-    "results/emoji-r-projections.md": "projections.jsonl",
-    "results/emoji-r-layers.md": "layers.jsonl",
+    "docs/demo.md": "emoji-r/demo.jsonl",
+    "docs/fidelity.md": "cifar100/fidelity.jsonl",
+    "results/cifar100-flagship.md": "cifar100/flagship.jsonl",
+    "results/emoji-r.md": "emoji-r/runs.jsonl",
+    "results/emoji-r-components.md": "emoji-r/components.jsonl",
+    "results/emoji-r-projections.md": "emoji-r/projections.jsonl",
+    "results/emoji-r-layers.md": "emoji-r/layers.jsonl",
 }
 
 
@@ -59,10 +63,56 @@ BOOKS = {
 def test_tables_come_from_the_recorded_runs(page: str) -> None:
     """To the letter what `probprompt compare --from BOOK --page PAGE` writes."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert fill_page(text, gather_runs([ROOT / "results" / "emoji-r" / BOOKS[page]])) == text
+    assert fill_page(text, gather_runs([ROOT / "results" / BOOKS[page]])) == text
+
+
+def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
+    """Every row of the table in words, from the settings that it is about."""
+    runs = read_book(ROOT / "results" / "cifar100" / "fidelity.jsonl")
+    found = {
+        json.dumps(_varied(run.record["config"]), sort_keys=True): metrics.final_average_accuracy(run.matrix)
+        for run in runs
+    }
+
+    def told(name: str, *values: object) -> list[str]:
+        changes = [{name: value} if value is not None else {} for value in values]
+        return [f"{found[json.dumps(change, sort_keys=True)]:.1f}" for change in changes]
+
+    text = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").replace("**", "")
+    for words, numbers in {
+        "Relevance": told("method.relevance_temperature", None, "sqrt_dim", "dim"),
+        "Initial standard": told("method.initial_std", None, 0.3, 0.1, 0.02),
+        "Samples N_s": told("method.samples", 0, 1, 5, None),
+        "Prompts at evaluation": told("method.evaluation", None, "mean"),
+        "λ of": told("method.regularisation", 0.0, None, 1.0),
+        "Alignment": told("alignment.enabled", None, False),
+        "Input": told("backbone.normalisation", None, "unit"),
+    }.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {words}")]
+        assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
+
+
+def _varied(config: Mapping[str, Any]) -> dict[str, Any]:
+    preset = presets.settings("matched", "probprompt", "cifar100")
+    usual = flatten(parse_config(preset).model_dump(mode="json"))
+    own = flatten(config)
+    fixed = {"backbone.name", "backbone.weights", "training.epochs", "data.validation"}
+    return {name: own[name] for name in own if own[name] != usual.get(name, own[name]) and name not in fixed}
 
 
 BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.md": {"reproduction"}}
+
+
+def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (link,) = re.findall(r"\]\(\.\./(results/cifar100/[^)]+)\)", text)
+    spent = json.loads((ROOT / link).read_text(encoding="utf-8"))["time"]
+    inside = {name: spent[f"{name}_s"] for name in ("training", "alignment", "evaluation")}
+    rest = spent["total_s"] - sum(inside.values())
+    words = " ".join(text.split())
+    assert f"took {spent['total_s']:.1f} s ([its record]" in words
+    assert ", ".join(f"{name} {value:.1f} s" for name, value in inside.items()) in words
+    assert f"took {rest:.1f} s, {100 * rest / spent['total_s']:.1f} %" in words
 
 
 @pytest.mark.parametrize("page", BENCHED)
