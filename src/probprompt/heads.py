@@ -364,7 +364,7 @@ class RidgeHead(ClosedFormHead):
         """Judge every lambda by images that the sums do not have, and choose it by all that were so judged."""
         if not len(labels):
             return
-        weights = [_solve(self.gram, strength, self.correlation.T) for strength in STRENGTHS]  # (L, C) each
+        weights = self._solutions(self.gram, self.correlation.T)  # (L, C) each
         for some, of in _chunks(features, labels, self.inner):
             projected = self._projected(some)  # (B, L)
             wrong = torch.stack([(projected @ weight).argmax(dim=1) != of for weight in weights]).to(self.trials)
@@ -391,7 +391,13 @@ class RidgeHead(ClosedFormHead):
             return [projected.T @ _solve(kernel, strength, wanted) for strength in STRENGTHS]
         gram, correlation = torch.zeros_like(self.gram), torch.zeros_like(self.correlation)
         self._add_sums(gram, correlation, features, labels)
-        return [_solve(gram, strength, correlation.T) for strength in STRENGTHS]
+        return self._solutions(gram, correlation.T)
+
+    def _solutions(self, gram: Tensor, targets: Tensor) -> list[Tensor]:
+        """The solutions (L, C) for each strength; those that drown in rounding are one and the same."""
+        shifts = [max(strength, _least(gram)) for strength in STRENGTHS]
+        found = {shift: _solve(gram, shift, targets) for shift in dict.fromkeys(shifts)}
+        return [found[shift] for shift in shifts]
 
     def _errors(self, features: Tensor, labels: Tensor, weights: list[Tensor]) -> Tensor:
         """Squared errors of several solutions: (solutions, B)."""
@@ -564,11 +570,14 @@ def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tens
 
 def _solve(matrix: Tensor, shift: float, targets: Tensor) -> Tensor:
     """Solve (matrix + shift I) X = targets in float64, for a matrix without negative eigenvalues."""
-    # A smaller shift than this would drown in the rounding of the largest eigenvalue.
-    least = len(matrix) * torch.finfo(matrix.dtype).eps * float(matrix.trace())
     shifted = matrix.clone()
-    shifted.diagonal().add_(max(shift, least))
+    shifted.diagonal().add_(max(shift, _least(matrix)))
     return torch.cholesky_solve(targets, torch.linalg.cholesky(shifted))
+
+
+def _least(matrix: Tensor) -> float:
+    """A smaller shift than this would drown in the rounding of the largest eigenvalue."""
+    return len(matrix) * torch.finfo(matrix.dtype).eps * float(matrix.trace())
 
 
 def _largest_good(errors: Tensor) -> int:
