@@ -396,13 +396,19 @@ def test_other_number_formats_are_welcome(kind: str) -> None:
 # The strength of the ridge
 
 
-def by_hand(head: RidgeHead, features: Tensor, labels: Tensor, task_key: int) -> tuple[list[float], float, list[int]]:
-    """Mean held-out error of every strength, the standard error at the best, and which images were held out."""
-    held = []
+def held_out(labels: Tensor, task_key: int) -> list[int]:
+    """A fifth of each class, as the seed draws it."""
+    found = []
     for label in labels.unique().tolist():
         places = [place for place, of in enumerate(labels.tolist()) if of == label]
         order = randomness.permutation(len(places), SEED, "ridge", task_key, label)
-        held += [places[index] for index in order[: max(1, round(len(places) / 5))]]
+        found += [places[index] for index in order[: max(1, round(len(places) / 5))]]
+    return found
+
+
+def by_hand(head: RidgeHead, features: Tensor, labels: Tensor, task_key: int) -> tuple[list[float], float, list[int]]:
+    """Mean held-out error of every strength, the standard error at the best, and which images were held out."""
+    held = held_out(labels, task_key)
     rest = [place for place in range(len(labels)) if place not in held]
     inner, targets = projected(head, features), np.eye(len(labels.unique()))[labels.numpy()]
     means, deviations = [], []
@@ -564,7 +570,7 @@ def test_chosen_after_every_task_the_strength_is_the_largest_that_is_as_good_as_
     parts, wrong, seen = parts_of((30, 26, 24, 40, 33, 31), 2.5), list[Array](), list[int]()
     for task, (features, labels) in enumerate(parts):
         head.learn(features, labels, 2, task_key=task)
-        held = by_hand(head, features, labels - 2 * task, task)[2] if task == 0 else _held_out(labels, task)
+        held = held_out(labels, task)
         rest = [place for place in range(len(labels)) if place not in held]
         earlier = parts[:task]
         inner = np.concatenate([projected(head, part) for part, _ in earlier] + [projected(head, features[rest])])
@@ -582,15 +588,6 @@ def test_chosen_after_every_task_the_strength_is_the_largest_that_is_as_good_as_
         assert float(head.strength) == heads.STRENGTHS[int(good.nonzero()[0].max())]
         seen.append(every.shape[1])
     assert seen == [11, 24, 37] and int(head.trials[0, 0]) == 37
-
-
-def _held_out(labels: Tensor, task_key: int) -> list[int]:
-    found = []
-    for label in labels.unique().tolist():
-        places = [place for place, of in enumerate(labels.tolist()) if of == label]
-        order = randomness.permutation(len(places), SEED, "ridge", task_key, label)
-        found += [places[index] for index in order[: max(1, round(len(places) / 5))]]
-    return found
 
 
 def test_chosen_after_every_task_the_sums_are_those_of_all_images() -> None:
