@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ from probprompt.runs.record import Run, config_hash, hardware, refuse_used, vers
 from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
 from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
+from probprompt.training.queries import queries_of
 
 _NORMALISATIONS = {
     "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
@@ -144,6 +145,16 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
         return _carry_out(run, workshop, saved, watch, track)
 
 
+def _stream_of_views(
+    config: RunConfig, backbone: LoadedBackbone, model: PromptedModel, images: str, order: str
+) -> Hashable:
+    """All that decides which views an epoch meets in which order, and what the backbone says to them."""
+    training, chosen = config.training, config.backbone
+    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
+    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    return (weights, images, order, model.method.joint, views)
+
+
 def _make_room(device: torch.device) -> None:
     """Give back what an earlier run of this process left on a GPU, which may be more than fits beside another."""
     if device.type == "cuda" and torch.cuda.memory_allocated(device):
@@ -189,7 +200,9 @@ def prepare(
     model = build_model(config, backbone).to(device)
     model.set_precision(precision or config.backbone.precision or usual_precision(device))
     viewer = build_viewer(config, backbone, short_side if source.enlarge else size, device)
-    learner = Learner(model, train, viewer, config, world)
+    split_hash = data.split_hash()
+    seen = _stream_of_views(config, backbone, model, split_hash, order_hash(stream, data.class_names))
+    learner = Learner(model, train, viewer, config, world, queries_of(seen))
     joint = model.method.joint
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
     for task in tasks:
@@ -204,7 +217,7 @@ def prepare(
         test_tasks=_task_images(stream, test),
         learner=learner,
         scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
-        split_hash=data.split_hash(),
+        split_hash=split_hash,
         loading_s=time.perf_counter() - begun,
         skipped=skipped,
         world=world,

@@ -23,6 +23,7 @@ from probprompt.heads import ClosedFormHead, LinearHead
 from probprompt.methods import EVALUATION, Context, Method, TaskSummary
 from probprompt.randomness import Noise
 from probprompt.training.model import PromptedModel
+from probprompt.training.queries import Queries
 from probprompt.training.schedule import Schedule
 from probprompt.training.step import Inputs, look_ahead
 
@@ -69,9 +70,17 @@ class Learner:
     """
 
     def __init__(
-        self, model: PromptedModel, images: Loaded, viewer: Viewer, config: RunConfig, world: World = ALONE
+        self,
+        model: PromptedModel,
+        images: Loaded,
+        viewer: Viewer,
+        config: RunConfig,
+        world: World = ALONE,
+        queries: Queries | None = None,
     ) -> None:
         self.model, self.images, self.viewer, self.config, self.world = model, images, viewer, config, world
+        self.queries = queries
+        """Of training views, kept from run to run."""
         self.device = images.labels.device
         width, seed = model.backbone.width, config.seeds.init
         head = model.head
@@ -170,12 +179,18 @@ class Learner:
         schedule, rate = self._schedule(task), 0.0
         step = self._step(task, optimiser)
         step.tally.zero_()
-        for number, batch in enumerate(step.ahead(self._batches(task, epoch)), start=epoch * self.steps(task)):
+        known, asked = self._known_queries(task, epoch), list[Tensor]()
+        batches = step.ahead(self._batches(task, epoch, known), known is not None)
+        for number, batch in enumerate(batches, start=epoch * self.steps(task)):
+            if known is None and self._keeps_queries:
+                asked.append(batch[-1].clone())  # before learning begins, which lets go of it
             rate = schedule.rate(number, self.config.training.head_rate)
             for group in optimiser.param_groups:
                 set_rate(group, schedule.rate(number, group["base"]))
             step.learn(*batch)
             advance(1)
+        if self.queries is not None and asked:
+            self.queries.keep(task.index, epoch, torch.cat(asked))
         self.world.average([step.tally])
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
@@ -285,7 +300,18 @@ class Learner:
         head = self.trained
         return head.logits(features, head.weight[first:], head.bias[first:])
 
-    def _batches(self, task: TaskImages, epoch: int) -> Iterator[Inputs]:
+    @property
+    def _keeps_queries(self) -> bool:
+        model = self.model
+        return self.queries is not None and model.method.needs_query and self.world.alone and looks_first(model)
+
+    def _known_queries(self, task: TaskImages, epoch: int) -> Tensor | None:
+        """Queries (n, D) of an epoch in the order of its batches, where an earlier run has asked for them."""
+        if self.queries is None or not self._keeps_queries:
+            return None
+        return self.queries.get(task.index, epoch, self.steps(task) * self._batch(task))
+
+    def _batches(self, task: TaskImages, epoch: int, queries: Tensor | None = None) -> Iterator[Inputs]:
         batch, drawn = self._batch(task), self._ahead.take(task, epoch)
         order, noise = drawn.order.to(self.device), drawn.noise.to(self.device)[:, :1]  # (n,), (steps, 1)
         rows, labels = task.rows[order], task.labels[order]  # (n,)
@@ -297,7 +323,8 @@ class Learner:
         own = self.world.part(batch)
         for step in range(self.steps(task)):
             part = slice(step * batch + own.start, step * batch + own.stop)
-            yield Inputs(self._views_of(rows[part], views[part]), labels[part], noise[step])
+            known = () if queries is None else (queries[part],)
+            yield Inputs(self._views_of(rows[part], views[part]), labels[part], noise[step], known)
 
     def _views_of(self, rows: Tensor, view: Tensor | RandomViews) -> tuple[Tensor, ...]:
         """Features, images, or what images are cut out by: their rows and boxes, which :meth:`show` takes."""
@@ -431,14 +458,16 @@ class Step:
         self.weight = (self.own.stop - self.own.start) * self.world.size / self.batch
         """What a mean over the images here counts in the mean over all processes: 1 where parts are equal."""
         captured = kernels.usable(learner.device) and self.world.alone  # without kernels noise needs the host
-        looks = not learner.model.static and not learner.model.backbone.learns
+        looks = looks_first(learner.model)
         self.learn, self._look = Captured(self._learn, captured, 0), Captured(self._see, captured and looks, 1)
+        self._glance = Captured(self._embed, captured and looks, 1)
+        """What is left of looking where queries are known."""
         # An external event is recorded anew whenever a captured step is replayed.
         self._pause = torch.cuda.Event(external=True) if captured and looks else None
 
-    def ahead(self, batches: Iterator[Inputs]) -> Iterator[tuple[Tensor, ...]]:
-        """What :attr:`learn` is to be called with, batch by batch."""
-        return look_ahead(batches, self._look, self.learn, self._pause)
+    def ahead(self, batches: Iterator[Inputs], known: bool = False) -> Iterator[tuple[Tensor, ...]]:
+        """What :attr:`learn` is to be called with, batch by batch; queries may be known."""
+        return look_ahead(batches, self._glance if known else self._look, self.learn, self._pause)
 
     def _see(self, *views: Tensor) -> tuple[Tensor, ...]:
         """What the backbone makes of images before any prompt; nothing where it learns, or features are frozen."""
@@ -446,8 +475,16 @@ class Step:
         if images.ndim == 2 or model.backbone.learns:
             return (images,)
         seen = model.backbone.embed(images)
-        parts = (seen.tokens, seen.qkv, model.query(seen))
-        self._parts = tuple(part is not None for part in parts)
+        return self._given(seen.tokens, seen.qkv, model.query(seen))
+
+    def _embed(self, *views: Tensor) -> tuple[Tensor, ...]:
+        """The same without the query."""
+        seen = self.learner.model.backbone.embed(self.learner.show(*views))
+        return self._given(seen.tokens, seen.qkv)
+
+    def _given(self, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        """Those parts of what was seen that there are."""
+        self._parts = (parts[0] is not None, parts[1] is not None, self.learner.model.method.needs_query)
         return tuple(part for part in parts if part is not None)
 
     def _learn(self, labels: Tensor, seed: Tensor, *seen: Tensor) -> tuple[Tensor, ...]:
@@ -514,6 +551,11 @@ class Step:
         self.world.average([part.grad for part in parts])
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(parts, limit)
+
+
+def looks_first(model: PromptedModel) -> bool:
+    """Whether images are seen by a frozen backbone before prompts come in."""
+    return not model.static and not model.backbone.learns
 
 
 def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

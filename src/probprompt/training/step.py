@@ -16,12 +16,13 @@ class Inputs:
     views: tuple[Tensor, ...]  # images (B, 3, H, W), or frozen features (B, D), or what images are cut out by
     labels: Tensor  # (B,)
     seed: Tensor  # (1,)
+    query: tuple[Tensor, ...] = ()  # (B, D), where it is known before
 
 
 def look_ahead(
     batches: Iterator[Inputs], look: Captured, learn: Captured, pause: torch.cuda.Event | None = None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What ``learn`` is to be called with, batch by batch: labels, seed, and what ``look`` makes of the views.
+    """What ``learn`` is to be called with, batch by batch: labels, seed, what ``look`` makes of the views, any query.
 
     Where both are captured, looking runs beside the learning from the batches before, which it does not depend on. It
     begins at the event that learning records when it comes to a part that leaves the GPU nearly idle.
@@ -30,7 +31,7 @@ def look_ahead(
         inputs = next(batches, None)
         if inputs is None:
             return
-        yield inputs.labels, inputs.seed, *look(*inputs.views)
+        yield inputs.labels, inputs.seed, *look(*inputs.views), *inputs.query
     yield from _side_by_side(batches, look, learn, pause)
 
 
@@ -57,7 +58,7 @@ def _side_by_side(
                 side.wait_event(pause)
             following, seen = _look_at_next(batches, look)
         main.wait_event(there)
-        yield inputs.labels, inputs.seed, *waiting
+        yield inputs.labels, inputs.seed, *waiting, *inputs.query
         inputs = following
 
 

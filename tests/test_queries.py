@@ -1,0 +1,152 @@
+"""Queries of training views are asked for once by all runs of a process that see the same views, and change nothing."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from probprompt.backbone import FrozenViT
+from probprompt.config import parse_config
+from probprompt.runs.execute import Workshop, prepare
+from probprompt.runs.progress import Watcher
+from probprompt.training import queries
+from probprompt.training.queries import Queries
+
+Settings = Callable[..., dict[str, Any]]
+CODA = {"name": "coda-prompt", "components_per_task": 2, "tokens": 4, "blocks": [0, 2]}
+EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(queries.SWITCH, "keep")
+    queries.forget_queries()
+    yield
+    queries.forget_queries()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images the backbone was asked about without prompts, call by call."""
+    calls, query = list[int](), FrozenViT.query
+
+    def counting(self: FrozenViT, images: Any, *others: Any, **more: Any) -> Tensor:
+        calls.append(len(images.tokens) if hasattr(images, "tokens") else len(images))
+        return query(self, images, *others, **more)
+
+    monkeypatch.setattr(FrozenViT, "query", counting)
+    return calls
+
+
+def taught(settings: dict[str, Any], tasks: int = 2) -> Workshop:
+    """The first tasks learned, without what follows an epoch."""
+    workshop = prepare(parse_config(settings), DEVICE, Watcher())
+    for task in workshop.tasks[:tasks]:
+        workshop.learner.begin(task)
+        optimiser = workshop.learner.optimiser()
+        for epoch in range(workshop.learner.epochs(task)):
+            workshop.learner.train_epoch(task, epoch, optimiser, lambda _: None)
+    return workshop
+
+
+def learned(workshop: Workshop) -> dict[str, Tensor]:
+    model = workshop.learner.model
+    return {**model.method.state_dict(), **workshop.learner.trained.state_dict()}
+
+
+def same(one: Workshop, other: Workshop) -> bool:
+    first, second = learned(one), learned(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_second_run_asks_nothing_and_learns_the_same(
+    settings: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings(training={"epochs": 2, "batch": 8})
+    first = taught(chosen)
+    assert sum(asked) == 2 * 2 * 16  # two tasks of 16 images, two epochs
+    asked.clear()
+    assert same(taught(chosen), first) and not asked
+    monkeypatch.delenv(queries.SWITCH)
+    assert same(taught(chosen), first) and sum(asked) == 2 * 2 * 16
+
+
+def test_another_method_profits(settings: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(training={"epochs": 2, "batch": 8})
+    taught(chosen)
+    asked.clear()
+    other = taught({**chosen, "method": CODA})
+    assert not asked
+    monkeypatch.delenv(queries.SWITCH)
+    assert same(taught({**chosen, "method": CODA}), other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": {"data": 7}},
+        {"seeds": {"order": 7}},
+        {"backbone": {"normalisation": "unit"}},
+        {"backbone": {"image_size": 48}},
+        {"training": {"crop_scale": (0.5, 1.0)}},
+        {"training": {"flip": False}},
+        {"method": EVO},  # reads another query
+    ],
+    ids=str,
+)
+def test_other_views_or_weights_are_asked_about_anew(
+    settings: Settings, change: dict[str, Any], asked: list[int]
+) -> None:
+    chosen = settings(training={"epochs": 1, "batch": 8})
+    taught(chosen, 1)
+    asked.clear()
+    name, values = next(iter(change.items()))
+    other = {**chosen, name: values if name == "method" else {**chosen.get(name, {}), **values}}
+    taught(other, 1)
+    assert asked[-2:] == [8, 8]  # whatever a method asks before an epoch begins
+
+
+def test_more_images_of_an_epoch_than_are_known_are_asked_about(settings: Settings, asked: list[int]) -> None:
+    """The last, smaller batch is dropped: another size of batches may need more of the same order."""
+    taught(settings(training={"epochs": 1, "batch": 6}), 1)
+    assert sum(asked) == 12
+    asked.clear()
+    taught(settings(training={"epochs": 1, "batch": 8}), 1)
+    assert sum(asked) == 16
+    asked.clear()
+    taught(settings(training={"epochs": 1, "batch": 6}), 1)
+    assert not asked
+
+
+def test_a_longer_run_asks_for_the_epochs_that_are_new(settings: Settings, asked: list[int]) -> None:
+    taught(settings(training={"epochs": 1, "batch": 8}), 1)
+    asked.clear()
+    taught(settings(training={"epochs": 3, "batch": 8}), 1)
+    assert sum(asked) == 2 * 16
+
+
+def test_nothing_is_kept_beyond_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "ROOM", 100)
+    one, other = queries.queries_of("one"), queries.queries_of("other")
+    assert one is not None and other is not None and queries.queries_of("one") is one
+    one.keep(0, 0, torch.zeros(5, 4))  # 80 bytes
+    other.keep(0, 0, torch.zeros(2, 4))
+    assert one.get(0, 0, 5) is not None and other.get(0, 0, 2) is None
+    assert one.nbytes == 80 and other.nbytes == 0
+
+
+def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    monkeypatch.delenv(queries.SWITCH)
+    assert queries.queries_of("one") is None
+    workshop = taught(settings(training={"epochs": 1, "batch": 8}), 1)
+    assert workshop.learner.queries is None
+
+
+def test_part_of_an_epoch_is_given_as_it_was_kept() -> None:
+    found = Queries()
+    found._held[1, 2] = torch.arange(12.0).view(6, 2)
+    assert torch.equal(found.get(1, 2, 4), torch.arange(8.0).view(4, 2))  # type: ignore[arg-type]
+    assert found.get(1, 2, 7) is None and found.get(2, 1, 1) is None
