@@ -386,7 +386,7 @@ block = {"width": 192, "rows": pools.ROWS, "columns": pools.COLUMNS}
 build(pools._distances, {"result": "*fp64"}, gaussians=400, **block)
 build(pools._moments, pools=40, count=10, **block)
 build(pools._moments_backward, SUMS, pools=40, count=10, **block)
-build(crop._crop, size=224, radius=2, rows=crop.ROWS, columns=crop.COLUMNS)
+build(crop._crop, size=224, radius=2, rows=1, columns=crop.PIXELS)
 """
 
 
