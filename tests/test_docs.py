@@ -11,11 +11,12 @@ import pytest
 from probprompt import api, methods, presets
 from probprompt.bench import page as bench_page
 from probprompt.cli.compare import read_spec
-from probprompt.config import flatten, parse_config, read_toml
+from probprompt.config import parse_config, read_toml
 from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.comparison import gather_runs
 from probprompt.report.tables import fill_page
+from probprompt.results.book import departures
 from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid
 
@@ -70,8 +71,7 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
     """Every row of the table in words, from the settings that it is about."""
     runs = read_book(ROOT / "results" / "cifar100" / "fidelity.jsonl")
     found = {
-        json.dumps(_varied(run.record["config"]), sort_keys=True): metrics.final_average_accuracy(run.matrix)
-        for run in runs
+        json.dumps(_varied(run.record), sort_keys=True): metrics.final_average_accuracy(run.matrix) for run in runs
     }
 
     def told(name: str, *values: object) -> list[str]:
@@ -92,12 +92,9 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
         assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
 
 
-def _varied(config: Mapping[str, Any]) -> dict[str, Any]:
-    preset = presets.settings("matched", "probprompt", "cifar100")
-    usual = flatten(parse_config(preset).model_dump(mode="json"))
-    own = flatten(config)
-    fixed = {"backbone.name", "backbone.weights", "training.epochs", "data.validation"}
-    return {name: own[name] for name in own if own[name] != usual.get(name, own[name]) and name not in fixed}
+def _varied(record: Mapping[str, Any]) -> dict[str, Any]:
+    all_share = ("training.epochs", "data.validation")
+    return {name: value for name, value in departures(record).items() if name not in all_share}
 
 
 BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.md": {"reproduction"}}

@@ -11,7 +11,7 @@ from probprompt.bench import measure, timing
 from probprompt.bench.workshop import CLASSES, TASKS, Scale, Workshop, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
-from probprompt.runs.execute import usual_precision
+from probprompt.runs.execute import release, usual_precision
 from probprompt.runs.progress import Watcher
 
 WORSE = 1.15
@@ -161,22 +161,18 @@ def measure_curve(
     values, points = values_of(axis, config, device), list[Point]()
     with watch.stage(axis.name, len(values)):
         if axis.name in CLOSING:  # what is loaded and compiled for the end of a task is not to be timed
-            build(*_first(axis, config, device)).close()
+            changed, scale = variant(axis, values[0], config)
+            build(changed, device, scale).close()
+            release(device)
         for value in values:
             watch.describe(f"{value}")
             closing = axis.name in CLOSING and _affordable(axis, points, value, device)
             points.append(measure_point(axis, value, config, device, seconds, closing))
-            measure.release(device)
+            release(device)
             watch.advance(1)
         watch.describe(_verdict(exponents(axis, points)))
     precision = config.backbone.precision or usual_precision(device)
     return describe(axis, config, precision, points)
-
-
-def _first(axis: Axis, config: RunConfig, device: torch.device) -> tuple[RunConfig, torch.device, Scale | None]:
-    """What a workshop of the first value is built of."""
-    changed, scale = variant(axis, values_of(axis, config, device)[0], config)
-    return changed, device, scale
 
 
 def _affordable(axis: Axis, points: Sequence[Point], value: int, device: torch.device) -> bool:

@@ -1,6 +1,5 @@
 """One method on one backbone: all figures of a benchmark, measured through the engine."""
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.bench.workshop import Workshop, build
 from probprompt.config import RunConfig
 from probprompt.methods import EVALUATION
+from probprompt.runs.execute import release
 from probprompt.runs.progress import Watcher
 
 MOST_STEPS = 40  # of an epoch: as many as a tenth of CIFAR-100 has in batches of 128
@@ -243,10 +243,3 @@ def measure_all(
         found.append(entry)
         release(peaks.device)
     return found
-
-
-def release(device: torch.device) -> None:
-    """Give back the memory of what was measured last."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

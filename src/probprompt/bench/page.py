@@ -276,12 +276,17 @@ def _growth(records: Sequence[Recorded], page: Path) -> str | None:
     groups: dict[tuple[str, ...], list[Recorded]] = {}
     for recorded in records:
         for curve in recorded.record["growth"][:1]:
-            groups.setdefault((curve["method"], curve["backbone"], curve["precision"]), []).append(recorded)
+            groups.setdefault(_about(curve), []).append(recorded)
     tables = [_growth_table(group) for group in groups.values()]
     beside = page.with_name(PICTURE)
     if tables and beside.is_file():
         tables.insert(0, f"![Speed, memory and the end of a task as one setting after another grows]({PICTURE})")
     return "\n\n".join(tables) or None
+
+
+def _about(curve: Entry) -> tuple[str, ...]:
+    """What a curve is of: only such with the same can stand together."""
+    return curve["method"], curve["backbone"], curve["precision"]
 
 
 def grown(records: Sequence[Entry]) -> list[Entry]:
@@ -294,7 +299,7 @@ def draw_growth(records: Sequence[Path]) -> bytes:
     from probprompt.bench.figures import growth  # drawing loads only when it is asked for
 
     read = [record for record in map(read_record, records) if record["growth"]]
-    of = {(curve["method"], curve["backbone"], curve["precision"]) for record in read for curve in record["growth"]}
+    of = {_about(curve) for curve in grown(read)}
     machines = {str(record["hardware"].get("gpu") or record["hardware"]["machine"]) for record in read}
     if len(of) != 1 or len(machines) != 1:
         raise UserError(

@@ -474,11 +474,10 @@ def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied =
     return Row(", ".join((name, *describe(told))), method, name, varied, usual)
 
 
-def _usual(varied: Varied, configs: Sequence[Mapping[str, Any]]) -> Varied:
+def _usual(varied: Varied, flat: Sequence[Mapping[str, Any]]) -> Varied:
     """Where many settings are varied, mostly one at a time: those of a row that most runs share."""
     if len(varied) < MANY:
         return ()
-    flat = [flatten(config) for config in configs]
     return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))
 
 
@@ -489,8 +488,9 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
         raise UserError("there is no run to compare")
     results: list[Result] = []
     configs = [run.record["config"] for run in runs]
-    for run, config, varied in zip(runs, configs, _apart(configs), strict=True):
-        row = _row(config["method"]["name"], varied, {}, _usual(varied, configs))
+    flat = [flatten(config) for config in configs]
+    for run, config, varied in zip(runs, configs, _apart(flat), strict=True):
+        row = _row(config["method"]["name"], varied, {}, _usual(varied, flat))
         place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
         result = read_result(run, row, place, config["seeds"]["order"])
         for other in results:
@@ -526,9 +526,8 @@ def _preset(record: Mapping[str, Any]) -> str:
     return str(record.get("preset") or record["config"].get("preset") or CUSTOM)
 
 
-def _apart(configs: Sequence[Mapping[str, Any]]) -> list[Varied]:
+def _apart(flat: Sequence[Mapping[str, Any]]) -> list[Varied]:
     """For each run, the settings in which runs of its method, preset and benchmark differ, other than by seed."""
-    flat = [flatten(config) for config in configs]
     groups = [tuple(str(own.get(key)) for key in ("method.name", "preset", "data.benchmark")) for own in flat]
     found = []
     for own, group in zip(flat, groups, strict=True):

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any
 
 from probprompt.config import flatten
@@ -21,6 +20,7 @@ from probprompt.report.comparison import (
     Shown,
     Table,
 )
+from probprompt.runs.book import without_paths
 from probprompt.runs.grid import describe
 
 
@@ -166,6 +166,5 @@ def _csv_line(result: Result) -> dict[str, Any]:
 
 def _portable(value: Any) -> Any:
     """A setting's value; of a path on this machine, the last part."""
-    if isinstance(value, str) and PurePath(value).is_absolute():
-        return PurePath(value).name
-    return value if isinstance(value, str | int | float | None) else json.dumps(value)
+    bare = without_paths(value)
+    return bare if isinstance(bare, str | int | float | None) else json.dumps(bare)

@@ -155,10 +155,10 @@ def _stream_of_views(
     return (weights, images, order, model.method.joint, views)
 
 
-def _make_room(device: torch.device) -> None:
-    """Give back what an earlier run of this process left on a GPU, which may be more than fits beside another."""
-    if device.type == "cuda" and torch.cuda.memory_allocated(device):
-        gc.collect()
+def release(device: torch.device) -> None:
+    """Give back the memory of what is no longer used."""
+    gc.collect()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -180,7 +180,8 @@ def prepare(
     A run that goes on keeps the precision it began in.
     """
     begun = time.perf_counter()
-    _make_room(device)
+    if device.type == "cuda" and torch.cuda.memory_allocated(device):
+        release(device)  # what an earlier run of this process left may be more than fits beside another
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
     chosen = config.backbone

@@ -179,23 +179,24 @@ class Learner:
         schedule, rate = self._schedule(task), 0.0
         step = self._step(task, optimiser)
         step.tally.zero_()
-        known, asked = self._known_queries(task, epoch), list[Tensor]()
+        queries, asked = self._kept_queries(), list[Tensor]()
+        known = queries.get(task.index, epoch, self.steps(task) * self._batch(task)) if queries else None
         batches = step.ahead(self._batches(task, epoch, known), known is not None)
         for number, batch in enumerate(batches, start=epoch * self.steps(task)):
-            if known is None and self._keeps_queries:
+            if queries and known is None:
                 asked.append(batch[-1].clone())  # before learning begins, which lets go of it
             rate = schedule.rate(number, self.config.training.head_rate)
             for group in optimiser.param_groups:
                 set_rate(group, schedule.rate(number, group["base"]))
             step.learn(*batch)
             advance(1)
-        if self.queries is not None and asked:
-            self.queries.keep(task.index, epoch, torch.cat(asked))
+        if queries and asked:
+            queries.keep(task.index, epoch, torch.cat(asked))
         self.world.average([step.tally])
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
-        loss, correct, kept = torch.cat([step.tally / self.steps(task), sound[None]]).tolist()  # the only wait
-        self._refuse_divergence(loss if kept else math.nan, task, epoch)
+        loss, correct, finite = torch.cat([step.tally / self.steps(task), sound[None]]).tolist()  # the only wait
+        self._refuse_divergence(loss if finite else math.nan, task, epoch)
         return EpochResult(loss, 100 * correct, rate)
 
     def _step(self, task: TaskImages, optimiser: torch.optim.AdamW) -> "Step":
@@ -300,16 +301,10 @@ class Learner:
         head = self.trained
         return head.logits(features, head.weight[first:], head.bias[first:])
 
-    @property
-    def _keeps_queries(self) -> bool:
-        model = self.model
-        return self.queries is not None and model.method.needs_query and self.world.alone and looks_first(model)
-
-    def _known_queries(self, task: TaskImages, epoch: int) -> Tensor | None:
-        """Queries (n, D) of an epoch in the order of its batches, where an earlier run has asked for them."""
-        if self.queries is None or not self._keeps_queries:
-            return None
-        return self.queries.get(task.index, epoch, self.steps(task) * self._batch(task))
+    def _kept_queries(self) -> Queries | None:
+        """What is kept of queries, where training asks for any."""
+        asks = self.model.method.needs_query and self.world.alone and looks_first(self.model)
+        return self.queries if asks else None
 
     def _batches(self, task: TaskImages, epoch: int, queries: Tensor | None = None) -> Iterator[Inputs]:
         batch, drawn = self._batch(task), self._ahead.take(task, epoch)
@@ -475,17 +470,16 @@ class Step:
         if images.ndim == 2 or model.backbone.learns:
             return (images,)
         seen = model.backbone.embed(images)
-        return self._given(seen.tokens, seen.qkv, model.query(seen))
+        return self._given(seen, model.query(seen))
 
     def _embed(self, *views: Tensor) -> tuple[Tensor, ...]:
         """The same without the query."""
-        seen = self.learner.model.backbone.embed(self.learner.show(*views))
-        return self._given(seen.tokens, seen.qkv)
+        return self._given(self.learner.model.backbone.embed(self.learner.show(*views)))
 
-    def _given(self, *parts: Tensor | None) -> tuple[Tensor, ...]:
+    def _given(self, seen: Embedded, query: Tensor | None = None) -> tuple[Tensor, ...]:
         """Those parts of what was seen that there are."""
-        self._parts = (parts[0] is not None, parts[1] is not None, self.learner.model.method.needs_query)
-        return tuple(part for part in parts if part is not None)
+        self._parts = (True, seen.qkv is not None, self.learner.model.method.needs_query)
+        return tuple(part for part in (seen.tokens, seen.qkv, query) if part is not None)
 
     def _learn(self, labels: Tensor, seed: Tensor, *seen: Tensor) -> tuple[Tensor, ...]:
         noise = Noise(seed, self.own.start, self.batch)
