@@ -334,6 +334,13 @@ def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
     assert served.get("/api/model").json["version"] == 2
 
 
+def test_a_process_that_is_dead_before_it_is_told_anything_says_nothing(serve: Serve) -> None:
+    command = [sys.executable, "-c", ""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.wait()
+        assert serve().service.school._listen(None, process, {"images": {}}) is None
+
+
 # Stopping
 
 

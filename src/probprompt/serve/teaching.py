@@ -170,12 +170,10 @@ class School:
 
     def _listen(self, job: Job, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any] | None:
         assert process.stdin is not None and process.stdout is not None
-        with process.stdin, process.stdout:
-            try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-            except BrokenPipeError:  # it is dead already
-                return None
+        # It may be dead already: writing then fails, and closing what could not be written fails again.
+        with suppress(BrokenPipeError), process.stdin, process.stdout:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
             for line in process.stdout:
                 told: dict[str, Any] = json.loads(line)
                 if "progress" not in told:
