@@ -23,7 +23,7 @@ from probprompt.errors import UserError
 from probprompt.runs import checkpoint, execute
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.progress import Watcher
-from probprompt.runs.record import Run, config_hash
+from probprompt.runs.record import SWITCHES, Run, config_hash, hardware
 from probprompt.runs.tensors import read_tensors
 from probprompt.runs.tracking import open_tracker
 
@@ -128,6 +128,16 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
     assert record["evaluated_on"] == "test" and record["skipped"] == []
     assert record["time"]["total_s"] == pytest.approx(sum(v for k, v in record["time"].items() if k != "total_s"))
     assert all(name.endswith("_s") for name in record["time"]) and record["peak_memory_mb"] > 0
+
+
+def test_a_record_says_which_switches_changed_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    assert "switches" not in hardware(CPU)
+    monkeypatch.setenv("PROBPROMPT_QUERIES", "keep")
+    monkeypatch.setenv("PROBPROMPT_GRAPHS", "off")
+    monkeypatch.setenv("PROBPROMPT_KERNELS", "")  # like one that is not set
+    assert hardware(CPU)["switches"] == "PROBPROMPT_GRAPHS=off, PROBPROMPT_QUERIES=keep"
 
 
 def test_accuracy_json_holds_the_matrix_and_what_follows_from_it(finished: Run) -> None:

@@ -15,13 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from probprompt import __version__
+from probprompt import __version__, capture, kernels
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
+from probprompt.runs import checkpoint
 from probprompt.runs.files import is_part, read_json, remove_parts, write_bytes, write_error, write_json
+from probprompt.training import queries
 
 FORMAT = 1
+SWITCHES = (kernels.SWITCH, capture.SWITCH, queries.SWITCH, checkpoint.SWITCH)
+"""Environment variables that change how long a run takes, but nothing that it is asked for."""
 
 
 def config_hash(config: RunConfig) -> str:
@@ -189,7 +193,7 @@ def _revision() -> str | None:
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:
-    """The machine, in words."""
+    """The machine, in words, and the switches that change how long it takes."""
     found: dict[str, str | int] = {
         "device": device.type,
         "machine": platform.machine(),
@@ -199,4 +203,6 @@ def hardware(device: torch.device) -> dict[str, str | int]:
     }
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
+    if switches := [f"{name}={os.environ[name]}" for name in SWITCHES if os.environ.get(name)]:
+        found["switches"] = ", ".join(switches)
     return found
