@@ -147,6 +147,44 @@ def test_a_page_keeps_its_words_and_gets_the_tables_once(runs: list[Path]) -> No
     assert fill_page(later, gather_runs(runs[:4])) == later
 
 
+def test_what_most_rows_share_is_told_once(tmp_path: Path) -> None:
+    """Also where it is a list, as the range of a crop is, or younger than some of the records."""
+    config = parse_config(presets.settings("ridge", "apt", "emoji-r")).model_dump(mode="json")
+
+    def changed(name: str, head: dict[str, Any], **training: Any) -> Path:
+        whole = {"head": {**config["head"], **head}, "training": {**config["training"], **training}}
+        if name == "old":
+            del whole["head"]["readings"]
+        return make(tmp_path / name, "apt", 0, two(90, 80, 70), config={**config, **whole})
+
+    runs = [changed("old", {}), changed("crop", {}, crop_scale=[0.2, 1.0]), changed("epochs", {}, epochs=3)]
+    found = gather_runs([*runs, changed("readings", {"readings": "projected"})])
+    assert [row.label for row in found.rows] == [
+        *("apt", "apt, crop_scale=[0.2,1.0]", "apt, epochs=3", "apt, readings=projected")
+    ]
+    (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
+    assert set(told.removesuffix(".").partition(": ")[2].split(", ")) == {
+        *("crop_scale=[0.4,1.0]", "epochs=12", "readings=beside")
+    }
+
+
+def test_weights_are_the_same_wherever_their_file_lies(tmp_path: Path) -> None:
+    def weighed(seed: int, place: str, sha256: str) -> Path:
+        own = {"name": "vit", "weights": place}
+        config = {"preset": "matched", "data": {"benchmark": "emoji-r", "test": None}, "method": {"name": "lda"}}
+        seeds = {"order": seed, "init": seed, "data": seed}
+        return make(
+            tmp_path / f"{seed}{sha256}", "lda", seed, two(90, 80, 70), backbone={"name": "vit", "sha256": sha256},
+            config={**config, "backbone": own, "seeds": seeds},
+        )  # fmt: skip
+
+    one, other = weighed(0, "/here/vit.safetensors", "aaaaaaaabb"), weighed(1, "/there/vit.safetensors", "aaaaaaaabb")
+    assert [row.label for row in gather_runs([one, other]).rows] == ["lda"]
+    changed = weighed(1, "/there/vit.safetensors", "ccccccccdd")
+    labels = [row.label for row in gather_runs([one, changed]).rows]
+    assert labels == ["lda, weights=vit.safetensors (aaaaaaaa)", "lda, weights=vit.safetensors (cccccccc)"]
+
+
 def test_settings_that_are_not_the_presets_are_told(tmp_path: Path) -> None:
     """Whoever reads 'matched' above a column must know what is not as in matched."""
     config = parse_config(presets.settings("matched", "lda", "emoji-r")).model_dump(mode="json")

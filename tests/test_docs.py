@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from probprompt import api, methods, presets
@@ -16,9 +17,9 @@ from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.comparison import gather_runs
 from probprompt.report.tables import fill_page
-from probprompt.results.book import departures
+from probprompt.results.book import count_tasks, departures, read_entries
 from probprompt.runs.book import read_book
-from probprompt.runs.grid import Grid
+from probprompt.runs.grid import Grid, describe
 
 ROOT = Path(__file__).parent.parent
 Settings = Callable[..., dict[str, Any]]
@@ -90,6 +91,35 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
     }.items():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| {words}")]
         assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
+
+
+def test_the_words_on_cifar100_tell_the_recorded_numbers() -> None:
+    found = dict[tuple[str, ...], list[float]]()
+    for entry in read_entries(ROOT / "results"):
+        if entry.content["config"]["data"]["benchmark"] == "cifar100" and count_tasks(entry.content) == 10:
+            changes = describe(tuple(departures(entry.content).items()))
+            key = (entry.method, str(entry.content["config"]["preset"]), *changes)
+            found.setdefault(key, []).append(metrics.final_average_accuracy(entry.matrix))
+
+    def told(*key: str) -> str:
+        values = found[key]
+        return f"{np.mean(values):.1f}" + (f" ± {np.std(values):.1f}" if len(values) > 1 else "")
+
+    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/cifar100-flagship.md")}
+    readme, flagship = (" ".join(text.replace("**", "").split()) for text in pages.values())
+    best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
+    ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
+    level = f"VQ-Prompt ({told('vq-prompt', 'matched')}; {told('vq-prompt', 'matched', 'enabled=false')} without"
+    assert f"ProbPrompt ends at {told('probprompt', 'matched')} % final" in readme and level in readme
+    assert f"RanPAC at {ranpac}; ProbPrompt adapted" in readme and f"at {best} ([how" in readme
+    assert f"classes at once at {joint}." in readme and f"at once ends at {joint}:" in flagship
+    first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")
+    assert f"it ends at {best} (16" in flagship and f"ended at {first} by" in flagship
+    assert f"ends at {ranpac}, with" in flagship and f"at {told('ranpac', 'matched', 'layers=11')} (one" in flagship
+    rival = told("vq-prompt", "ridge", "layers=11", "readings=beside")
+    assert f"ends at {rival}, ProbPrompt at {best} with" in flagship
+    left = float(joint) - np.mean(found["probprompt", "flagship", "tokens=16", "layers=11", "readings=beside"])
+    assert f"{left:.1f} points are left" in flagship
 
 
 def _varied(record: Mapping[str, Any]) -> dict[str, Any]:

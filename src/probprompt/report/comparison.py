@@ -14,7 +14,7 @@ from probprompt.config import flatten, parse_config
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import page
-from probprompt.runs.book import Recorded, read_book
+from probprompt.runs.book import Recorded, read_book, without_paths
 from probprompt.runs.files import natural_order
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
 from probprompt.runs.record import Run
@@ -358,9 +358,9 @@ class Comparison:
     def _accuracy_notes(self) -> list[str]:
         backbones = dict.fromkeys(str(result.record["backbone"]["name"]) for result in self.results)
         found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
-        usual = describe(tuple(dict.fromkeys(change for row in self.rows for change in row.usual)))
+        usual = {name: value for row in self.rows for name, value in row.usual}
         if usual:
-            found.append(f"Where a row says nothing else: {', '.join(usual)}.")
+            found.append(f"Where a row says nothing else: {', '.join(describe(tuple(usual.items())))}.")
         if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
             found.append("Bold: the best of a column; underlined: the second.")
         bounds = [row.label for row in self.rows if row.bound]
@@ -440,7 +440,7 @@ def _departures(result: Result) -> list[str]:
         preset = presets.settings(place.preset, config["method"]["name"], data["benchmark"], data["tasks"])
     except UserError:  # a method or preset of another version
         return []
-    usual, own = (flatten(part) for part in (parse_config(preset).model_dump(mode="json"), config))
+    usual, own = (flatten(part) for part in (parse_config(preset).model_dump(mode="json"), without_paths(config)))
     expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
     expected |= {"evaluation_batch"}  # changes rounding alone
     differ = [key for key in own if own[key] != usual.get(key, own[key]) and key not in expected]
@@ -488,7 +488,7 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
         raise UserError("there is no run to compare")
     results: list[Result] = []
     configs = [run.record["config"] for run in runs]
-    flat = [flatten(config) for config in configs]
+    flat = _settings(runs)
     for run, config, varied in zip(runs, configs, _apart(flat), strict=True):
         row = _row(config["method"]["name"], varied, {}, _usual(varied, flat))
         place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
@@ -502,6 +502,29 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
         sorted({result.place for result in results}, key=lambda place: (place.benchmark, _order(place.preset))),
         results,
     )
+
+
+def _settings(runs: Sequence[Recorded]) -> list[dict[str, Any]]:
+    """All settings of each: those that are younger than its record as they are by default, weights by name and content.
+
+    Files of the same name are the same weights where their content is, wherever they lie.
+    """
+    found, contents = list[dict[str, Any]](), dict[str, set[str]]()
+    for run in runs:
+        try:
+            found.append(flatten(parse_config(run.record["config"]).model_dump(mode="json")))
+        except UserError:  # a method or setting of another version
+            found.append(flatten(run.record["config"]))
+        found[-1]["backbone.weights"] = name = without_paths(found[-1].get("backbone.weights"))
+        contents.setdefault(name, set()).add(_sha256(run))
+    for run, settings in zip(runs, found, strict=True):
+        if len(contents[name := settings["backbone.weights"]]) > 1:
+            settings["backbone.weights"] = f"{name} ({_sha256(run)[:8]})"
+    return found
+
+
+def _sha256(run: Recorded) -> str:
+    return str((run.record.get("backbone") or {}).get("sha256", ""))
 
 
 def _read(path: Path) -> list[Recorded]:
