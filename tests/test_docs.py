@@ -17,7 +17,7 @@ from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.comparison import gather_runs
 from probprompt.report.tables import fill_page
-from probprompt.results.book import count_tasks, departures, read_entries
+from probprompt.results.book import count_tasks, departures, read_entries, read_entry
 from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid, describe
 
@@ -132,7 +132,7 @@ BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.
 
 def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    (link,) = re.findall(r"\]\(\.\./(results/cifar100/[^)]+)\)", text)
+    (link,) = re.findall(r"\[its record\]\(\.\./(results/cifar100/[^)]+)\)", text)
     spent = json.loads((ROOT / link).read_text(encoding="utf-8"))["time"]
     inside = {name: spent[f"{name}_s"] for name in ("training", "alignment", "evaluation")}
     rest = spent["total_s"] - sum(inside.values())
@@ -140,6 +140,23 @@ def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:
     assert f"took {spent['total_s']:.1f} s ([its record]" in words
     assert ", ".join(f"{name} {value:.1f} s" for name, value in inside.items()) in words
     assert f"took {rest:.1f} s, {100 * rest / spent['total_s']:.1f} %" in words
+
+
+def test_the_page_on_speed_tells_what_precision_did_to_accuracy() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    found = {}
+    for precision, link in re.findall(r"\[(bf16|fp32)\]\(\.\./(results/cifar100/[^)]+)\)", text):
+        seeds = [(ROOT / link).with_stem(f"{Path(link).stem[:-1]}{seed}") for seed in range(3)]
+        found[precision] = [read_entry(ROOT / "results", path) for path in seeds if path.exists()]
+    (low, *others), (high,) = found["bf16"], found["fp32"]
+    assert low.content["config"]["seeds"] == high.content["config"]["seeds"]
+    assert {**departures(low.content), "backbone.precision": "fp32"} == departures(high.content)
+    one, two, *more = (f"{metrics.final_average_accuracy(entry.matrix):.1f} %" for entry in (low, high, *others))
+    words = " ".join(text.split())
+    assert f"accuracy {one} in [bf16]" in words and f"and {two} in [fp32]" in words
+    assert f"in bf16 ended at {' and '.join(more)}: one pair" in words
+    spent = [f"{entry.content['time']['training_s']:.1f} s" for entry in (low, high)]
+    assert f"training in {' and '.join(spent)}." in words
 
 
 @pytest.mark.parametrize("page", BENCHED)
