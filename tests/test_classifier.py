@@ -677,6 +677,7 @@ def test_few_epochs_for_many_images_unless_they_are_set() -> None:
         ({"method": "l2p", "preset": "flagship"}, "'flagship' is for probprompt alone"),
         ({"method": "joint"}, "'joint' learns everything at once"),
         ({"tasks": 5}, "data.tasks is for runs"),
+        ({"follow": True}, "head.follow is for runs"),
         ({"sample": 5}, "did you mean 'method.samples'"),
         ({"device": "tpu"}, "no device is called 'tpu'|not supported"),
     ],

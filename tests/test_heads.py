@@ -623,3 +623,79 @@ def test_chosen_after_every_task_classes_of_one_image_are_learned_as_well() -> N
     features, labels = some_images((1, 1, 1))
     head.learn(features, labels, 3, task_key=0)
     assert bool(head.get_buffer("strength").isnan()) and head(features).argmax(dim=1).tolist() == labels.tolist()
+
+
+# Features that move
+
+
+def moving(kind: str, count: int = 80) -> tuple[ClosedFormHead, ClosedFormHead, Tensor, Tensor]:
+    """A head that has learned features, one that has learned where a linear map takes them, and other such features."""
+    features, labels = some_images((20, 20, 20, 20), 1.0)
+    generator = torch.Generator().manual_seed(1)
+    move = torch.eye(features.shape[1]) + 0.3 * torch.randn(features.shape[1], features.shape[1], generator=generator)
+    old, new = (closed(kind, HeadConfig(projections=0, ridge=1.0)) for _ in range(2))
+    old.learn(features, labels, 4, task_key=0)
+    new.learn(features @ move, labels, 4, task_key=0)
+    others = torch.randn(count, features.shape[1], generator=generator)
+    return old, new, others, others @ move
+
+
+@pytest.mark.parametrize("kind", ["ridge", "lda", "nearest-mean"])
+def test_sums_follow_features_that_a_linear_map_moves(kind: str) -> None:
+    old, new, before, after = moving(kind)
+    sums = {name: value.clone() for name, value in old.state_dict().items() if name in old.learning_only}
+    old.follow(before, after, task_key=1)
+    for name in old.learning_only & set(new.state_dict()):
+        torch.testing.assert_close(old.get_buffer(name), new.get_buffer(name), rtol=1e-3, atol=1e-2)
+    assert not torch.allclose(old.get_buffer(old.totals), sums[old.totals], rtol=0.1)
+    features, labels = some_images((6, 6, 6, 6), 1.0)
+    for head in (old, new):
+        head.learn(features, labels, 0, task_key=1)
+    torch.testing.assert_close(old(features), new(features), rtol=1e-2, atol=1e-2)
+
+
+def test_with_few_images_only_what_they_span_follows() -> None:
+    """Images of two directions say nothing about the others: a class that lies across them stays where it is."""
+    old = closed("nearest-mean")
+    features = torch.zeros(4, WIDTH)
+    features[:2, 0], features[2:, 2] = 1.0, 1.0
+    old.learn(features, torch.tensor([0, 0, 1, 1]), 2, task_key=0)
+    before = torch.zeros(5, WIDTH)
+    before[:, :2] = torch.randn(5, 2, generator=torch.Generator().manual_seed(2))
+    old.follow(before, 2 * before, task_key=1)
+    expected = torch.zeros(2, WIDTH, dtype=torch.float64)
+    expected[0, 0], expected[1, 2] = 4.0, 2.0
+    torch.testing.assert_close(old.get_buffer("sums"), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_follows_what_cannot_be_predicted() -> None:
+    old, _, before, _ = moving("ridge", 40)
+    totals = old.get_buffer("correlation").clone()
+    noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(9))
+    old.follow(before, before + 0.5 * noise, task_key=1)
+    assert float((old.get_buffer("correlation") - totals).norm()) < 0.15 * float(totals.norm())
+
+
+def test_features_that_stay_leave_the_sums_as_they_are() -> None:
+    old, _, before, _ = moving("ridge")
+    sums = {name: value.clone() for name, value in old.state_dict().items()}
+    old.follow(before, before, task_key=1)
+    for name, value in old.state_dict().items():
+        assert torch.equal(value, sums[name]), name
+
+
+def test_projections_follow_as_well() -> None:
+    """Random ReLU projections move by no linear map, but nearly so where features move a little."""
+    features, labels = some_images((40, 40, 40), 1.0)
+    move = torch.eye(features.shape[1]) * 1.3
+    heads_of = [closed("ridge", HeadConfig(projections=16, ridge=1.0)) for _ in range(3)]
+    stays, follows, new = heads_of
+    for head, given in ((stays, features), (follows, features), (new, features @ move)):
+        head.learn(given, labels, 3, task_key=0)
+    others = torch.randn(200, features.shape[1], generator=torch.Generator().manual_seed(3))
+    follows.follow(others, others @ move, task_key=1)
+
+    def far(head: ClosedFormHead) -> float:
+        return float((head.get_buffer("gram") - new.get_buffer("gram")).norm() / new.get_buffer("gram").norm())
+
+    assert far(follows) < 0.01 < 0.3 < far(stays)

@@ -449,8 +449,8 @@ def test_a_run_builds_one_optimiser_per_task(
     built: list[torch.optim.AdamW] = []
     original = Learner.optimiser
 
-    def counting(learner: Learner) -> torch.optim.AdamW:
-        built.append(original(learner))
+    def counting(learner: Learner, task: TaskImages) -> torch.optim.AdamW:
+        built.append(original(learner, task))
         assert not built[-1].state
         return built[-1]
 
@@ -668,6 +668,35 @@ def test_prompts_learn_in_as_many_tasks_as_set(settings: Settings, adapt: int | 
         train(workshop.learner, task)
         moved += not torch.equal(method.mean, before)
     assert moved == moving
+
+
+def test_prompts_may_learn_at_another_rate_after_the_first_task(settings: Settings) -> None:
+    workshop = build(settings(training={"later_rate_factor": 0.25}))
+    first, second = (
+        [group["base"] for group in workshop.learner.optimiser(task).param_groups] for task in workshop.tasks[:2]
+    )
+    assert second[0] == first[0] and second[1] == pytest.approx(first[1] / 4)
+
+
+def test_what_the_head_knows_follows_the_prompts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tasks in which prompts move features of known classes, from what they were to what they are; in no other."""
+    told = list[tuple[Tensor, Tensor]]()
+    monkeypatch.setattr(RidgeHead, "follow", lambda head, before, after, key: told.append((before, after)))
+    chosen = settings(
+        training={"adapt_tasks": 2, "epochs": 1}, head={"kind": "ridge", "projections": 8, "follow": True}
+    )
+    workshop = build(chosen)
+    learner = workshop.learner
+    for task in workshop.tasks:
+        before = evaluation_features(learner, task.rows)
+        train(learner, task)
+        learner.finish(task, quiet)
+        if task.index == 1:
+            ((found, after),) = told
+            torch.testing.assert_close(found, before)
+            torch.testing.assert_close(after, evaluation_features(learner, task.rows))
+            assert not torch.allclose(found, after)
+    assert len(told) == 1 and learner.before is None
 
 
 def test_static_features_are_computed_once_per_task(

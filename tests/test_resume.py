@@ -49,6 +49,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "head": {"kind": "ridge", "projections": 20},
         "data": {"tasks": 3},
     },
+    "sums that follow the prompts": {
+        "method": PROBPROMPT,
+        "head": {"kind": "ridge", "projections": 20, "follow": True},
+        "training": {"adapt_tasks": 2, "later_rate_factor": 0.5},
+        "data": {"tasks": 3},
+    },
     "a pool that grows, clipped and augmented": {
         "method": {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2]},
         "training": {"clip": 0.1, "augmentation": "crop+colour"},

@@ -73,7 +73,9 @@ class TrainingConfig(_Settings):
     adapt_tasks: int | None = Field(None, ge=0)
     """Prompts learn in the first so many tasks and are then fixed, so that features never drift. None: in all tasks
     under a head that is trained, in the first under one in closed form, which needs features that stay: with more
-    than one, the sums of tasks before the last of them are of features that have moved since."""
+    than one, the sums of tasks before the last of them are of features that have moved since (``head.follow``)."""
+    later_rate_factor: float = Field(1.0, gt=0, le=1e6)
+    """In tasks after the first the prompts learn at this multiple of their rate."""
     final_rate: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "vq", "vq-epoch", "constant"] = "cosine"

@@ -6,7 +6,7 @@ as long as the features of an image stay what they are. No image is kept.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -44,6 +44,10 @@ class HeadConfig(BaseModel):
     under prompts and each normalised."""
     readings: Literal["beside", "projected"] = "beside"
     """Whether the ridge head takes them as they are, beside its projections, or projects them with the feature."""
+    follow: bool = False
+    """Whether the sums of a head in closed form follow where prompts that learn in several tasks
+    (``training.adapt_tasks``) move the features: by the linear map from what the head made of the new task's images
+    before to what it makes of them after it."""
     shrinkage: float = Field(1e-3, gt=0, le=1)
     """How far the covariance of the LDA head is drawn towards its mean diagonal."""
 
@@ -175,6 +179,10 @@ class ClosedFormHead(Head):
     """A head solved from sums over images."""
 
     trained = False
+    totals: ClassVar[str]
+    """Its sums of what an image is lifted to, by class (C, L)."""
+    moments: ClassVar[str | None] = None
+    """Its sums of squares of that (L, L), if it has them."""
 
     def __init__(self, width: int, seed: int, inner: int | None = None) -> None:
         super().__init__(width, seed)
@@ -236,6 +244,29 @@ class ClosedFormHead(Head):
         """Which of these sums it keeps, by their names here."""
         raise NotImplementedError
 
+    @torch.no_grad()
+    def follow(self, before: Tensor, after: Tensor, task_key: randomness.Key) -> None:
+        """Move the sums as the features of some images have moved, from (n, D) to (n, D); solve nothing yet.
+
+        What the sums are over is taken to have moved by a linear map: by a ridge regression of the difference on what
+        was before, whose strength is chosen on a fifth of the images. So nothing moves where nothing can be predicted.
+        """
+        self._check_complete()
+        old, new = self.lift(before.double()), self.lift(after.double())  # (n, L) each
+        held_out = torch.zeros(len(old), dtype=torch.bool, device=old.device)
+        order = randomness.permutation(len(old), self.seed, "follow", task_key)
+        held_out[order[: max(1, len(old) // 5)].tolist()] = True
+        if bool(held_out.all()):
+            return
+        maps = _regressions(old[~held_out], (new - old)[~held_out], STRENGTHS)  # (L, L) each
+        errors = [(old[held_out] @ found - (new - old)[held_out]).square().sum(dim=1) for found in maps]
+        strength = STRENGTHS[int(torch.stack(errors).mean(dim=1).argmin())]
+        (moved,) = _regressions(old, new - old, (strength,))
+        moved.diagonal().add_(1)
+        self.register_buffer(self.totals, self.get_buffer(self.totals) @ moved)
+        if self.moments:
+            self.register_buffer(self.moments, moved.T @ self.get_buffer(self.moments) @ moved)
+
     def _check_complete(self) -> None:
         if any(self._buffers.get(name, ...) is None for name in self.learning_only):
             raise ValueError(f"this {type(self).__name__} was loaded without its sums: it predicts, but cannot learn")
@@ -282,6 +313,7 @@ class RidgeHead(ClosedFormHead):
     """
 
     learning_only = frozenset({"gram", "correlation", "strength", "trials"})
+    totals, moments = "correlation", "gram"
     gram: Tensor
     correlation: Tensor
     strength: Tensor
@@ -384,11 +416,10 @@ class RidgeHead(ClosedFormHead):
 
     def _candidates(self, features: Tensor, labels: Tensor) -> list[Tensor]:
         """The solutions of these images by themselves, (L, C), for each strength."""
-        if len(labels) < self.inner:  # the same solutions from a smaller matrix, one image against another
+        if len(labels) < self.inner:
             projected = self._projected(features.double())  # (n, L)
             wanted = nn.functional.one_hot(labels, len(self)).double()  # (n, C)
-            kernel = projected @ projected.T  # (n, n)
-            return [projected.T @ _solve(kernel, strength, wanted) for strength in STRENGTHS]
+            return list(_regressions(projected, wanted, STRENGTHS))
         gram, correlation = torch.zeros_like(self.gram), torch.zeros_like(self.correlation)
         self._add_sums(gram, correlation, features, labels)
         return self._solutions(gram, correlation.T)
@@ -438,6 +469,7 @@ class LDAHead(ClosedFormHead):
     """
 
     learning_only = frozenset({"sums", "counts", "moment"})
+    totals, moments = "sums", "moment"
     sums: Tensor
     counts: Tensor
     moment: Tensor
@@ -490,6 +522,7 @@ class NearestMeanHead(ClosedFormHead):
     """
 
     learning_only = frozenset({"sums"})
+    totals = "sums"
     sums: Tensor
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
@@ -566,6 +599,16 @@ def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tens
     size = max(1, CHUNK // width)
     for some, of in zip(features.split(size), labels.split(size), strict=True):
         yield some.double(), of
+
+
+def _regressions(given: Tensor, wanted: Tensor, strengths: Iterable[float]) -> Iterator[Tensor]:
+    """Ridge regressions of what is wanted (n, K) on what is given (n, L), both in float64: (L, K) for each strength."""
+    if len(given) < given.shape[1]:  # the same solutions from a smaller matrix, one image against another
+        kernel = given @ given.T  # (n, n)
+        yield from (given.T @ _solve(kernel, strength, wanted) for strength in strengths)
+    else:
+        gram, targets = given.T @ given, given.T @ wanted  # (L, L), (L, K)
+        yield from (_solve(gram, strength, targets) for strength in strengths)
 
 
 def _solve(matrix: Tensor, shift: float, targets: Tensor) -> Tensor:

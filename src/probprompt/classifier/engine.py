@@ -72,11 +72,13 @@ def _usual_preset(method: str) -> str:
 
 
 def _refuse_run_settings(config: RunConfig) -> None:
-    """Settings that say where a run's images come from have no meaning here, and are not silently dropped."""
+    """Settings that have no meaning here, as those on where a run's images come from, are not silently dropped."""
     usual = DataConfig()
     for name in DataConfig.model_fields:
         if name not in _OWN_DATA and getattr(config.data, name) != getattr(usual, name):
             raise UserError(f"data.{name} is for runs: a classifier learns what each call of learn is given")
+    if config.head.follow:
+        raise UserError("head.follow is for runs: what a classifier keeps of each class does not follow its prompts")
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: 
     epochs = learner.epochs(seen) if lesson.new else 0
     batches = -(-len(every) // engine.config.images_at_a_time(engine.device.type))
     with watch.stage("learning", epochs * learner.steps(seen) + batches):
-        optimiser = learner.optimiser() if epochs else None
+        optimiser = learner.optimiser(seen) if epochs else None
         for epoch in range(epochs):
             assert optimiser is not None
             result = learner.train_epoch(seen, epoch, optimiser, watch.advance)

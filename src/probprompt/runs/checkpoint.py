@@ -71,6 +71,8 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     tensors["statistics.variance"] = learner.statistics.variance
     if model.method.needs_prototypes:
         tensors["statistics.prototypes"] = learner.prototypes
+    if learner.before is not None:
+        tensors["before"] = learner.before
     return tensors
 
 
@@ -144,6 +146,7 @@ def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
         model.backbone.load_state_dict(group(tensors, "backbone"))
     learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
     learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
+    learner.before = tensors.get("before")
 
 
 def group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -385,7 +385,7 @@ class Execution:
         learner, count = self.workshop.learner, len(self.workshop.tasks)
         if self.position.epoch == 0:
             learner.begin(task)
-        optimiser = learner.optimiser()
+        optimiser = learner.optimiser(task)
         if self.position.epoch and self.saved:
             self.saved.restore_optimiser(optimiser)
         epochs, steps = learner.epochs(task), learner.steps(task)

@@ -319,7 +319,7 @@ def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, watc
     with _deterministic(device):
         for task in tasks:
             learner.begin(task)
-            optimiser = learner.optimiser()
+            optimiser = learner.optimiser(task)
             for epoch in range(learner.epochs(task)):
                 learner.train_epoch(task, epoch, optimiser, lambda _: None)
             learner.finish(task, lambda _: None)

@@ -88,6 +88,8 @@ class Learner:
         self.trained = head if isinstance(head, LinearHead) else LinearHead(width, seed).to(self.device)
         self.statistics = ClassStatistics.empty(width, self.device, config.alignment.centroids)
         self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, where a method asks
+        self.before: Tensor | None = None
+        """What the head was given of the task's images before their task (n, D or more), where it has to follow."""
         self._frozen: tuple[TaskImages, tuple[Tensor, Tensor | None]] | None = None  # of which; features and queries
         self._current: Step | None = None
         self._ahead = Ahead(self._draw, config.training.epochs if self.device.type == "cuda" else 0)
@@ -95,6 +97,8 @@ class Learner:
     def begin(self, task: TaskImages) -> None:
         """Make room for the task's classes."""
         self.check(task)
+        if self._follows(task):
+            self.before = self.model.head_input(*self._pass(task, None, lambda _: None, context=EVALUATION))
         self.begin_method(task)
         if self.learns_head(task):
             self.trained.grow(task.classes)
@@ -162,10 +166,11 @@ class Learner:
         """Optimiser steps per epoch; the last, smaller batch is dropped."""
         return len(task) // self._batch(task)
 
-    def optimiser(self) -> torch.optim.AdamW:
-        """A new optimiser: prompts at a multiple of the head's rate."""
+    def optimiser(self, task: TaskImages | None = None) -> torch.optim.AdamW:
+        """A new optimiser: prompts at a multiple of the head's rate, which may be another after the first task."""
         settings, model = self.config.training, self.model
-        rate = settings.head_rate * settings.prompt_rate_factor
+        later = settings.later_rate_factor if task is not None and task.index else 1.0
+        rate = settings.head_rate * settings.prompt_rate_factor * later
         groups = [{"params": _learning(self.trained.parameters()), "base": settings.head_rate}]
         groups += [{"params": _learning(part), "base": rate * factor} for part, factor in model.method.groups()]
         if model.method.trains_backbone:
@@ -219,6 +224,9 @@ class Learner:
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
             seen = self.look(task, advance)  # (n, D or more)
+            if self.before is not None:
+                self.model.head.follow(self.before, seen, task.index)
+                self.before = None
             self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
             self._align(task, advance)
@@ -229,6 +237,11 @@ class Learner:
                 f"({self.config.alignment.rate})"
             )
         return seen
+
+    def _follows(self, task: TaskImages) -> bool:
+        """Whether what the head knows has to follow what prompts learn in this task."""
+        known = isinstance(self.model.head, ClosedFormHead) and len(self.model.head) > 0
+        return known and self.config.head.follow and self.adapts(task) and self.epochs(task) > 0
 
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""
@@ -368,11 +381,17 @@ class Learner:
 
     @torch.no_grad()
     def _pass(
-        self, task: TaskImages, views: RandomViews | None, advance: Advance, only_queries: bool = False
+        self,
+        task: TaskImages,
+        views: RandomViews | None,
+        advance: Advance,
+        only_queries: bool = False,
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Features of all the task's images with the prompts of evaluation, as the head reads them, and queries."""
         method = self.model.method
-        context = method.statistics_context(task.index) if self.adapts(task) else EVALUATION
+        if context is None:
+            context = method.statistics_context(task.index) if self.adapts(task) else EVALUATION
         features, queries = [], []
         own = self.world.share(torch.arange(len(task), device=self.device))
         for rows in own.split(self.config.images_at_a_time(self.device.type)) if len(own) else ():
