@@ -699,6 +699,17 @@ def test_what_the_head_knows_follows_the_prompts(settings: Settings, monkeypatch
     assert len(told) == 1 and learner.before is None
 
 
+def test_features_at_evaluation_are_the_mean_over_all_draws(settings: Settings) -> None:
+    chosen = settings(head={"kind": "ridge", "projections": 0, "layers": 1})
+    workshop = build({**chosen, "method": {**chosen["method"], "evaluation_draws": 3}})
+    model = workshop.learner.model
+    images = workshop.learner.viewer.evaluation(workshop.learner.images.store, workshop.tasks[0].rows[:4])
+    with torch.no_grad():
+        each = [model.features(images, Context(draw=draw), layers=1)[0] for draw in range(3)]
+        torch.testing.assert_close(model.look(images), (each[0] + each[1] + each[2]) / 3)
+    assert not torch.allclose(each[0], each[1]) and not torch.allclose(each[1], each[2])
+
+
 def test_static_features_are_computed_once_per_task(
     settings: Settings, count_queries: Callable[[Workshop], list[int]]
 ) -> None:

@@ -290,6 +290,24 @@ def test_what_is_drawn_depends_on_the_seed_and_the_block_alone() -> None:
 # Noise
 
 
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_every_draw_of_evaluation_follows_the_paper_with_noise_of_its_own(settings: dict[str, Any]) -> None:
+    method, query = moved(**settings, evaluation_draws=3), some_queries()
+    sampled = method.config.variant != "deterministic" and method.config.evaluation == "sample"
+    assert method.draws == (3 if sampled and method.config.samples else 1)
+    for draw in range(1, method.draws):
+        found = tokens_of(method, query, Context(draw=draw))
+        for slot, noise in enumerate(method.more_noise[draw - 1]):
+            close(found[BLOCKS[slot]], paper_tokens(method, slot, query, noise.expand(BATCH, -1, -1, -1), sampled))
+    assert torch.equal(method.fixed_noise, moved(**settings).fixed_noise)
+
+
+def test_further_draws_are_others() -> None:
+    method = fresh(evaluation_draws=3)
+    draws = torch.cat([method.fixed_noise[None], method.more_noise])
+    assert len(draws.flatten(1).unique(dim=0)) == 3 and "more_noise" not in method.state_dict()
+
+
 def test_the_noise_of_evaluation_is_one_draw_per_block_token_and_sample() -> None:
     method = fresh(tokens=8, samples=30)
     assert method.fixed_noise.shape == (2, 8, 30, WIDTH)

@@ -330,6 +330,7 @@ def _told(contexts: Sequence[Context]) -> Check:
         for context in contexts
         for name, value in vars(context).items()
         if value is not None and value is not False and (name != "first" or value)
+        if name != "draw"  # says nothing about an image: all have the same
     }
     note = f"the method was told: {', '.join(sorted(given))}" if given else ""
     question = "neither task, labels nor noise are given to the method"

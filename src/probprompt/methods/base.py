@@ -59,6 +59,8 @@ class Context:
     """The number of the task's first class."""
     noise: Noise | None = None
     """Source of noise in a training step."""
+    draw: int = 0
+    """Which of a method's ``draws`` of noise is meant at evaluation."""
 
 
 EVALUATION = Context()
@@ -117,6 +119,8 @@ class Method(nn.Module):
     """Whether :meth:`initial_rows` is asked."""
     step_key: object = None
     """What decides, beside tensors, which operations a training step consists of: it may change from epoch to epoch."""
+    draws: int = 1
+    """From so many draws of noise prompts are made at evaluation, and the features that they lead to averaged."""
     sums_loss: bool = False
     """Whether the method's own loss is a sum over the batch (else a mean, or none of the batch's)."""
 

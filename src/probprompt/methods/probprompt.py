@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from probprompt import equations, kernels, randomness
 from probprompt.kernels.mixture import drift, mixture
 from probprompt.methods.base import (
+    EVALUATION,
     Blocks,
     Context,
     Method,
@@ -51,6 +52,9 @@ class ProbPromptConfig(MethodConfig):
     initial_std: Positive = 1.0
     evaluation: Literal["sample", "mean"] = "sample"
     """Prompts at evaluation: one fixed draw of noise, the same for every image; or the mixture's mean."""
+    evaluation_draws: int = Field(1, ge=1)
+    """Beyond the paper: features at evaluation are averaged over the prompts of so many draws, each of N_s samples; each
+    takes a pass through the backbone."""
     regularisation: float = Field(1e-6, ge=0)
     """lambda: the weight of the distribution regularisation loss."""
     reference: Literal["step", "epoch", "task"] = "step"
@@ -79,6 +83,7 @@ class ProbPrompt(Method):
     cached_mean: Tensor
     cached_log_std: Tensor
     fixed_noise: Tensor
+    more_noise: Tensor
 
     def __init__(self, config: ProbPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
@@ -96,7 +101,11 @@ class ProbPrompt(Method):
         self.register_buffer("cached_mean", mean.clone())
         self.register_buffer("cached_log_std", self.log_std.detach().clone())
         # Drawn from the seed again when a model is loaded, so it need not be stored.
-        self.register_buffer("fixed_noise", self._fixed_noise(), persistent=False)
+        self.register_buffer("fixed_noise", self._fixed_noise("evaluation noise"), persistent=False)
+        if self._samples(EVALUATION):
+            self.draws = config.evaluation_draws
+        more = [self._fixed_noise("evaluation noise", draw) for draw in range(1, self.draws)]
+        self.register_buffer("more_noise", torch.stack(more) if more else torch.empty(0), persistent=False)
 
     def begin_task(self, task: int, classes: int) -> None:
         """Nothing grows; the reference of the regularisation may move."""
@@ -171,7 +180,7 @@ class ProbPrompt(Method):
 
     def _average(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
         count = self._samples(context)
-        noise = self.fixed_noise[slot]  # (G of the block, N_s, D)
+        noise = self.more_noise[context.draw - 1, slot] if context.draw else self.fixed_noise[slot]
         if context.training:
             assert context.noise is not None
             shape = (len(mean), mean.shape[1], count, mean.shape[2])
@@ -187,11 +196,11 @@ class ProbPrompt(Method):
             return 0
         return self.config.samples
 
-    def _fixed_noise(self) -> Tensor:
+    def _fixed_noise(self, *key: randomness.Key) -> Tensor:
         config = self.config
         draws = config.tokens * (config.components if config.variant == "independent" else 1)
-        shape = (draws, config.samples, self.shape.width)
-        return torch.stack([randomness.normal(shape, self.seed, "evaluation noise", block) for block in config.blocks])
+        shape = (draws, config.samples, self.shape.width)  # G of a block, N_s, D
+        return torch.stack([randomness.normal(shape, self.seed, *key, block) for block in config.blocks])
 
     @torch.no_grad()
     def _cache(self) -> None:

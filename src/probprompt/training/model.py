@@ -1,6 +1,7 @@
 """The whole model: image to query, query to prompts, image and prompts to features, features to logits."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +88,13 @@ class PromptedModel(nn.Module):
     def evaluated(
         self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None
     ) -> Tensor:
-        """Features of images with all that the head reads of the pass (B, D or more); see :meth:`head_input`."""
-        return self.features(images, context, query, self.head.layers)[0]
+        """Features of images with all that the head reads of the pass (B, D or more); see :meth:`head_input`.
+
+        Where a method makes its prompts from several draws of noise, the mean over all of them.
+        """
+        contexts = [replace(context, draw=draw) for draw in range(self.method.draws)]
+        found = [self.features(images, each, query, self.head.layers)[0] for each in contexts]
+        return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
         """What the head is given: the feature, the query where it is built for that, then readings of blocks."""
