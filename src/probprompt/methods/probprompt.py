@@ -53,8 +53,8 @@ class ProbPromptConfig(MethodConfig):
     evaluation: Literal["sample", "mean"] = "sample"
     """Prompts at evaluation: one fixed draw of noise, the same for every image; or the mixture's mean."""
     evaluation_draws: int = Field(1, ge=1)
-    """Beyond the paper: features at evaluation are averaged over the prompts of so many draws, each of N_s samples; each
-    takes a pass through the backbone."""
+    """Beyond the paper: features at evaluation are averaged over the prompts of so many draws, each of N_s samples and
+    with a pass through the backbone of its own."""
     regularisation: float = Field(1e-6, ge=0)
     """lambda: the weight of the distribution regularisation loss."""
     reference: Literal["step", "epoch", "task"] = "step"
