@@ -699,3 +699,37 @@ def test_projections_follow_as_well() -> None:
         return float((head.get_buffer("gram") - new.get_buffer("gram")).norm() / new.get_buffer("gram").norm())
 
     assert far(follows) < 0.01 < 0.3 < far(stays)
+
+
+# Half of what is symmetric is saved
+
+
+@pytest.mark.parametrize("kind", ["ridge", "lda"])
+@pytest.mark.parametrize("strip", [1, 5, 1000])
+def test_half_of_the_squares_is_saved_and_all_of_them_come_back(
+    kind: str, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "STRIP", strip)
+    head = learned(kind)
+    assert head.moments is not None
+    whole, saved = head.get_buffer(head.moments), head.saved()
+    ends = [min(start + strip, len(whole)) for start in range(0, len(whole), strip)]
+    widths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert saved[head.moments].numel() == sum(end * width for end, width in zip(ends, widths, strict=True))
+    again = closed(kind).restore(saved)
+    torch.testing.assert_close(again.get_buffer(head.moments), whole, rtol=1e-14, atol=1e-14)
+    assert torch.equal(again.get_buffer(head.moments), again.get_buffer(head.moments).T)
+    assert torch.equal(again.get_buffer(head.moments).tril(), whole.tril())
+    features, labels = some_images((3, 4, 2), seed=5)
+    for other in (head, again):
+        other.learn(features, labels, 0, task_key=7)
+    assert torch.equal(again.weight, head.weight) and torch.equal(head.saved()["weight"], again.saved()["weight"])
+    assert torch.equal(head.saved()[head.moments], again.saved()[head.moments])
+    assert closed(kind).restore(head.state_dict())(features).equal(head(features))  # as it was saved before
+
+
+def test_half_a_matrix_of_another_size_is_refused() -> None:
+    head = learned("ridge")
+    tensors = head.saved()
+    with pytest.raises(ValueError, match="are not half a matrix of"):
+        closed("ridge").restore({**tensors, "gram": tensors["gram"][:-1]})

@@ -19,6 +19,7 @@ from probprompt.errors import UserError
 Kind = Literal["linear", "normalised", "ridge", "lda", "nearest-mean"]
 STRENGTHS = tuple(10.0**power for power in range(-6, 10))
 """What the strength of the ridge is chosen from."""
+STRIP = 256  # rows that are saved together of half a matrix
 CHUNK = 2**23  # numbers of an intermediate result in float64: 64 MB
 
 
@@ -84,6 +85,10 @@ class Head(nn.Module):
     def grow(self, classes: int) -> Self:
         """Make room for so many new classes."""
         raise NotImplementedError
+
+    def saved(self) -> dict[str, Tensor]:
+        """What :meth:`restore` takes, by name."""
+        return dict(self.state_dict())
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Self:
         """Take over saved tensors, whatever their number of classes.
@@ -204,6 +209,21 @@ class ClosedFormHead(Head):
                 self.register_buffer(name, room)
         return self
 
+    def saved(self) -> dict[str, Tensor]:
+        """What :meth:`restore` takes, by name: of sums of squares only one half, since the other is the same."""
+        found = super().saved()
+        if self.moments in found:
+            found[self.moments] = _half(found[self.moments])
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Take over saved tensors, whatever their number of classes; sums of squares may be halved or whole."""
+        tensors = dict(tensors)
+        if self.moments in tensors and tensors[self.moments].ndim == 1:
+            rows = self.shapes(len(tensors.get("weight", ())))[self.moments][0]
+            tensors[self.moments] = _whole(tensors[self.moments], rows)
+        return super().restore(tensors)
+
     @torch.no_grad()
     def learn(self, features: Tensor, labels: Tensor, classes: int, task_key: randomness.Key) -> None:
         """Grow by so many classes and learn images: features (n, D), labels (n,) counting all classes seen.
@@ -265,7 +285,8 @@ class ClosedFormHead(Head):
         moved.diagonal().add_(1)
         self.register_buffer(self.totals, self.get_buffer(self.totals) @ moved)
         if self.moments:
-            self.register_buffer(self.moments, moved.T @ self.get_buffer(self.moments) @ moved)
+            whole = _symmetric(self.get_buffer(self.moments))  # a solve reads but one half, which alone is saved
+            self.register_buffer(self.moments, moved.T @ whole @ moved)
 
     def _check_complete(self) -> None:
         if any(self._buffers.get(name, ...) is None for name in self.learning_only):
@@ -592,6 +613,43 @@ def untouched_width(config: HeadConfig, width: int) -> int:
     (60, 0)
     """
     return readings_width(config, width) if config.readings == "beside" else 0
+
+
+def _half(square: Tensor) -> Tensor:
+    """The lower half of a symmetric matrix (L, L), with a little more: strips of rows up to the diagonal, end to end.
+
+    >>> _half(torch.eye(2))
+    tensor([1., 0., 0., 1.])
+    """
+    strips = [_symmetric(square[start : start + STRIP, : start + STRIP]) for start in range(0, len(square), STRIP)]
+    return torch.cat([strip.flatten() for strip in strips]) if strips else square.flatten()
+
+
+def _whole(half: Tensor, size: int) -> Tensor:
+    """The matrix (L, L) that a half was taken of.
+
+    >>> _whole(_half(torch.eye(2)), 2).tolist() == torch.eye(2).tolist()
+    True
+    """
+    areas = [(start, min(start + STRIP, size)) for start in range(0, size, STRIP)]
+    if half.numel() != sum((stop - start) * stop for start, stop in areas):
+        raise ValueError(f"{half.numel()} numbers are not half a matrix of {size} rows")
+    square, strips = half.new_zeros(size, size), half.split([(stop - start) * stop for start, stop in areas])
+    for (start, stop), strip in zip(areas, strips, strict=True):
+        square[start:stop, :stop] = strip.view(stop - start, stop)
+    return _symmetric(square)
+
+
+def _symmetric(rows: Tensor) -> Tensor:
+    """The last rows of a lower triangle, (n, L), with its mirror image on the other side of the diagonal: a copy.
+
+    >>> _symmetric(torch.tensor([[5, 1, 0], [6, 2, 3]]))
+    tensor([[5, 1, 2],
+            [6, 2, 3]])
+    """
+    found, corner = rows.clone(), rows[:, rows.shape[1] - len(rows) :].tril()  # (n, L), (n, n)
+    found[:, rows.shape[1] - len(rows) :] = corner + corner.tril(-1).T
+    return found
 
 
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:

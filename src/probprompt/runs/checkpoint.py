@@ -44,9 +44,12 @@ def save_checkpoint(
 
     After the last task what only further learning needs, which may be large, stays out: the model's folder has it.
     """
-    tensors = learner_tensors(learner)
     if position.task == len(position.matrix):
-        tensors = {name: value for name, value in tensors.items() if name not in learning_only(learner)}
+        tensors = {
+            name: value for name, value in learner_tensors(learner).items() if name not in learning_only(learner)
+        }
+    else:
+        tensors = saved_tensors(learner)
     for index, state in optimiser.state_dict()["state"].items() if optimiser else ():
         tensors.update({f"optimiser.{index}.{name}": value for name, value in state.items()})
     note = {"config": config_hash, "position": vars(position)}
@@ -74,6 +77,11 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     if learner.before is not None:
         tensors["before"] = learner.before
     return tensors
+
+
+def saved_tensors(learner: Learner) -> dict[str, Tensor]:
+    """The same as they are written: what can be told from the rest of a head's tensors is left out."""
+    return {**learner_tensors(learner), **{f"head.{name}": part for name, part in learner.model.head.saved().items()}}
 
 
 class Saving:

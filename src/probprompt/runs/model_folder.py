@@ -15,7 +15,7 @@ from probprompt.checkpoints import load_backbone
 from probprompt.errors import UserError
 from probprompt.heads import HeadConfig, make_head
 from probprompt.methods import Shape
-from probprompt.runs.checkpoint import group, learner_tensors, learning_only
+from probprompt.runs.checkpoint import group, learning_only, saved_tensors
 from probprompt.runs.files import read_json, write_error, write_json
 from probprompt.runs.tensors import read_tensors, write_named_by_contents
 from probprompt.training.learner import Learner
@@ -35,7 +35,7 @@ class LoadedModel:
 
 def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: bool = True) -> None:
     """Write prompts and head, and beside them what only further learning needs, which may be large."""
-    tensors = learner_tensors(learner)
+    tensors = saved_tensors(learner)
     later = learning_only(learner)
     needed = {
         name: value
