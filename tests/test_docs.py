@@ -109,7 +109,9 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers() -> None:
     readme, flagship = (" ".join(text.replace("**", "").split()) for text in pages.values())
     best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
     ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
-    level = f"VQ-Prompt ({told('vq-prompt', 'matched')}; {told('vq-prompt', 'matched', 'enabled=false')} without"
+    level = (
+        f"VQ-Prompt ({told('vq-prompt', 'matched')}; {told('vq-prompt', 'matched', 'alignment.enabled=false')} without"
+    )
     assert f"ProbPrompt ends at {told('probprompt', 'matched')} % final" in readme and level in readme
     assert f"RanPAC at {ranpac}; ProbPrompt adapted" in readme and f"at {best} ([how" in readme
     assert f"classes at once at {joint}." in readme and f"at once ends at {joint}:" in flagship

@@ -27,6 +27,7 @@ _OWN = {"data.benchmark": "benchmarks", "method.name": "methods", "preset": "pre
 )  # settings that the grid itself gives
 
 Varied = tuple[tuple[str, Any], ...]  # settings by their dotted names
+VAGUE = ("alignment.", "head.kind", "method.name")  # begin settings whose last part says nothing by itself
 Result = TypeVar("Result")
 
 
@@ -199,14 +200,14 @@ def brief(value: Any) -> str:
 
 
 def describe(varied: Varied) -> list[str]:
-    """Varied settings as ``key=value``; a key is its last part where no other ends in it.
+    """Varied settings as ``key=value``; a key is its last part where that says enough and no other ends in it.
 
-    >>> describe((("method.components", 5), ("training.epochs", 2)))
-    ['components=5', 'epochs=2']
+    >>> describe((("method.components", 5), ("training.epochs", 2), ("alignment.enabled", False)))
+    ['components=5', 'epochs=2', 'alignment.enabled=false']
     """
     last = [key.rpartition(".")[2] for key, _ in varied]
     return [
-        f"{short if last.count(short) == 1 else key}={brief(value)}"
+        f"{short if last.count(short) == 1 and not key.startswith(VAGUE) else key}={brief(value)}"
         for (key, value), short in zip(varied, last, strict=True)
     ]
 
