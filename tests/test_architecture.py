@@ -141,6 +141,13 @@ def test_import_is_quick_and_imports_nothing_heavy() -> None:
     assert min(_seconds("-c", "import probprompt") for _ in range(3)) < 1.0
 
 
+def test_reading_records_loads_no_backbone() -> None:
+    """Whoever compares runs, or builds the book, does not wait for what trains them."""
+    probe = "import sys, probprompt.runs.record; print({'timm', 'probprompt.training.learner'} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "set()"
+
+
 def test_help_is_quick_and_needs_no_network() -> None:
     assert min(_seconds("-m", "probprompt", "--help") for _ in range(3)) < 1.5
     probe = (

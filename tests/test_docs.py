@@ -161,6 +161,27 @@ def test_the_page_on_speed_tells_what_precision_did_to_accuracy() -> None:
     assert f"training in {' and '.join(spent)}." in words
 
 
+def test_the_recorded_figures_reach_what_was_set_as_their_bar() -> None:
+    """On one H200 with data path, in batches of 128; neither fp8 nor kept queries."""
+    found = {}
+    for name in ("vit-b16-probprompt", "vit-b16-vq-prompt", "vit-ti16-probprompt"):
+        record = json.loads((ROOT / "results" / "bench" / f"{name}.json").read_text(encoding="utf-8"))
+        (found[name],) = record["results"]
+        assert record["hardware"]["gpu"] == "NVIDIA H200" and "switches" not in record["hardware"]
+        assert (found[name]["batch"], found[name]["image_size"]) == (128, 224)
+    large, rival, small = found.values()
+    assert large["training"]["images_per_s"] >= 3700 and large["inference"]["images_per_s"] >= 5700
+    assert rival["training"]["images_per_s"] <= 1.04 * large["training"]["images_per_s"]
+    assert large["memory"]["training_peak"] <= 5.5 * 2**30
+    assert small["training"]["images_per_s"] >= 25_000
+    folder = ROOT / "results" / "cifar100" / "vit-ti16-augreg-in21k-ft-in1k"
+    run = json.loads((folder / "probprompt-matched-s0.json").read_text(encoding="utf-8"))
+    spent = run["time"]
+    assert run["hardware"]["gpu"] == "NVIDIA H200" and "switches" not in run["hardware"] and spent["total_s"] <= 90
+    inside = sum(spent[f"{name}_s"] for name in ("training", "alignment", "evaluation"))
+    assert spent["total_s"] - inside <= 0.05 * spent["total_s"]
+
+
 @pytest.mark.parametrize("page", BENCHED)
 def test_tables_come_from_the_recorded_benches(page: str) -> None:
     """To the letter what `probprompt bench --from RECORD ... --page PAGE` writes from all records."""

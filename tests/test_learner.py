@@ -50,7 +50,7 @@ def quiet(steps: int) -> None:
 def train(learner: Learner, task: TaskImages) -> list[EpochResult]:
     """Learn a task up to the alignment."""
     learner.begin(task)
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
     return [learner.train_epoch(task, epoch, optimiser, quiet) for epoch in range(learner.epochs(task))]
 
 
@@ -120,7 +120,7 @@ def test_a_step_is_cross_entropy_over_the_current_tasks_classes(settings: Settin
     features = evaluation_features(learner, task.rows).double()
     learner.begin(task)
     weight, bias = (parameter.detach().double() for parameter in learner.model.head.parameters())
-    result = learner.train_epoch(task, 0, learner.optimiser(), quiet)
+    result = learner.train_epoch(task, 0, learner.optimiser(task), quiet)
 
     scores = torch.exp(features @ weight[2:].T + bias[2:])
     chance = scores / scores.sum(dim=1, keepdim=True)  # over the two classes of the task
@@ -151,7 +151,7 @@ def test_the_methods_own_loss_is_added_and_prompts_learn_at_five_times_the_rate(
     before = weights_of(method)
     learner.begin(task)
     head = head_of(learner)
-    learner.train_epoch(task, 0, learner.optimiser(), quiet)
+    learner.train_epoch(task, 0, learner.optimiser(task), quiet)
     after = weights_of(method)
     torch.testing.assert_close(after["mean"], before["mean"] - 5 * rate)
     torch.testing.assert_close(after["log_std"], before["log_std"] + 5 * rate)
@@ -176,7 +176,7 @@ def test_the_methods_loss_on_features_is_added_beside_its_own(settings: Settings
     method.prompts, method.feature_loss = own_loss, feature_loss  # type: ignore[method-assign]
     before = weights_of(method)
     learner.begin(task)
-    learner.train_epoch(task, 0, learner.optimiser(), quiet)
+    learner.train_epoch(task, 0, learner.optimiser(task), quiet)
     after = weights_of(method)
     torch.testing.assert_close(after["mean"], before["mean"] - 5 * rate)
     torch.testing.assert_close(after["log_std"], before["log_std"] + 5 * rate)
@@ -208,7 +208,7 @@ def test_training_tells_the_method_task_labels_and_first_class(settings: Setting
 
 def gradients(learner: Learner, task: TaskImages) -> Weights:
     """Of an epoch's last step, as the optimiser meets them; nothing moves."""
-    optimiser, found = learner.optimiser(), Weights()
+    optimiser, found = learner.optimiser(task), Weights()
     names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
 
     def note(*_: Any) -> None:
@@ -343,7 +343,7 @@ def test_every_new_row_of_the_head_is_trained(settings: Settings) -> None:
     learner, task = teach(workshop, 1), workshop.tasks[1]
     learner.begin(task)
     before = head_of(learner)
-    learner.train_epoch(task, 0, learner.optimiser(), quiet)
+    learner.train_epoch(task, 0, learner.optimiser(task), quiet)
     assert (head_of(learner)["weight"][task.first :] != before["weight"][task.first :]).any(dim=1).all()
 
 
@@ -387,7 +387,7 @@ def test_the_optimiser_holds_the_head_and_the_prompts_at_their_rates(settings: S
     workshop = build(settings(training={"schedule": "constant", "head_rate": 0.002, "epochs": 1}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
     learner.train_epoch(task, 0, optimiser, quiet)
     rates = {id(parameter): group["lr"] for group in optimiser.param_groups for parameter in group["params"]}
     method, head = prompts_of(learner), learner.model.head
@@ -401,10 +401,10 @@ def test_the_optimiser_holds_the_head_and_the_prompts_at_their_rates(settings: S
         assert group["betas"] == (0.9, 0.999) and group["weight_decay"] == 0
 
 
-def rates_of(learner: Learner) -> dict[str, float]:
+def rates_of(learner: Learner, task: TaskImages) -> dict[str, float]:
     """At which base rate each parameter of the optimiser learns."""
     names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
-    groups = learner.optimiser().param_groups
+    groups = learner.optimiser(task).param_groups
     return {names[id(parameter)]: group["base"] for group in groups for parameter in group["params"]}
 
 
@@ -414,7 +414,7 @@ def test_a_method_may_let_parts_learn_at_other_rates_and_others_not_at_all(setti
     learner = workshop.learner
     for task in workshop.tasks[:2]:
         learner.begin(task)
-    rates = rates_of(learner)
+    rates = rates_of(learner, workshop.tasks[1])
     assert rates.pop("head.weight") == rates.pop("head.bias") == 0.002
     assert rates.pop("method.pool.1") == pytest.approx(0.01)
     assert "method.identity.weight" in rates and all(name.startswith("method.identity.") for name in rates)
@@ -424,7 +424,7 @@ def test_a_method_may_let_parts_learn_at_other_rates_and_others_not_at_all(setti
 def test_a_backbone_that_learns_does_so_at_the_prompts_rate(settings: Settings) -> None:
     workshop = build_with({"name": "ft"}, settings(training={"head_rate": 0.002, "prompt_rate_factor": 0.1}))
     workshop.learner.begin(workshop.tasks[0])
-    rates = rates_of(workshop.learner)
+    rates = rates_of(workshop.learner, workshop.tasks[0])
     assert rates.pop("head.weight") == rates.pop("head.bias") == 0.002
     assert set(rates) == {f"backbone.{name}" for name, _ in workshop.learner.model.backbone.named_parameters()}
     assert list(rates.values()) == pytest.approx([0.0002] * len(rates))
@@ -434,7 +434,7 @@ def test_the_rate_falls_along_a_cosine_over_the_steps_of_the_task(settings: Sett
     workshop = build(settings(training={"epochs": 2, "batch": 8, "head_rate": 1.0, "final_rate": 0.0}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser, found = learner.optimiser(), []
+    optimiser, found = learner.optimiser(task), []
     optimiser.register_step_pre_hook(lambda *_: found.append([group["lr"] for group in optimiser.param_groups]))
     optimiser.register_step_pre_hook(lambda *_: optimiser.zero_grad())  # nothing moves: only the rates are wanted
     for epoch in range(2):
@@ -476,7 +476,7 @@ def test_batches_are_at_most_the_task_and_the_smaller_last_one_is_dropped(
     learner.begin(workshop.tasks[0])
     learner.begin(task)
     watched, advanced = Watched(learner), list[int]()
-    learner.train_epoch(task, 0, learner.optimiser(), advanced.append)
+    learner.train_epoch(task, 0, learner.optimiser(task), advanced.append)
     assert learner.steps(task) == steps == sum(advanced)
     assert [len(rows) for rows in watched.batches] == [size] * steps
     seen = [row for rows in watched.batches for row in rows]
@@ -551,7 +551,7 @@ def colours(settings: dict[str, Any]) -> tuple[list[dict[int, Tensor]], list[dic
         learner.begin(task)
         for epoch in range(2):
             watched = Watched(learner)
-            learner.train_epoch(task, epoch, learner.optimiser(), quiet)
+            learner.train_epoch(task, epoch, learner.optimiser(task), quiet)
             learner.viewer = watched.viewer
             both = list(zip(watched.batches, watched.views, strict=True))
             assert all(views.augmentation == "crop+colour" and views.draws is not None for _, views in both)
@@ -656,7 +656,7 @@ def test_prompts_adapted_to_the_first_task_alone_stay_as_they_are(settings: Sett
         assert not changed(adapted, weights_of(method)) & {"mean", "log_std"}
         assert torch.equal(evaluation_features(learner, rows), features)
     assert static == [False, True, True]
-    assert [len(group["params"]) for group in learner.optimiser().param_groups] == [2]
+    assert [len(group["params"]) for group in learner.optimiser(task).param_groups] == [2]
 
 
 @pytest.mark.parametrize(("adapt", "moving"), [(None, 3), (0, 0), (2, 2), (9, 3)])
@@ -1030,7 +1030,7 @@ def test_a_loss_that_is_no_number_stops_with_task_and_epoch(settings: Settings, 
     workshop = build(settings())
     learner, task = teach(workshop, bad_task), workshop.tasks[bad_task]
     learner.begin(task)
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
     for epoch in range(bad_epoch):
         learner.train_epoch(task, epoch, optimiser, quiet)
     with torch.no_grad():
@@ -1049,7 +1049,7 @@ def test_parameters_that_are_no_number_stop_although_the_loss_was_one(settings: 
     workshop = build(settings(training={"epochs": 1, "batch": 500}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
 
     def spoil(*_: Any) -> None:
         with torch.no_grad():
@@ -1064,7 +1064,7 @@ def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Se
     workshop = build(settings(method=PROBE))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
     optimiser.register_step_pre_hook(lambda *_: optimiser.zero_grad())  # nothing moves
     learner.model.features = lambda images, *_: (torch.full((len(images), 64), math.nan), None)  # type: ignore[method-assign]
     with pytest.raises(UserError, match="the loss became nan in task 1, epoch 1"):

@@ -124,7 +124,7 @@ def learn(config: RunConfig, tasks: int | None = None) -> execute.Workshop:
 def teach(workshop: execute.Workshop, index: int) -> None:
     learner, task = workshop.learner, workshop.tasks[index]
     learner.begin(task)
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
     for epoch in range(learner.epochs(task)):
         learner.train_epoch(task, epoch, optimiser, lambda _: None)
     learner.finish(task, lambda _: None)
@@ -202,7 +202,7 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
     frozen = {n: p.detach().clone() for n, p in model.method.named_parameters() if not p.requires_grad}
     free = {n: p.detach().clone() for n, p in model.method.named_parameters() if p.requires_grad}
     rows = learner.trained.weight.detach().clone()
-    optimiser = learner.optimiser()
+    optimiser = learner.optimiser(task)
     learner.train_epoch(task, 0, optimiser, lambda _: None)
     now = dict(model.method.named_parameters())
     assert all(torch.equal(now[n], value) for n, value in frozen.items())

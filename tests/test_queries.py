@@ -46,7 +46,7 @@ def taught(settings: dict[str, Any], tasks: int = 2) -> Workshop:
     workshop = prepare(parse_config(settings), DEVICE, Watcher())
     for task in workshop.tasks[:tasks]:
         workshop.learner.begin(task)
-        optimiser = workshop.learner.optimiser()
+        optimiser = workshop.learner.optimiser(task)
         for epoch in range(workshop.learner.epochs(task)):
             workshop.learner.train_epoch(task, epoch, optimiser, lambda _: None)
     return workshop

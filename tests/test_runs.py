@@ -23,7 +23,7 @@ from probprompt.errors import UserError
 from probprompt.runs import checkpoint, execute
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.progress import Watcher
-from probprompt.runs.record import SWITCHES, Run, config_hash, hardware
+from probprompt.runs.record import CHECKPOINTS, SWITCHES, Run, config_hash, hardware
 from probprompt.runs.tensors import read_tensors
 from probprompt.runs.tracking import open_tracker
 
@@ -535,7 +535,7 @@ def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("probprompt.runs.checkpoint.time.perf_counter", lambda: now)
-    monkeypatch.delenv(checkpoint.SWITCH)
+    monkeypatch.delenv(CHECKPOINTS)
     size = 1000
     saving = checkpoint.Saving(lambda: size)
     assert not saving.due()
@@ -552,7 +552,7 @@ def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: py
     assert not saving.due()  # it has grown since
     now += 14.01
     assert saving.due()
-    monkeypatch.setenv(checkpoint.SWITCH, "all")
+    monkeypatch.setenv(CHECKPOINTS, "all")
     with saving.timed():
         now += 100
     assert saving.due()
@@ -571,11 +571,11 @@ def test_a_run_writes_few_checkpoints_and_one_at_its_end(
 
     monkeypatch.setattr(execute, "save_checkpoint", slowly)
     monkeypatch.setattr(checkpoint, "LATENCY", 10.0)  # however long this machine takes, it is too short for another
-    monkeypatch.delenv(checkpoint.SWITCH)
+    monkeypatch.delenv(CHECKPOINTS)
     run = execute.train(parse_config(settings(training={"epochs": 3, "batch": 8})), tmp_path / "run")
     assert written == [(len(run.matrix), 0)]
     whole = execute.train(run.config, tmp_path / "other")  # nothing that is found depends on it
-    monkeypatch.setenv(checkpoint.SWITCH, "all")
+    monkeypatch.setenv(CHECKPOINTS, "all")
     written.clear()
     every = execute.train(run.config, tmp_path / "every")
     assert len(written) == 4 * len(run.matrix)  # three epochs and the end of each task

@@ -112,7 +112,7 @@ def test_captured_training_is_plain_training(settings: Any, method: str, monkeyp
         workshop = prepare(parse_config(chosen), torch.device("cuda"), Watcher())
         learner, task = workshop.learner, workshop.tasks[0]
         learner.begin(task)
-        optimiser = learner.optimiser()
+        optimiser = learner.optimiser(task)
         results = [learner.train_epoch(task, epoch, optimiser, lambda _: None) for epoch in range(3)]
         learned = [*learner.model.adaptable(), *learner.trained.parameters()]
         found.append((results, [parameter.detach().clone() for parameter in learned]))

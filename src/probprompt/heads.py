@@ -272,16 +272,17 @@ class ClosedFormHead(Head):
         was before, whose strength is chosen on a fifth of the images. So nothing moves where nothing can be predicted.
         """
         self._check_complete()
-        old, new = self.lift(before.double()), self.lift(after.double())  # (n, L) each
+        old = self.lift(before.double())  # (n, L)
+        change = self.lift(after.double()) - old
         held_out = torch.zeros(len(old), dtype=torch.bool, device=old.device)
         order = randomness.permutation(len(old), self.seed, "follow", task_key)
         held_out[order[: max(1, len(old) // 5)].tolist()] = True
         if bool(held_out.all()):
             return
-        maps = _regressions(old[~held_out], (new - old)[~held_out], STRENGTHS)  # (L, L) each
-        errors = [(old[held_out] @ found - (new - old)[held_out]).square().sum(dim=1) for found in maps]
+        maps = _regressions(old[~held_out], change[~held_out], STRENGTHS)  # (L, L) each
+        errors = [(old[held_out] @ found - change[held_out]).square().sum(dim=1) for found in maps]
         strength = STRENGTHS[int(torch.stack(errors).mean(dim=1).argmin())]
-        (moved,) = _regressions(old, new - old, (strength,))
+        (moved,) = _regressions(old, change, (strength,))
         moved.diagonal().add_(1)
         self.register_buffer(self.totals, self.get_buffer(self.totals) @ moved)
         if self.moments:

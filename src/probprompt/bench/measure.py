@@ -65,7 +65,7 @@ class Epochs:
     """Trains one epoch after another, and counts what it did."""
 
     def __init__(self, workshop: Workshop) -> None:
-        self.workshop, self.optimiser = workshop, workshop.learner.optimiser()
+        self.workshop, self.optimiser = workshop, workshop.learner.optimiser(workshop.task)
         self.shortest = STATIC_STEPS[workshop.device.type] if workshop.model.static else 1
         """Steps of the shortest epoch that can be made."""
         self._number = 0

@@ -100,7 +100,7 @@ def shares(workshop: Workshop, steps: int) -> dict[str, float]:
     watch = Stopwatch(device)
     with ExitStack() as stack:
         stack.enter_context(_plain_steps())
-        optimiser = learner.optimiser()  # a new one, so that the engine makes its step anew
+        optimiser = learner.optimiser(task)  # a new one, so that the engine makes its step anew
         learner.train_epoch(workshop.steps_of(1), 0, optimiser, lambda _: None)
         for owner, name, stage in _calls(workshop, optimiser):
             stack.enter_context(_replaced(owner, name, watch.around(stage, getattr(owner, name))))

@@ -14,7 +14,7 @@ from probprompt.config import flatten, parse_config
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import page
-from probprompt.runs.book import Recorded, read_book, without_paths
+from probprompt.runs.book import Recorded, completed, read_book, without_paths
 from probprompt.runs.files import natural_order
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
 from probprompt.runs.record import Run
@@ -511,10 +511,7 @@ def _settings(runs: Sequence[Recorded]) -> list[dict[str, Any]]:
     """
     found, contents = list[dict[str, Any]](), dict[str, set[str]]()
     for run in runs:
-        try:
-            found.append(flatten(parse_config(run.record["config"]).model_dump(mode="json")))
-        except UserError:  # a method or setting of another version
-            found.append(flatten(run.record["config"]))
+        found.append(flatten(completed(run.record["config"]) or run.record["config"]))
         found[-1]["backbone.weights"] = name = without_paths(found[-1].get("backbone.weights"))
         contents.setdefault(name, set()).add(_sha256(run))
     for run, settings in zip(runs, found, strict=True):

@@ -23,7 +23,7 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
 from probprompt.results.naming import backbone_slug, backbone_words
-from probprompt.runs.book import Recorded, is_absolute, without_paths
+from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
 from probprompt.runs.files import natural_order, read_json
 from probprompt.runs.grid import CUSTOM, describe
 from probprompt.runs.record import Run, settings_hash
@@ -192,9 +192,8 @@ def same_settings(entry: Entry, config: RunConfig) -> bool:
 
 def _bare(config: Settings) -> Settings | None:
     """Settings with what later versions added, paths by their names, and without what changes rounding alone."""
-    try:
-        found: dict[str, Any] = without_paths(parse_config(config).model_dump(mode="json"))
-    except UserError:
+    found = without_paths(completed(config))
+    if found is None:
         return None
     for group, name in (("data", "benchmark"), ("backbone", "weights")):
         found[group][name] = str(found[group][name]).partition("@")[0]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.runs.files import read_json, write_bytes
@@ -43,6 +44,14 @@ class Recorded:
 def is_absolute(text: str) -> bool:
     """Whether a text is a path from the root of some machine."""
     return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """All settings of a record, those that are younger as they are by default; None where another version made it."""
+    try:
+        return parse_config(config).model_dump(mode="json")
+    except UserError:
+        return None
 
 
 def without_paths(value: Any) -> Any:

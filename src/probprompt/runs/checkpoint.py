@@ -16,11 +16,10 @@ from torch import Tensor
 
 from probprompt.alignment import ClassStatistics
 from probprompt.errors import UserError
+from probprompt.runs.record import CHECKPOINTS
 from probprompt.runs.tensors import read_tensors, write_tensors
 from probprompt.training.learner import Learner, TaskImages
 
-SWITCH = "PROBPROMPT_CHECKPOINTS"
-"""The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
 SHARE = 0.01
 """Of the time, for checkpoints."""
 LATENCY, SPEED = 0.01, 2e8
@@ -98,7 +97,7 @@ class Saving:
     def due(self) -> bool:
         """Whether it is time for another."""
         expected = self._took * max(1.0, self._size() / self._written)
-        return os.environ.get(SWITCH) == "all" or time.perf_counter() - self._ended >= expected / SHARE
+        return os.environ.get(CHECKPOINTS) == "all" or time.perf_counter() - self._ended >= expected / SHARE
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -82,6 +82,7 @@ class Workshop:
     learner: Learner
     scorer: Scorer
     split_hash: str
+    order_hash: str
     skipped: list[str]
     loading_s: float = 0.0
     """How long it took to put all this in place."""
@@ -201,8 +202,8 @@ def prepare(
     model = build_model(config, backbone).to(device)
     model.set_precision(precision or config.backbone.precision or usual_precision(device))
     viewer = build_viewer(config, backbone, short_side if source.enlarge else size, device)
-    split_hash = data.split_hash()
-    seen = _stream_of_views(config, backbone, model, split_hash, order_hash(stream, data.class_names))
+    split, order = data.split_hash(), order_hash(stream, data.class_names)
+    seen = _stream_of_views(config, backbone, model, split, order)
     learner = Learner(model, train, viewer, config, world, queries_of(seen))
     joint = model.method.joint
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
@@ -218,7 +219,8 @@ def prepare(
         test_tasks=_task_images(stream, test),
         learner=learner,
         scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
-        split_hash=split_hash,
+        split_hash=split,
+        order_hash=order,
         loading_s=time.perf_counter() - begun,
         skipped=skipped,
         world=world,
@@ -296,7 +298,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
         "stream": {
             "classes": [name for task in names for name in task],
             "tasks": names,
-            "order_hash": order_hash(workshop.stream, workshop.class_names),
+            "order_hash": workshop.order_hash,
             "split_hash": workshop.split_hash,
             "train_images": [len(task) for task in workshop.tasks],
             "test_images": [len(task) for task in workshop.test_tasks],
@@ -318,7 +320,7 @@ def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
     sides = {"train": workshop.learner.images.sha256, "test": workshop.scorer.images.sha256}
     pixels = {side: record.get("data", {}).get(side, {}).get("pixels_sha256") for side in sides}
     for what, before, after in (
-        ("tasks", stream["order_hash"], order_hash(workshop.stream, workshop.class_names)),
+        ("tasks", stream["order_hash"], workshop.order_hash),
         ("images", stream["split_hash"], workshop.split_hash),
         # Pixels have a hash only where they are kept on disk.
         *((f"pixels of the {side} images", pixels[side], now) for side, now in sides.items() if now and pixels[side]),

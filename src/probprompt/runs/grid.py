@@ -27,7 +27,7 @@ _OWN = {"data.benchmark": "benchmarks", "method.name": "methods", "preset": "pre
 )  # settings that the grid itself gives
 
 Varied = tuple[tuple[str, Any], ...]  # settings by their dotted names
-VAGUE = ("alignment.", "head.kind", "method.name")  # begin settings whose last part says nothing by itself
+VAGUE = ("alignment.", "head.kind")  # begin settings whose last part says nothing by itself
 Result = TypeVar("Result")
 
 

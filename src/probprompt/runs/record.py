@@ -19,12 +19,13 @@ from probprompt import __version__, capture, kernels
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs import checkpoint
 from probprompt.runs.files import is_part, read_json, remove_parts, write_bytes, write_error, write_json
 from probprompt.training import queries
 
 FORMAT = 1
-SWITCHES = (kernels.SWITCH, capture.SWITCH, queries.SWITCH, checkpoint.SWITCH)
+CHECKPOINTS = "PROBPROMPT_CHECKPOINTS"
+"""The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
+SWITCHES = (kernels.SWITCH, capture.SWITCH, queries.SWITCH, CHECKPOINTS)
 """Environment variables that change how long a run takes, but nothing that it is asked for."""
 
 

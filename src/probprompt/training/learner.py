@@ -166,10 +166,10 @@ class Learner:
         """Optimiser steps per epoch; the last, smaller batch is dropped."""
         return len(task) // self._batch(task)
 
-    def optimiser(self, task: TaskImages | None = None) -> torch.optim.AdamW:
+    def optimiser(self, task: TaskImages) -> torch.optim.AdamW:
         """A new optimiser: prompts at a multiple of the head's rate, which may be another after the first task."""
         settings, model = self.config.training, self.model
-        later = settings.later_rate_factor if task is not None and task.index else 1.0
+        later = settings.later_rate_factor if task.index else 1.0
         rate = settings.head_rate * settings.prompt_rate_factor * later
         groups = [{"params": _learning(self.trained.parameters()), "base": settings.head_rate}]
         groups += [{"params": _learning(part), "base": rate * factor} for part, factor in model.method.groups()]
