@@ -1,7 +1,10 @@
 """The results book: the paper's numbers, one file per run without paths, and a page that nobody types."""
 
+import hashlib
+import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from probprompt import api, presets
 from probprompt.config import merge, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.results import book, page, paper
+from probprompt.results import book, figures, page, paper
 from probprompt.results.naming import backbone_slug, backbone_words
 from probprompt.runs.grid import nest
 from probprompt.runs.record import Run, config_hash
@@ -53,6 +57,32 @@ def test_printed_numbers_are_percentages_at_rising_lines(table: paper.Table) -> 
             if {"FAA", "CAA"} <= cell.keys():  # the end is never better than the course
                 assert cell["FAA"][0] < cell["CAA"][0]
         parse_config(presets.settings("published", row.method, table.columns[0].benchmark))
+
+
+SOURCE = Path(os.environ.get("PROBPROMPT_PAPER") or next(iter(sorted(ROOT.parent.glob("*/paper.tex"))), "paper.tex"))
+"""The LaTeX source of the paper: named so, or in a folder beside this one."""
+NUMBERS = "350f094804122346"
+"""Of all printed numbers, when they were last compared with the source."""
+
+
+def _numbers(table: paper.Table, row: paper.Row) -> list[float]:
+    """In the order of print."""
+    cells = (row.printed.get(column.key, {}).get(measure, ()) for column in table.columns for measure in table.measures)
+    return [*itertools.chain(*cells), *(row.costs[cost] for cost in table.costs)]
+
+
+@pytest.mark.skipif(not SOURCE.is_file(), reason="the paper's source is not here: PROBPROMPT_PAPER=paper.tex names it")
+@pytest.mark.parametrize("table", paper.tables(), ids=lambda table: table.name)
+def test_printed_numbers_are_those_of_the_papers_source(table: paper.Table) -> None:
+    lines = SOURCE.read_text(encoding="utf-8").splitlines()
+    for row in table.rows:
+        text = " ".join(lines[row.line - 1 :]).partition(r"\\")[0]
+        assert [float(found) for found in re.findall(r"\d+\.\d+", text)] == _numbers(table, row), row.label
+
+
+def test_printed_numbers_have_not_changed_since_they_were_compared() -> None:
+    said = [[table.name, row.line, row.label, _numbers(table, row)] for table in paper.tables() for row in table.rows]
+    assert hashlib.sha256(json.dumps(said).encode()).hexdigest()[: len(NUMBERS)] == NUMBERS
 
 
 @pytest.mark.parametrize("name", ["table1", "table2", "table3"])
@@ -239,7 +269,14 @@ def test_what_was_changed_by_hand_is_refused(run: Run, tmp_path: Path) -> None:
     content = json.loads(added.path.read_text())
     content["metrics"]["FAA"] += 1
     added.path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="changed by hand"):
+    with pytest.raises(UserError, match="its metrics are not those of its matrix"):
+        book.read_entries(tmp_path / "book")
+    content["metrics"]["FAA"] -= 1
+    added.path.write_text(json.dumps(content))
+    assert len(book.read_entries(tmp_path / "book")) == 1, "the same content in another order of spaces and lines"
+    content["config"]["training"]["batch"] += 1
+    added.path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has not the hash that it records"):
         book.read_entries(tmp_path / "book")
     added.path.write_text("[]")
     with pytest.raises(UserError, match="no file of a results book"):
@@ -279,7 +316,7 @@ def _made(
     name = config.backbone.name
     images = IMAGES.get(benchmark, (100, 50))
     content: dict[str, Any] = {
-        "book": 1,
+        "book": book.FORMAT,
         "created": "",
         "config": config.model_dump(mode="json"),
         "config_hash": config_hash(config),
@@ -301,7 +338,8 @@ def _made(
         "trainable_parameters": 10,
         "time": {"total_s": 60.0},
     }
-    return content | changes
+    content |= changes
+    return {**content, "sha256": book.content_hash(content)}
 
 
 def _entry(*arguments: Any, **named: Any) -> book.Entry:
@@ -413,6 +451,24 @@ def test_the_page_is_made_from_the_files_and_shows_every_run(tmp_path: Path, pro
     assert page.build(place, tmp_path / "RESULTS.md")[0] != text
 
 
+def test_figures_compare_methods_over_the_same_seeds_alone_and_say_which() -> None:
+    """A seed has its own order of classes: a mean over others would compare other tasks."""
+
+    def drawn(*runs: tuple[str, int]) -> dict[str, figures.Picture]:
+        entries = [_entry(method, 60.0 + 9 * seed, seed) for method, seed in runs]
+        return {picture.title.partition(":")[0]: picture for picture in figures.pictures(entries)}
+
+    both = drawn(("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 0), ("probprompt", 1))
+    one = drawn(("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 0))
+    assert {"Figure 1c", "Figure 2", "Figure 4"} <= set(both) and set(both) == set(one)
+    assert all("the mean over seeds 0, 1" in both[name].caption for name in ("Figure 1c", "Figure 4"))
+    assert all("seed 0" in one[name].caption for name in ("Figure 1c", "Figure 2", "Figure 4"))
+    same = drawn(("vq-prompt", 0), ("probprompt", 0))
+    assert one["Figure 4"].draw() == same["Figure 4"].draw() != both["Figure 4"].draw()
+    shown = drawn(("l2p", 2), ("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 1))
+    assert "seed 1" in shown["Figure 1c"].caption, "the seed that most methods have; others are left out"
+
+
 def test_a_book_that_is_not_there_is_told(tmp_path: Path, probprompt: Command) -> None:
     answer = probprompt("book", "--book", tmp_path / "nowhere")
     assert answer.code == 2 and "there is no book" in answer.err
@@ -426,13 +482,17 @@ def test_the_committed_page_is_what_the_committed_files_make() -> None:
         assert not committed.exists()
         return
     assert committed.read_text(encoding="utf-8") == text
-    assert all((ROOT / "results" / picture.file).is_file() for picture in drawn)
+    for picture in drawn:
+        there, made = (
+            np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), dtype=float)
+            for data in ((ROOT / "results" / picture.file).read_bytes(), picture.draw())
+        )
+        assert there.shape == made.shape and np.abs(there - made).mean() < 1.0, f"{picture.file}: probprompt book"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/*/*-s*.json")), ids=lambda path: path.name)
 def test_committed_files_lie_where_they_belong_and_name_no_path(path: Path) -> None:
     entry = book.read_entry(ROOT / "results", path)
-    assert Path(book.file_of(entry.content)).parent == Path(entry.path).parent
-    assert path.name.startswith(f"{entry.method}-{entry.preset}")
+    assert book.file_of(entry.content) == entry.path
     text = path.read_text(encoding="utf-8")
     assert not re.search(r'"(?:file:)?/[^"]', text), "a path of a machine"

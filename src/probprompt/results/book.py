@@ -1,7 +1,8 @@
 """The files of the book: ``<benchmark>/<backbone>/<method>-<preset>-s<seed>.json``, one per finished run.
 
 A file says all that its run recorded, without any path of the machine that it ran on: a folder of images or a file of
-weights is named by its name and its hash. What a run has set otherwise than its preset stands in the name, too.
+weights is named by its name and its hash. What a run has set otherwise than its preset stands in the name, too. Its
+last entry is a hash of all the others: a number that somebody changed is refused.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from probprompt.runs.files import natural_order, read_json
 from probprompt.runs.grid import CUSTOM, describe
 from probprompt.runs.record import Run, settings_hash
 
-FORMAT = 1
+FORMAT = 2
 CLASSES = 50  # shown at most in the picture of a similarity: files stay small
 _DIGITS = 12  # of a hash beside a name
 _ROUNDING = 1e-6
@@ -222,7 +223,16 @@ def read_entry(book: Path, path: Path) -> Entry:
         raise UserError(f"{path} is damaged: {problem}") from None
     if wrong:
         raise UserError(f"{path} was changed by hand: its metrics are not those of its matrix; add the run again")
+    if content.get("sha256") != content_hash(content):
+        raise UserError(f"{path} was changed by hand: it has not the hash that it records; add the run again")
     return entry
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """The sha256 of what a file of the book says, but for this hash."""
+    said = {name: part for name, part in content.items() if name != "sha256"}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # Writing
@@ -283,7 +293,7 @@ def content_of(run: Run) -> dict[str, Any]:
         raise UserError(f"{run.folder}/run.json was changed by hand: its settings do not have the hash that it records")
     inside = run.folder / "diagnostics.json"
     found = read_json(inside) if inside.exists() else {}
-    return {
+    content = {
         "book": FORMAT,
         **portable(record),
         "matrix": metrics.to_json(matrix),
@@ -291,6 +301,8 @@ def content_of(run: Run) -> dict[str, Any]:
         "similarity": dict(Recorded.of(run, "").similarity),
         "pictures": _pictures(found),
     }
+    content = json.loads(json.dumps(content))  # as it will be read: what is hashed has no numpy numbers nor tuples
+    return {**content, "sha256": content_hash(content)}
 
 
 def _pictures(found: Mapping[str, Any]) -> dict[str, Any]:

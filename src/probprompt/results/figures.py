@@ -1,6 +1,7 @@
 """The paper's Figures 1a-c, 2 and 4, drawn from the runs of the book: PNG files beside them."""
 
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from probprompt.evaluation import metrics
-from probprompt.report.figures import DASHES, DEPTH, INK, MARKERS, MUTED, PAGE, PALETTE, accuracy_floor, label, styled
+from probprompt.report.figures import DASHES, DEPTH, INK, MARKERS, MUTED, PAGE, PALETTE, accuracy_floor, spread, styled
 from probprompt.results.book import Entry
 from probprompt.results.naming import backbone_slug, slug
 from probprompt.runs.grid import CUSTOM, describe
@@ -27,6 +29,7 @@ SHOWN = {
 """The methods of the paper's figures, in the order of its Figure 2."""
 FOLDER = "figures"
 _PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
+_TEXTS = 14  # lines of small text that are as high as a panel of Figure 4
 _STEPS = 10  # what Figures 2 and 4 are about, where it is there
 
 
@@ -67,12 +70,20 @@ class Scene:
         return ", ".join(filter(None, (self.benchmark, self.backbone, f"`{self.preset}`", self.settings)))
 
     def by_method(self, tasks: int) -> dict[str, list[Entry]]:
-        """The runs in so many tasks, one per seed."""
-        found: dict[str, list[Entry]] = {}
+        """The runs in so many tasks over the same seeds for every method: each seed has its own order of classes.
+
+        Where no seed is common to all, the methods that have the most common one are shown.
+        """
+        found: dict[str, dict[int, Entry]] = {}
         for entry in self.entries:
             if entry.tasks == tasks:
-                found.setdefault(entry.method, []).append(entry)
-        return {method: found[method] for method in SHOWN if method in found}
+                found.setdefault(entry.method, {})[entry.seed] = entry
+        have = Counter(seed for runs in found.values() for seed in runs)
+        most = max(have.values(), default=0)
+        seeds = sorted(seed for seed, methods in have.items() if methods == most)
+        if most < len(found):
+            seeds = seeds[:1]
+        return {m: [found[m][seed] for seed in seeds] for m in SHOWN if m in found and set(seeds) <= set(found[m])}
 
     @property
     def numbers_of_tasks(self) -> list[int]:
@@ -160,15 +171,25 @@ def _over_tasks(scene: Scene) -> list[Picture]:
     if not counts:
         return []
     found = []
+    over = _over_seeds(*(scene.by_method(tasks) for tasks in counts))
     alike = {tasks: _values(scene, tasks, _similarity) for tasks in counts}
     if any(alike.values()):
-        caption = "Mean pairwise cosine of the prompts of different classes, the mean over seeds."
+        caption = f"Mean pairwise cosine of the prompts of different classes, {over}."
         draw = partial(draw_bars, alike, "pairwise similarity", 3)
         found.append(_picture(scene, "1b", "similarity of prompts", caption, draw))
     final = {tasks: _values(scene, tasks, _final) for tasks in counts}
-    caption = "Average accuracy over all tasks in the end (FAA), the mean over seeds; the axis does not begin at 0."
+    caption = f"Average accuracy over all tasks in the end (FAA), {over}; the axis does not begin at 0."
     found.append(_picture(scene, "1c", "final average accuracy", caption, partial(draw_bars, final, "FAA, %", 1)))
     return found
+
+
+def _over_seeds(*groups: Mapping[str, Sequence[Entry]]) -> str:
+    """In words, over which seeds each group of runs by method is shown: the same for all methods of a group."""
+    told = []
+    for group in groups:
+        seeds = [str(entry.seed) for entry in next(iter(group.values()))]
+        told.append(f"seed {seeds[0]}" if len(seeds) == 1 else f"the mean over seeds {', '.join(seeds)}")
+    return told[0] if len(set(told)) == 1 else "; ".join(told)
 
 
 def _similarity(entry: Entry) -> float | None:
@@ -190,27 +211,31 @@ def _values(scene: Scene, tasks: int, measure: Callable[[Entry], float | None]) 
 
 
 def _similarities(scene: Scene) -> list[Picture]:
-    drawn = {
-        method: [entry for entry in entries if "similarity" in entry.content["pictures"]]
-        for method, entries in scene.by_method(scene.tasks).items()
-    }
-    chosen = {method: min(entries, key=lambda entry: entry.seed) for method, entries in drawn.items() if entries}
+    chosen: dict[str, Entry] = {}
+    for seed in sorted({entry.seed for entry in scene.entries}, reverse=True):  # the first that gives most methods
+        runs = {m: e for m, every in scene.by_method(scene.tasks).items() for e in every if e.seed == seed}
+        drawn = {method: entry for method, entry in runs.items() if "similarity" in entry.content["pictures"]}
+        chosen = drawn if len(drawn) >= len(chosen) else chosen
     if len(chosen) < 2:
         return []
+    shown = len(next(iter(chosen.values())).content["pictures"]["similarity"]["labels"])
+    every = sum(map(len, next(iter(chosen.values())).content["stream"]["tasks"]))
+    of = f", {shown} of {every} classes" if shown < every else ""
     caption = (
         f"Cosine between the prompts that different classes receive, in the order they were learned "
-        f"({scene.tasks} tasks, one seed each); under each name the mean over all pairs."
+        f"({scene.tasks} tasks, {_over_seeds({m: [entry] for m, entry in chosen.items()})}{of}); under each name the "
+        "mean over all pairs of classes."
     )
     return [_picture(scene, "2", "similarity between classes", caption, partial(draw_similarities, chosen))]
 
 
 def _courses(scene: Scene) -> list[Picture]:
-    runs = {m: [e for e in entries if len(e.matrix) > 1] for m, entries in scene.by_method(scene.tasks).items()}
-    if sum(map(bool, runs.values())) < 2:
+    runs = scene.by_method(scene.tasks)
+    if scene.tasks < 2 or len(runs) < 2:
         return []
-    matrices = {m: np.mean([entry.matrix for entry in entries], axis=0) for m, entries in runs.items() if entries}
+    matrices = {method: np.mean([entry.matrix for entry in entries], axis=0) for method, entries in runs.items()}
     caption = (
-        "Accuracy on each task from the step that learned it to the last, the mean over seeds. In parentheses: how "
+        f"Accuracy on each task from the step that learned it to the last, {_over_seeds(runs)}. In parentheses: how "
         "much each method lost on that task by the end."
     )
     return [_picture(scene, "4", "accuracy on each task", caption, partial(draw_courses, matrices))]
@@ -301,17 +326,37 @@ def draw_courses(matrices: Mapping[str, NDArray[np.float64]]) -> bytes:
         _course(axes, task, count, {method: matrix[task, task:] for method, matrix in matrices.items()})
     for axes in panels[count:]:
         axes.set_visible(False)
-    panels[0].set_ylabel("accuracy, %")
+    shown = [_line(method) for method in matrices]
+    figure.legend(handles=shown, frameon=False, ncols=len(shown), fontsize=9, loc="outside upper center")
+    figure.supylabel("accuracy, %", fontsize=9.5, color=MUTED)
+    figure.supxlabel("after learning task", fontsize=9.5, color=MUTED)
     return _png(figure)
 
 
+def _line(method: str, places: Sequence[float] = (), values: Sequence[float] = ()) -> Line2D:
+    colour, marker, place = _look(method)
+    look: dict[str, Any] = {"linestyle": DASHES[place % len(DASHES)], "markersize": 3.5, "linewidth": 1.3}
+    return Line2D(places, values, color=colour, marker=marker, label=SHOWN[method], **look)
+
+
 def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.float64]]) -> None:
+    """A line per method, with what it lost at its end."""
     for method, values in lines.items():
-        colour, marker, place = _look(method)
-        told = label(f"{SHOWN[method]} ({values[0] - values[-1]:.1f})".replace(" (-", " (−"), 24)
-        look: dict[str, Any] = {"linestyle": DASHES[place % len(DASHES)], "markersize": 3.5, "linewidth": 1.3}
-        axes.plot(range(task + 1, count + 1), values, color=colour, marker=marker, label=told, **look)
+        axes.add_line(_line(method, range(task + 1, count + 1), values.tolist()))
+    axes.autoscale_view()
+    low, high = axes.get_ylim()
+    places = spread([float(values[-1]) for values in lines.values()], (high - low) / _TEXTS)
+    for (method, values), place in zip(lines.items(), places, strict=True):
+        lost = f"({values[0] - values[-1]:.1f})".replace("-", "−")
+        axes.text(count + 0.35, place, lost, va="center", fontsize=7.5, color=_look(method)[0])
     axes.set_title(f"Task {task + 1}", fontsize=9.5, color=MUTED)
-    axes.set_xlim(0.6, count + 0.4)
+    axes.set_xlim(0.6, count * 1.28)
+    axes.set_xticks(_ticks(count))
+    axes.tick_params(labelsize=8.5)
     axes.grid(False, axis="x")
-    axes.legend(frameon=False, fontsize=6.5, handlelength=2.2)
+
+
+def _ticks(count: int) -> list[int]:
+    """At most six steps, the last among them."""
+    step = -(-count // 5)
+    return list(range(count, 0, -step))[::-1]
