@@ -1,6 +1,7 @@
 """Running a table of the paper again: the right cells, told ahead, resumed, and kept in the book."""
 
 import json
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def test_tables_share_the_runs_that_they_have_in_common() -> None:
 
 def test_all_that_is_missing_is_told_at_once_and_nothing_is_started(tmp_path: Path, probprompt: Command) -> None:
     answer = probprompt("reproduce", "table2", "--dry-run")
-    assert answer.code == 0 and "82 run(s), 82 missing" in answer.out and "no estimate of GPU hours" in answer.out
+    assert answer.code == 0 and "82 run(s), 82 missing" in answer.out
+    assert "GPU hours on one NVIDIA H200" in answer.out, "from this project's record, where the book has none"
+    answer = probprompt("reproduce", "table2", "--dry-run", "--bench", "none.json")
+    assert answer.code == 0 and "no estimate of GPU hours: there is no record none.json" in answer.out
     for name in ("cifar100", "cub200"):
         assert f"probprompt data get {name}" in answer.out
     answer = probprompt("reproduce", "table2", "--yes")
@@ -234,3 +238,22 @@ def test_costs_are_measured_where_the_book_has_none(tmp_path: Path) -> None:
     text = path.read_text().replace('"backbone": "test_vit"', '"backbone": "vit_base_patch16_224"')
     path.write_text(text)
     assert not reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure
+    path.write_text(text.replace('"preset": "published"', '"preset": null'))
+    assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "those were other settings"
+    path.write_text(text.replace('"machine": "', '"machine": "not '))
+    assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "that was another machine"
+
+
+def test_a_wheel_brings_the_speeds_that_estimates_need() -> None:
+    root = Path(__file__).parent.parent
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    brought = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    (inside,) = (place for file, place in brought.items() if root / file == root / "results" / reproduce.SPEEDS)
+    assert root / "src" / inside == Path(reproduce.__file__).parent / "speeds.json"
+
+
+@pytest.mark.parametrize("table", paper.tables(), ids=lambda table: table.name)
+def test_every_cell_has_the_settings_behind_its_number_and_no_others(table: paper.Table) -> None:
+    for wish in reproduce.wishes(table, Path("out"), seeds=[0]):
+        for cell in Grid(wish.spec, wish.out).cells:
+            assert book.departures({"config": cell.config.model_dump(mode="json")}) == wish.row.as_run, wish.row.label

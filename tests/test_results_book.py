@@ -16,6 +16,7 @@ from PIL import Image
 
 from probprompt import api, presets
 from probprompt.config import merge, parse_config
+from probprompt.data.datasets import published_lists
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.results import book, figures, page, paper
@@ -325,6 +326,7 @@ def _made(
             "tasks": [["a"]] * tasks,
             "test_classes": [1] * tasks,
             "split_hash": f"{benchmark:0<64}",
+            "lists": sorted(filter(None, published_lists(benchmark))),
             "train_images": [images[0]],
             "test_images": [images[1]],
         },
@@ -412,16 +414,50 @@ def test_marked_results_say_so() -> None:
     assert "§" in line
 
 
+def _bench(created: str, fps: float, *methods: str, **changes: Any) -> dict[str, Any]:
+    """A record of costs that never was."""
+    cost = {"with_backbone_mb": 345.0, "epoch_s": 66.0, "fps": fps}
+    config = {"preset": None, "data": {"benchmark": "emoji-r"}, "backbone": {"weights": "random"}}
+    entry = {"backbone": "vit_base_patch16_224", "precision": "bf16", "batch": 128, "cost": cost, "config": config}
+    results = [{"method": method, **entry, **changes} for method in methods]
+    return {"created": created, "hardware": {"gpu": "NVIDIA H200", "machine": "x86_64"}, "results": results}
+
+
 def test_measured_costs_stand_beside_the_papers() -> None:
-    cost = {"with_backbone_mb": 345.0, "epoch_s": 66.0, "fps": 90.0}
-    results = [
-        {"method": "vq-prompt", "backbone": name, "precision": "bf16", "cost": cost}
-        for name in ("vit_base_patch16_224", "vit_tiny_patch16_224")
-    ]
-    record = {"hardware": {"gpu": "NVIDIA H200", "machine": "x86_64"}, "results": results}
-    table = re.sub(" +", " ", page.paper_table(paper.find("cost"), [], [record]))
-    assert "| ours, NVIDIA H200, ViT-B/16, bf16 | — | 345.00 | 1.10 | 90.00 |" in table
-    assert "| ours, NVIDIA H200, ViT-Ti/16, bf16 † |" in table
+    records = [_bench("2026", 90.0, "vq-prompt"), _bench("2026", 80.0, "vq-prompt", backbone="vit_tiny_patch16_224")]
+    table = re.sub(" +", " ", page.paper_table(paper.find("cost"), [], records))
+    told = "| ours, NVIDIA H200, ViT-B/16 (random), bf16, batch 128 †‡¶ | — | 345.00 | 1.10 (66.0 s) | 90.00 |"
+    assert told in table and "| ours, NVIDIA H200, ViT-Ti/16 (random), bf16, batch 128 †‡¶ |" in table
+    config = {"preset": "published", "data": {"benchmark": "imagenet-r"}, "backbone": {"weights": None}}
+    papers = _bench("2026", 90.0, "vq-prompt", backbone="sup1k", config=config)
+    assert "ViT-B/16 (sup1k), bf16, batch 128 | —" in re.sub(
+        " +", " ", page.paper_table(paper.find("cost"), [], [papers])
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_costs_of_different_records_are_not_mixed(order: int) -> None:
+    """The record with most methods counts, and the youngest of several."""
+    old, young = (_bench(f"2026-0{month}", 10.0 * month, "vq-prompt", "probprompt") for month in (1, 2))
+    records = [old, young, _bench("2026-03", 99.0, "probprompt")][::order]
+    lines = [line for line in page.paper_table(paper.find("cost"), [], records).splitlines() if "H200" in line]
+    assert len(lines) == 2 and all("20.00 |" in line for line in lines)
+
+
+def test_other_settings_and_lists_of_ones_own_are_marked() -> None:
+    assert "`matched` ¶" in _ours("table2", [_entry("vq-prompt", 80.0, preset="matched")])[0]
+    stream = {**_made("probprompt", 80.0, benchmark="imagenet-r")["stream"], "lists": ["1" * 64, "2" * 64]}
+    assert "`published` |" in _ours("table1", [_entry("probprompt", 80.0, benchmark="imagenet-r")])[0]
+    assert "`published` ‡" in _ours("table1", [_entry("probprompt", 80.0, benchmark="imagenet-r", stream=stream)])[0]
+
+
+def test_a_number_that_others_measured_is_run_as_they_did() -> None:
+    """The paper's DualPrompt is CODA-Prompt's: what its authors published stands there marked."""
+    row = next(row for row in paper.find("table1").rows if row.method == "dual-prompt")
+    there = {"benchmark": "imagenet-r", "backbone": {"name": "sup1k"}}
+    (theirs,) = _ours("table1", [_entry("dual-prompt", 70.0, settings=nest(row.protocol), **there)])
+    (own,) = _ours("table1", [_entry("dual-prompt", 70.0, **there)])
+    assert "`published` |" in theirs and "`published` ¶ |" in own
 
 
 def test_the_page_is_made_from_the_files_and_shows_every_run(tmp_path: Path, probprompt: Command) -> None:

@@ -396,9 +396,9 @@ def images_looked_at(method: str, experiment: Experiment) -> float:
     return passes * experiment.training + times * experiment.test
 
 
-def run_seconds(entry: Entry, experiment: Experiment) -> float:
-    """What a run takes at a method's measured speeds: training, and all passes beside it."""
-    trained = published(entry["method"], experiment).training.epochs * experiment.training
+def run_seconds(entry: Entry, experiment: Experiment, epochs: int | None = None) -> float:
+    """What a run takes at a method's measured speeds: training for its published or other epochs, and all passes."""
+    trained = (epochs or published(entry["method"], experiment).training.epochs) * experiment.training
     looked = images_looked_at(entry["method"], experiment)
     seconds: float = trained / entry["training"]["images_per_s"] + looked / entry["inference"]["images_per_s"]
     return seconds

@@ -452,7 +452,9 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Where the runs are kept.")] = Path("runs/reproduce"),
     bench: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Speeds for the estimate.", show_default="bench/methods.json of the book"),
+        typer.Option(
+            metavar="FILE", help="Speeds for the estimate.", show_default="the book's, or those of this project"
+        ),
     ] = None,
     device: Device = None,
     workers: Annotated[int, typer.Option(min=1, help="Runs side by side, each in a process.")] = 1,

@@ -13,12 +13,10 @@ from probprompt.errors import UserError
 from probprompt.results import paper
 from probprompt.results.book import add_runs, read_entries
 from probprompt.results.page import paper_table, read_benches, write_page
-from probprompt.results.reproduce import Plan, carry_out, estimate, make_plan, measure_costs, wishes
+from probprompt.results.reproduce import Plan, carry_out, estimate, known_speeds, make_plan, measure_costs, wishes
 from probprompt.runs.carry_out import Where
 from probprompt.runs.execute import pick_device
 from probprompt.runs.grid import Outcome
-
-BENCH = Path("bench") / "methods.json"  # within the book
 
 
 def run_book(book: Path, page: Path) -> None:
@@ -61,9 +59,11 @@ def run_reproduce(
     distributed.refuse_several("a reproduction")
     screen, table = GridScreen(), paper.find(name)
     settings: dict[str, Any] = flatten(apply_assignments({}, assignments))
-    plan = make_plan(table, wishes(table, out, seeds, methods, settings, _files(table, weights)), book, out)
+    plan = make_plan(
+        table, wishes(table, out, seeds, methods, settings, _files(table, weights)), book, out, pick_device(device)
+    )
     _show_plan(screen, plan)
-    _show_estimate(screen, plan, bench or book / BENCH)
+    _show_estimate(screen, plan, bench or known_speeds(book))
     for problem in plan.problems:
         screen.say(f"missing: {problem}")
     if dry_run:

@@ -11,7 +11,7 @@ import numpy as np
 
 from probprompt.data.benchmarks import Folder
 from probprompt.data.cache import decoders
-from probprompt.data.datasets import Dataset, recognise
+from probprompt.data.datasets import Dataset, published_lists, recognise
 from probprompt.data.download import Progress
 from probprompt.data.images import UnreadableImageError
 from probprompt.data.layouts import LISTED, find_lists
@@ -90,7 +90,7 @@ def _counts(data: ImageData, source: Benchmark, facts: list[str]) -> list[str]:
 
 def _lists(source: Dataset, folder: Path) -> list[str]:
     """Whether the files that cut the images are the published ones."""
-    published = {item.sha256 for item in source.sources if not item.unpack}
+    published = published_lists(source.name)
     remarks = []
     for path in find_lists(folder) or ():
         found = hashlib.sha256(path.read_bytes()).hexdigest()

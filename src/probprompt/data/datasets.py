@@ -188,6 +188,13 @@ class TuBerlin(Dataset):
     figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16))
 
 
+def published_lists(name: str) -> set[str | None]:
+    """The sha256 of the lists that cut a dataset into training and test; none where its archive is cut already."""
+    source = registered().get(name)
+    sources = source.sources if source and issubclass(source, Dataset) else ()
+    return {item.sha256 for item in sources if not item.unpack}
+
+
 def recognise(path: Path) -> Dataset | None:
     """Which dataset lies in a folder, where its layout or a name says so."""
     known = [source for source in registered().values() if issubclass(source, Dataset)]

@@ -1,11 +1,12 @@
 """The ways in which datasets lie on disk, and how each becomes a training and a test set."""
 
+import hashlib
 import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -380,7 +381,8 @@ def load_listed(root: Path, short_side: int | None) -> ImageData:
     _refuse_missing(root, train + test, lists[0])
     number = {folder: label for label, folder in enumerate(folders)}
     sides = [[(name, number[name.split("/")[0]]) for name in side] for side in (train, test)]
-    return assemble(root, short_side, wordnet_names(root, folders), sides[0], sides[1])
+    data = assemble(root, short_side, wordnet_names(root, folders), sides[0], sides[1])
+    return replace(data, lists=tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in lists))
 
 
 def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, source: Path) -> list[str]:

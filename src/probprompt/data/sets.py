@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -56,6 +56,8 @@ class ImageData:
     class_names: tuple[str, ...]
     train: ImageSet
     test: ImageSet
+    lists: tuple[str, ...] = ()
+    """The sha256 of the files that say which images are for training and which for the test, where there are such."""
 
     def split_hash(self) -> str:
         """Fingerprint of which image is in which class and on which side."""
@@ -90,7 +92,7 @@ class Benchmark(ABC):
     def hold_out(self, data: ImageData, fraction: float) -> ImageData:
         """Replace the test set by a part of the training set: how anything should be chosen."""
         kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)
-        return ImageData(data.class_names, data.train.subset(kept), data.train.subset(held))
+        return replace(data, train=data.train.subset(kept), test=data.train.subset(held))
 
 
 _REGISTRY: dict[str, type[Benchmark]] = {}

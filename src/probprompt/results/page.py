@@ -11,6 +11,7 @@ from typing import Any
 from probprompt import checkpoints
 from probprompt.bench.page import PAPER, PAPER_METHODS
 from probprompt.bench.record import read_record
+from probprompt.data.datasets import published_lists
 from probprompt.evaluation import metrics
 from probprompt.report.comparison import NOTHING, Comparison, Place, read_result
 from probprompt.report.comparison import Row as MethodRow
@@ -22,10 +23,11 @@ from probprompt.results.figures import Picture, pictures
 from probprompt.results.naming import backbone_words, family
 from probprompt.runs.grid import describe
 
-WEIGHTS, DATA, MARKED = "†", "‡", "§"
+WEIGHTS, DATA, SETTINGS, MARKED = "†", "‡", "¶", "§"
 MARKS = {
     WEIGHTS: "other weights than the paper's, so not the paper's experiment",
     DATA: "other images than the paper's, so not the paper's experiment",
+    SETTINGS: "other settings than those behind the paper's number, so not the paper's experiment",
     MARKED: "not to be compared: published behaviour that is wrong was asked for, see the run",
 }
 COSTS = {"memory_mb": "Memory, MB", "epoch_min": "Epoch, min", "fps": "FPS"}
@@ -80,23 +82,29 @@ def _published() -> dict[str, str]:
 
 
 def same_data(entry: Entry, column: paper.Column) -> bool:
-    """Whether a run met the benchmark of a column, with all its images."""
+    """Whether a run met the benchmark of a column: all its images, cut by the published lists where it has some."""
     stream = entry.content["stream"]
     images = sum(stream["train_images"]), sum(stream["test_images"])
     whole = images == _IMAGES.get(column.benchmark) and not entry.content.get("skipped")
-    return entry.config["data"]["benchmark"] == column.benchmark and whole
+    cut = set(stream.get("lists", ())) == published_lists(column.benchmark)
+    return entry.config["data"]["benchmark"] == column.benchmark and whole and cut
 
 
-def is_papers(entry: Entry, column: paper.Column) -> bool:
+def same_settings(entry: Entry, row: paper.Row) -> bool:
+    """Whether a run has the settings behind the paper's number."""
+    return entry.preset == paper.PRESET and entry.varied == row.as_run
+
+
+def is_papers(entry: Entry, row: paper.Row, column: paper.Column) -> bool:
     """Whether a run is the paper's own experiment: its weights, its images, its settings."""
-    return entry.preset == paper.PRESET and same_data(entry, column) and same_weights(entry, column.backbone)
+    return same_settings(entry, row) and same_data(entry, column) and same_weights(entry, column.backbone)
 
 
 def belongs(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
     """Whether a run stands beside a number of the paper, with marks where it is another experiment."""
     if entry.held_out or entry.method != row.method or entry.tasks != column.tasks:
         return False
-    if entry.varied != row.settings:
+    if entry.varied not in (row.settings, row.as_run):
         return False
     return table.study or (entry.benchmark == column.benchmark and _of_family(column, entry))
 
@@ -110,9 +118,10 @@ def _of_family(column: paper.Column, entry: Entry) -> bool:
     return not any((other.benchmark, other.tasks) == (column.benchmark, column.tasks) for other in own)
 
 
-def _whose(table: paper.Table, column: paper.Column, entry: Entry) -> Whose:
+def _whose(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> Whose:
     marks = "" if same_weights(entry, column.backbone) else WEIGHTS
     marks += "" if same_data(entry, column) else DATA
+    marks += "" if same_settings(entry, row) else SETTINGS
     marks += MARKED if entry.content.get("marks") else ""
     benchmark = entry.benchmark if table.study and entry.benchmark != column.benchmark else ""
     return Whose(benchmark, entry.backbone, str(entry.content["backbone"]["sha256"]), entry.preset, marks)
@@ -128,13 +137,11 @@ def beside(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[Whose
         for column in table.columns:
             for entry in entries:
                 if belongs(table, row, column, entry):
-                    cells = found[row.label].setdefault(_whose(table, column, entry), {})
+                    cells = found[row.label].setdefault(_whose(table, row, column, entry), {})
                     cells.setdefault(column.key, []).append(entry)
     if table.study:
         filled = [whose for ours in found.values() for whose in ours]
-        kept = {
-            whose for whose in filled if filled.count(whose) > 1 or not (whose.marks or whose.preset != paper.PRESET)
-        }
+        kept = {whose for whose in filled if filled.count(whose) > 1 or not whose.marks}
         found = {label: {who: ours[who] for who in ours if who in kept} for label, ours in found.items()}
     return found
 
@@ -146,7 +153,8 @@ def missing(table: paper.Table, entries: Sequence[Entry]) -> list[tuple[paper.Ro
         (row, column, seed)
         for row, column, seed in wanted
         if not any(
-            entry.seed == seed and belongs(table, row, column, entry) and is_papers(entry, column) for entry in entries
+            entry.seed == seed and belongs(table, row, column, entry) and is_papers(entry, row, column)
+            for entry in entries
         )
     ]
 
@@ -207,17 +215,43 @@ def _ours(entries: Sequence[Entry], measure: str) -> str:
 
 def _benched(table: paper.Table, row: paper.Row, benches: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """What a method costs on machines that were measured; accuracy plays no part there."""
-    found: dict[str, list[str]] = {}
+    lines = []
+    for words, entries in _costs(table, benches).items():
+        for cost in (entry["cost"] for entry in entries if entry["method"] == row.method):
+            epoch = f"{number(cost['epoch_s'] / 60, 2)} ({number(cost['epoch_s'], 1)} s)"
+            lines.append([words, NOTHING, number(cost["with_backbone_mb"], 2), epoch, number(cost["fps"], 2)])
+    return lines
+
+
+def _costs(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Measured costs by what was measured, each time from one record: that with most of the table's methods.
+
+    Of several such records the youngest counts: speeds of different days and machines are not mixed.
+    """
+    wanted = {row.method for row in table.rows}
+    found: dict[str, tuple[tuple[int, str], list[Mapping[str, Any]]]] = {}
     for record in benches if table.costs else ():
-        machine = record["hardware"].get("gpu") or record["hardware"]["machine"]
+        groups: dict[str, list[Mapping[str, Any]]] = {}
         for entry in record["results"]:
-            if entry["method"] == row.method and entry["cost"]["epoch_s"] is not None:
-                other = "" if is_base(entry["backbone"]) else f" {WEIGHTS}"
-                words = f"ours, {machine}, {backbone_words({'name': entry['backbone']})}, {entry['precision']}{other}"
-                cost = entry["cost"]
-                values = cost["with_backbone_mb"], cost["epoch_s"] / 60, cost["fps"]
-                found.setdefault(words, [words, NOTHING, *(number(value, 2) for value in values)])
-    return list(found.values())
+            if entry["method"] in wanted and entry["cost"]["epoch_s"] is not None:
+                groups.setdefault(_bench_words(table, record, entry), []).append(entry)
+        for words, entries in groups.items():
+            rank = len({entry["method"] for entry in entries}), str(record["created"])
+            if words not in found or rank > found[words][0]:
+                found[words] = rank, entries
+    return {words: entries for words, (_, entries) in found.items()}
+
+
+def _bench_words(table: paper.Table, record: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+    config, column = entry["config"], table.columns[0]
+    weights = config["backbone"]["weights"]
+    given = {"name": entry["backbone"], "weights": weights}
+    marks = WEIGHTS if weights or entry["backbone"] != column.backbone else ""
+    marks += "" if config["data"]["benchmark"] == column.benchmark else DATA
+    marks += "" if config.get("preset") == paper.PRESET else SETTINGS
+    machine = record["hardware"].get("gpu") or record["hardware"]["machine"]
+    told = f"ours, {machine}, {backbone_words(given)}, {entry['precision']}, batch {entry['batch']}"
+    return f"{told} {marks}".strip()
 
 
 def is_base(backbone: str) -> bool:
@@ -354,8 +388,8 @@ def build(book: Path, page: Path) -> tuple[str, list[Picture]]:
         "## The paper's tables",
         "In %, mean ± standard deviation (population) over the seeds, whose number stands in parentheses where it is "
         "known. FAA: average accuracy over all tasks in the end; CAA: its mean over all steps. A row that carries "
-        f"{WEIGHTS} or {DATA} is another experiment than the paper's, with other weights or images: it can be set "
-        "against other such rows, not against the paper's.",
+        f"{WEIGHTS}, {DATA} or {SETTINGS} is another experiment than the paper's, with other weights, images or "
+        "settings: it can be set against other such rows, not against the paper's.",
     ]
     for table in paper.tables():
         parts += [f"### {table.heading}", paper_table(table, entries, benches)]

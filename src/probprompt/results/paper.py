@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from probprompt.errors import UserError, suggest
 
@@ -43,11 +43,24 @@ class Row(_Part):
     """Of the paper's source: where the row begins."""
     method: str = PROMPTED
     settings: dict[str, Any] = {}
-    """What differs from the preset, by dotted names."""
+    """What the row is about: what differs from the preset, by dotted names."""
+    protocol: dict[str, Any] = {}
+    """How others than its authors ran the method for this table, where the paper's number comes from them: what
+    differs from the preset, too. ``none`` is what TOML has no word for."""
     words: str = ""
     """What is printed in place of numbers."""
     printed: dict[str, dict[str, Number]]
     costs: dict[str, float] = {}
+
+    @field_validator("protocol")
+    @classmethod
+    def _nothing(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if part == "none" else part for name, part in value.items()}
+
+    @property
+    def as_run(self) -> dict[str, Any]:
+        """All that the runs behind the paper's number have set otherwise than the preset."""
+        return self.settings | self.protocol
 
 
 class Table(_Part):

@@ -1,8 +1,8 @@
 """A table of the paper, run again: what of it is in the book, what is missing, what that costs, and carrying it out.
 
-The cells are those numbers that the paper prints, each with the paper's weights and images and the settings of the
-preset ``published``; they are run as ``probprompt compare`` runs a grid. Tables share runs: what one has, the others
-need not run again.
+The cells are those numbers that the paper prints, each with the paper's weights and images and the settings behind that
+number: the preset ``published``, or how others ran the method where the number comes from them. They are run as
+``probprompt compare`` runs a grid. Tables share runs: what one has, the others need not run again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +23,24 @@ from probprompt.results import paper
 from probprompt.results.book import Entry, add_runs, read_entries, same_settings
 from probprompt.results.page import is_base, read_benches
 from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_error
-from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome
+from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, nest
 from probprompt.runs.progress import Watcher
+from probprompt.runs.record import hardware
 
 NETWORK = "vit_base_patch16_224"
 """What the paper's costs are of."""
 SECONDS = 1.0  # for each measurement of a cost
+SPEEDS = Path("bench") / "methods.json"
+"""Of all methods, within a book."""
+
+
+def known_speeds(book: Path) -> Path:
+    """The record of speeds in a book, or the one of this project: it comes with the package, or lies in its tree."""
+    here = Path(__file__).parent
+    places = (book / SPEEDS, here / "speeds.json", here.parents[2] / "results" / SPEEDS)
+    return next((place for place in places if place.is_file()), places[0])
 
 
 # What is wanted
@@ -68,6 +79,7 @@ def wishes(
                     "data.tasks": column.tasks,
                     "backbone.name": column.backbone,
                     **files.get(column.backbone, {}),
+                    **row.protocol,
                     **(settings or {}),
                 },
                 vary={name: (value,) for name, value in row.settings.items()},
@@ -145,8 +157,10 @@ class Plan:
         return Cells((cell for standing in self.standings for cell in standing.cells), self.out)
 
 
-def make_plan(table: paper.Table, wanted: Sequence[Wish], book: Path, out: Path) -> Plan:
-    """Find out what of a table is there, and what is missing to run the rest."""
+def make_plan(
+    table: paper.Table, wanted: Sequence[Wish], book: Path, out: Path, device: torch.device | None = None
+) -> Plan:
+    """Find out what of a table is there, and what is missing to run the rest; costs are those of a device."""
     entries, problems = read_entries(book), dict[str, None]()
     standings = []
     for wish in wanted:
@@ -160,7 +174,8 @@ def make_plan(table: paper.Table, wanted: Sequence[Wish], book: Path, out: Path)
         standings.append(Standing(wish, len(there), tuple(cell for cell in cells if cell not in there)))
     needed = [cell.config for standing in standings for cell in standing.waiting]
     problems |= dict.fromkeys(lacking(needed))
-    measure = bool(table.costs) and not _costs_known(table, read_benches(book))
+    machine = _machine(hardware(device or pick_device(None)))
+    measure = bool(table.costs) and not _costs_known(table, read_benches(book), machine)
     return Plan(table, tuple(standings), tuple(problems), out, measure)
 
 
@@ -227,11 +242,11 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
         row, column = standing.wish.row, standing.wish.column
         experiment = known.get((column.benchmark, column.tasks))
         if row.method in speeds and experiment:
-            seconds += standing.to_run * run_seconds(speeds[row.method], experiment)
+            epochs = row.protocol.get("training.epochs")
+            seconds += standing.to_run * run_seconds(speeds[row.method], experiment, epochs)
         else:
             unknown += standing.to_run
-    machine = record["hardware"].get("gpu") or record["hardware"]["machine"]
-    return Estimate(seconds / 3600, unknown, str(machine))
+    return Estimate(seconds / 3600, unknown, _machine(record["hardware"]))
 
 
 # Carrying it out
@@ -252,12 +267,22 @@ def carry_out(
             add_runs(finished, book)
 
 
-def _costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one record has what every method of the table costs on the paper's network."""
+def _costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], machine: str) -> bool:
+    """Whether one record has what every method of the table costs as published, on the paper's network and here."""
     wanted = {row.method for row in table.rows}
     return any(
-        wanted <= {entry["method"] for entry in record["results"] if is_base(entry["backbone"])} for record in benches
+        wanted <= {entry["method"] for entry in record["results"] if _as_published(entry)}
+        for record in benches
+        if _machine(record["hardware"]) == machine
     )
+
+
+def _as_published(entry: Mapping[str, Any]) -> bool:
+    return is_base(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    return str(found.get("gpu") or found["machine"])
 
 
 def measure_costs(
@@ -272,7 +297,12 @@ def measure_costs(
     column = table.columns[0]
     base: dict[str, Any] = merge({"backbone": {"name": NETWORK}}, settings or {})
     configs = [
-        parse_config(merge(presets.settings(paper.PRESET, row.method, column.benchmark, column.tasks), base))
+        parse_config(
+            merge(
+                presets.settings(paper.PRESET, row.method, column.benchmark, column.tasks),
+                merge(nest(row.protocol), base),
+            )
+        )
         for row in table.rows
     ]
     peaks = Peaks(device, seconds)

@@ -82,6 +82,8 @@ class Workshop:
     learner: Learner
     scorer: Scorer
     split_hash: str
+    lists: tuple[str, ...]
+    """Hashes of the files that cut the images into training and test."""
     order_hash: str
     skipped: list[str]
     loading_s: float = 0.0
@@ -220,6 +222,7 @@ def prepare(
         learner=learner,
         scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
         split_hash=split,
+        lists=data.lists,
         order_hash=order,
         loading_s=time.perf_counter() - begun,
         skipped=skipped,
@@ -300,6 +303,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "tasks": names,
             "order_hash": workshop.order_hash,
             "split_hash": workshop.split_hash,
+            "lists": list(workshop.lists),
             "train_images": [len(task) for task in workshop.tasks],
             "test_images": [len(task) for task in workshop.test_tasks],
             "test_classes": [task.classes for task in workshop.test_tasks],
