@@ -114,6 +114,8 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers() -> None:
     )
     assert f"ProbPrompt ends at {told('probprompt', 'matched')} % final" in readme and level in readme
     assert f"RanPAC at {ranpac}; ProbPrompt adapted" in readme and f"at {best} ([how" in readme
+    assert f"RanPAC has {told('ranpac', 'matched', 'layers=11')} (one seed)" in readme
+    assert f"adapted alike, {told('vq-prompt', 'ridge', 'layers=11', 'readings=beside')}, so" in readme
     assert f"classes at once at {joint}." in readme and f"at once ends at {joint}:" in flagship
     first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")
     assert f"it ends at {best} (16" in flagship and f"ended at {first} by" in flagship

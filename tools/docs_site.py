@@ -17,13 +17,16 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = "reference/command-line.md"
+BOOK = "RESULTS.md"
+"""The results book, which lies above docs/."""
+_NAMED = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)\)")
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):(?:<code>|`)~?([\w.]+)(?:</code>|`)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Take the pages of results, and whatever pages link to, into the site; make the page of commands."""
-    for path in sorted((ROOT / "results").glob("*.md")):
+    for path in (ROOT / BOOK, *sorted((ROOT / "results").glob("*.md"))):
         files.append(_copy(path, config))
     for page in [file for file in files if file.is_documentation_page()]:
         for target in linked(page.content_string, page.src_uri):
@@ -49,7 +52,7 @@ def in_repository(link: str, uri: str) -> str | None:
     """Where a relative link of a page of the site leads in the repository; None where it is no such link."""
     if re.match(r"[a-z]+:|/", link):
         return None
-    home = PurePosixPath(uri if uri.startswith("results/") else f"docs/{uri}").parent
+    home = PurePosixPath(uri if uri.startswith("results/") or uri == BOOK else f"docs/{uri}").parent
     return normpath(str(home / link))
 
 
@@ -64,7 +67,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         home = str(PurePosixPath(page.file.src_uri).parent)
         return found[1] + relpath(wanted, home) + found[3] if wanted in files.src_uris else found[0]
 
-    return _LINK.sub(within_the_site, markdown)
+    def without_folders(found: re.Match[str]) -> str:
+        target = in_repository(found[2], page.file.src_uri)
+        return f"`{found[1]}/`" if target and (ROOT / target).is_dir() else found[0]
+
+    return _LINK.sub(within_the_site, _NAMED.sub(without_folders, markdown))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -360,7 +360,8 @@ class Comparison:
         found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
         usual = {name: value for row in self.rows for name, value in row.usual}
         if usual:
-            found.append(f"Where a row says nothing else: {', '.join(describe(tuple(usual.items())))}.")
+            own = "; none: as the method has it" if None in usual.values() else ""
+            found.append(f"Where a row says nothing else: {', '.join(describe(tuple(usual.items())))}{own}.")
         if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
             found.append("Bold: the best of a column; underlined: the second.")
         bounds = [row.label for row in self.rows if row.bound]
