@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from probprompt import ContinualClassifier, UserError
@@ -35,6 +37,29 @@ SETTINGS: dict[str, Any] = {
     "blocks": [0, 2],
     "projections": 60,
 }
+
+
+def test_what_would_be_prepared_otherwise_is_refused_and_weights_may_come_along(tmp_path: Path) -> None:
+    weights = tmp_path / "there" / "mine.safetensors"
+    weights.parent.mkdir()
+    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), weights)
+    beside, said = weights.with_suffix(".json"), {"image_size": 32, "mean": [0.5] * 3, "std": [0.5] * 3}
+    beside.write_text(json.dumps({"preprocessing": said}))
+    made = ContinualClassifier(**{**SETTINGS, "weights": str(weights), "image_size": None})
+    made.learn(paint("ab"))
+    made.save(tmp_path / "classifier")
+    expected = made.predict(PROBE[:2])
+    beside.write_text(json.dumps({"preprocessing": {**said, "mean": [0.0] * 3}}))
+    with pytest.raises(UserError, match=r"prepared otherwise than they were \(mean \[0.5, 0.5, 0.5\], now \[0.0"):
+        ContinualClassifier.load(tmp_path / "classifier", device="cpu").predict(PROBE[:2])
+    beside.write_text(json.dumps({"preprocessing": said}))
+    away = tmp_path / "classifier"
+    for file in (weights, beside):
+        file.rename(away / file.name)
+    assert ContinualClassifier.load(away, device="cpu").predict(PROBE[:2]) == expected
+    (away / weights.name).unlink()
+    with pytest.raises(UserError, match=r"there is no file .*mine.safetensors.*put it into .*classifier"):
+        ContinualClassifier.load(away, device="cpu").predict(PROBE[:2])
 
 
 def paint(names: str, images: int = 8, seed: int = 0) -> dict[str, list[NDArray[np.uint8]]]:

@@ -25,11 +25,23 @@ from probprompt.cli.screen import Screen
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.report import figures
-from probprompt.report.comparison import CAA, FAA, FORGETTING, Comparison, Row, gather, gather_runs, write_comparison
+from probprompt.report.comparison import (
+    CAA,
+    FAA,
+    FORGETTING,
+    Comparison,
+    Place,
+    Row,
+    gather,
+    gather_runs,
+    read_result,
+    write_comparison,
+)
 from probprompt.report.comparison_page import render
 from probprompt.report.tables import csv_table, fill_page, latex, markdown
-from probprompt.runs.book import write_book
+from probprompt.runs.book import Recorded, write_book
 from probprompt.runs.grid import Grid, parse_spec
+from probprompt.runs.record import Run
 
 Matrix = list[list[float | None]]
 SIMILARITY = {"mean": 0.5, "initial_mean": 0.25, "effective_rank": 3.0, "initial_effective_rank": 4.5}
@@ -278,6 +290,25 @@ def test_upper_bounds_and_marked_runs_are_shown_but_not_ranked(runs: list[Path])
     notes = found.tables()[0].notes
     assert "† prompts chosen by the batch's majority; not ranked: l2p (emoji-r, matched)." in notes
     assert "Upper bound, learned all at once, not ranked: joint." in notes
+
+
+def test_a_mean_over_other_weights_or_images_is_told(tmp_path: Path) -> None:
+    """Of runs of one path, whose content was changed between the seeds."""
+    parts: dict[str, list[dict[str, Any]]] = {
+        "weights": [{"backbone": {"name": "demo", "sha256": text * 64}} for text in "ab"]
+    }
+    parts["images"] = [{"stream": {"tasks": [["x"], ["y"]], "split_hash": text * 64}} for text in "ab"]
+    for what, changes in parts.items():
+        made = [make(tmp_path / f"{what}{n}", "apt", n, two(99, 99, 99), **change) for n, change in enumerate(changes)]
+        results = [
+            read_result(Recorded.of(Run.open(path), ""), Row("apt", "apt", "apt", ()), Place("emoji-r", "matched"), n)
+            for n, path in enumerate(made)
+        ]
+        found = Comparison([results[0].row], [results[0].place], results)
+        told = (
+            f"apt (emoji-r, matched): its runs have different {what} ({'a' * 12}, {'b' * 12}), their mean says nothing."
+        )
+        assert told in found.tables()[0].notes
 
 
 def test_runs_on_validation_are_told_apart(tmp_path: Path, runs: list[Path]) -> None:

@@ -1,5 +1,6 @@
 """A grid of runs: what it holds, what it refuses, and that nothing finished is run twice."""
 
+import hashlib
 import importlib
 import io
 import json
@@ -84,6 +85,24 @@ def _name(folder: Path) -> str:
 
 def names(grid: Grid) -> list[str]:
     return [cell.name for cell in grid.cells]
+
+
+def test_a_grid_does_not_go_on_with_other_weights(spec: Spec, tmp_path: Path) -> None:
+    weights = tmp_path / "mine.safetensors"
+    weights.write_bytes(b"as it was")
+    settings = merge(TINY, {"backbone": {"weights": str(weights)}})
+    worker = Worker()
+    first = worker.run(Grid(spec(settings=settings, seeds=[0]), tmp_path / "grid"))
+    before = hashlib.sha256(b"as it was").hexdigest()
+    for outcome in first:
+        assert outcome.run
+        outcome.run.update(backbone={"sha256": before})
+    weights.write_bytes(b"another")
+    more = Grid(spec(settings=settings, seeds=[0, 1]), tmp_path / "grid")
+    with pytest.raises(UserError, match=rf"was run with other weights than .*mine.safetensors holds now .*{before}"):
+        worker.run(more)
+    weights.write_bytes(b"as it was")
+    assert all(outcome.run for outcome in worker.run(more))
 
 
 # What a grid holds

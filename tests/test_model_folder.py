@@ -236,6 +236,14 @@ def test_another_architecture_is_refused(copy: Path) -> None:
         load_model(copy)
 
 
+def test_weights_may_lie_in_the_folder_or_beside_it(trained: Trained, copy: Path, weights: Path) -> None:
+    edit(copy, lambda note: note["backbone"].update(weights="/elsewhere/tiny.safetensors"))
+    for place in (copy, copy.parent):
+        shutil.copy(weights, place / "tiny.safetensors")
+        assert len(load_model(copy).class_names) == 6
+        (place / "tiny.safetensors").unlink()
+
+
 def test_missing_weights_are_told(copy: Path, tmp_path: Path) -> None:
     edit(copy, lambda note: note["backbone"].update(weights=str(tmp_path / "gone.safetensors")))
     with pytest.raises(UserError, match=r"there is no file .*gone\.safetensors"):

@@ -526,6 +526,33 @@ def test_missing_weights_are_refused(stopped: Stopped, probprompt: Command) -> N
         away.rename(stopped.weights)
 
 
+def test_weights_may_move_into_the_folder_of_the_run(pictures: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "there.safetensors"
+    save_weights(weights, seed=1)
+    settings = configure(pictures, method={"name": "linear-probe"})
+    settings["backbone"]["weights"] = str(weights)
+    whole = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
+    with pytest.raises(StopHereError):
+        execute.train(parse_config(settings), tmp_path / "run", watcher=Stopper())
+    save_weights(tmp_path / "run" / weights.name, seed=2)
+    weights.rename(tmp_path / "kept.safetensors")
+    with pytest.raises(UserError, match="other weights"):
+        execute.resume(tmp_path / "run")
+    shutil.copy(tmp_path / "kept.safetensors", tmp_path / "run" / weights.name)
+    assert outcome(execute.resume(tmp_path / "run")) == whole
+
+
+def test_images_that_would_be_prepared_otherwise_are_refused(stopped: Stopped, probprompt: Command) -> None:
+    """A JSON file beside the weights says how: the weights are the same, their inputs would not be."""
+    beside = stopped.weights.with_suffix(".json")
+    beside.write_text(json.dumps({"preprocessing": {"image_size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}}))
+    try:
+        message = refused(probprompt, stopped.run)
+    finally:
+        beside.unlink()
+    assert "prepared otherwise than they were (mean [0.5, 0.5, 0.5], now [0.0, 0.0, 0.0]; std" in message
+
+
 def test_other_weights_are_refused_with_both_fingerprints(stopped: Stopped, probprompt: Command) -> None:
     recorded, whole = stopped.run.record["backbone"]["sha256"], stopped.weights.read_bytes()
     save_weights(stopped.weights, seed=2)

@@ -24,6 +24,7 @@ from probprompt.classifier.teaching import Known
 from probprompt.classifier.versions import Busy, Store
 from probprompt.config import RunConfig, parse_config
 from probprompt.data.images import Pixels, UnreadableImageError
+from probprompt.data.preparation import preparation
 from probprompt.errors import UserError, suggest
 from probprompt.runs.execute import pick_device
 from probprompt.runs.progress import Watcher
@@ -268,19 +269,12 @@ class ContinualClassifier:
         if self._settings_note is not None:
             return {**self._settings_note, "keep_versions": self.keep_versions}
         engine = self._engine
-        viewer = engine.viewer
         return {
             "config": engine.config.model_dump(mode="json", exclude={"data": {"benchmark", "tasks", "test", "root"}}),
             "own_epochs": engine.own_epochs,
             "keep_versions": self.keep_versions,
             "backbone": {"name": engine.backbone.name, "sha256": engine.backbone.sha256},
-            "preprocessing": {
-                "image_size": viewer.size,
-                "resized": viewer.resized,
-                "mean": viewer.mean.flatten().tolist(),
-                "std": viewer.std.flatten().tolist(),
-                "interpolation": viewer.kernel,
-            },
+            "preprocessing": preparation(engine.viewer),
             "head": engine.head_kind,
         }
 
@@ -316,7 +310,8 @@ class ContinualClassifier:
         note = every[-1][0]
         try:
             config = parse_config(note["config"])
-            engine = Engine(config, pick_device(device), note["backbone"]["sha256"], bool(note["own_epochs"]))
+            place, own_epochs = pick_device(device), bool(note["own_epochs"])
+            engine = Engine(config, place, note["backbone"]["sha256"], own_epochs, note["preprocessing"], store.folder)
             keep = int(note["keep_versions"])
         except (KeyError, TypeError, ValueError) as problem:
             raise UserError(f"version {wanted} in {store.folder} is damaged: {problem!r}") from problem

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from probprompt.classifier.sums import Moments, Sums, Views, add_up
 from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.data.images import Pixels
 from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
+from probprompt.data.preparation import refuse_other_preparation
 from probprompt.errors import UserError
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead, given_width, untouched_width
 from probprompt.methods import find
 from probprompt.runs.checkpoint import group
 from probprompt.runs.execute import build_model, build_viewer, usual_precision
+from probprompt.runs.model_folder import find_weights
 from probprompt.training.learner import Learner, adapted_tasks
 from probprompt.training.model import PromptedModel
 
@@ -113,9 +116,18 @@ class Predictor:
 class Engine:
     """Builds models from states. The backbone is loaded when it is first needed."""
 
-    def __init__(self, config: RunConfig, device: torch.device, sha256: str | None, own_epochs: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        sha256: str | None,
+        own_epochs: bool,
+        prepared: Mapping[str, Any] | None = None,
+        home: Path | None = None,
+    ) -> None:
+        """Where something was learned before: the hash of its weights, how images were prepared, and its folder."""
         self.config, self.device, self.own_epochs = config, device, own_epochs
-        self._expected = sha256
+        self._expected, self._prepared, self._home = sha256, prepared, home
         self._loading = threading.Lock()
         self._backbone: LoadedBackbone | None = None
 
@@ -130,7 +142,8 @@ class Engine:
     def _load_backbone(self) -> LoadedBackbone:
         torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
         chosen = self.config.backbone
-        loaded = load_backbone(chosen.name, chosen.weights, chosen.image_size, self._expected)
+        weights = find_weights(chosen.weights, self._home) if self._home else chosen.weights
+        loaded = load_backbone(chosen.name, weights, chosen.image_size, self._expected)
         loaded.model.to(self.device)
         if not find(self.config.method.name).trains_backbone:
             loaded.model.set_precision(self.precision)
@@ -145,7 +158,10 @@ class Engine:
     def viewer(self) -> Viewer:
         """How images are prepared."""
         size = self.backbone.preprocessing.image_size
-        return build_viewer(self.config, self.backbone, enlarged(size), self.device)
+        viewer = build_viewer(self.config, self.backbone, enlarged(size), self.device)
+        if self._prepared is not None:
+            refuse_other_preparation(self._prepared, viewer)
+        return viewer
 
     @property
     def short_side(self) -> int | None:

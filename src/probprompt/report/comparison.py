@@ -159,6 +159,19 @@ class Entry:
         """Published behaviour that is wrong, was asked for, and must be said."""
         return tuple(dict.fromkeys(str(mark) for result in self.results for mark in result.record.get("marks") or ()))
 
+    def mixtures(self, named: str) -> list[str]:
+        """Why the mean over these runs says nothing: they had different weights, or met different images."""
+        hashes = {
+            "weights": {str((result.record.get("backbone") or {}).get("sha256")) for result in self.results},
+            "images": {str((result.record.get("stream") or {}).get("split_hash")) for result in self.results},
+        }
+        return [
+            f"{named}: its runs have different {what} ({', '.join(sorted(each[:12] for each in found))}), their mean "
+            "says nothing."
+            for what, found in hashes.items()
+            if len(found) > 1
+        ]
+
     @property
     def held_out(self) -> bool:
         """Whether these numbers are on held-out training images."""
@@ -383,6 +396,7 @@ class Comparison:
         for (row, place), entry in self.entries.items():
             for mark in entry.marks:
                 marks.setdefault(mark, []).append(f"{row.label} ({place.label})")
+            found += entry.mixtures(f"{row.label} ({place.label})")
         found += [f"{MARKED} {mark}; not ranked: {', '.join(where)}." for mark, where in marks.items()]
         found += self._departures()
         held = [entry.held_out for entry in self.entries.values()]

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from probprompt.runs.files import write_error, write_json
 from probprompt.runs.grid import FAILED, Cell, Grid, Outcome, describe
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
+from probprompt.weights_files import digest
 
 # Progress
 
@@ -149,11 +150,28 @@ def run_grid(grid: Grid, way: Way, watcher: GridWatcher | None = None, where: Wh
         pick_device(way.device)
     before = grid.outcomes()
     waiting = [outcome.cell for outcome in before if not outcome.run]
+    if waiting:
+        _refuse_other_weights(before)
     with watch.grid(len(before), len(before) - len(waiting)):
         if waiting:
             with _executor(grid.out, way, place, watch) as executor:
                 carry_out(waiting, executor, watch, Pace(before))
     return grid.outcomes()
+
+
+def _refuse_other_weights(outcomes: Sequence[Outcome]) -> None:
+    """Refuse to go on beside finished runs whose file of weights holds others by now: no table could compare them."""
+    now: dict[Path, str] = {}
+    for outcome in outcomes:
+        path = Path(outcome.cell.config.backbone.weights or "")
+        if outcome.run and path.is_file():
+            before, found = outcome.run.record["backbone"]["sha256"], now.get(path) or digest(path)
+            now[path] = found
+            if before != found:
+                raise UserError(
+                    f"{outcome.cell.folder} was run with other weights than {path} holds now (sha256 {before}, now "
+                    f"{found}): put them back, or begin in another folder"
+                )
 
 
 def _executor(out: Path, way: Way, where: Where, watch: GridWatcher) -> AbstractContextManager[Executor]:

@@ -20,6 +20,8 @@ from probprompt.config import RunConfig
 from probprompt.data import benchmarks
 from probprompt.data.cache import ImageCache
 from probprompt.data.loading import Loaded, Viewer, enlarged, load_kept, refuse_unreadable
+from probprompt.data.preparation import preparation, refuse_other_preparation
+from probprompt.data.sets import ImageData
 from probprompt.data.stream import Task, build_stream, order_hash
 from probprompt.distributed import ALONE, World, from_environment, join
 from probprompt.errors import UserError, shorten, suggest
@@ -29,7 +31,7 @@ from probprompt.heads import make_head
 from probprompt.methods import Method, Shape
 from probprompt.runs.checkpoint import Position, Saved, Saving, learner_tensors, load_checkpoint, save_checkpoint
 from probprompt.runs.files import write_json
-from probprompt.runs.model_folder import save_model
+from probprompt.runs.model_folder import find_weights, save_model
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash, hardware, refuse_used, versions
 from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
@@ -133,9 +135,11 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
         with world.in_turn():
             weights = record["backbone"]
             precision = weights.get("precision")
-            workshop = prepare(run.config, place, watch, weights["sha256"], world, precision)
+            file = find_weights(run.config.backbone.weights, out)
+            workshop = prepare(run.config, place, watch, weights["sha256"], world, precision, file)
         if workshop.device.type != begun_on:
             watch.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
+        refuse_other_preparation(record["preprocessing"], workshop.learner.viewer)
         _refuse_changed_data(record, workshop)
         saved = None
         if run.checkpoint.exists():
@@ -177,10 +181,11 @@ def prepare(
     expected_sha256: str | None = None,
     world: World = ALONE,
     precision: Precision | None = None,
+    weights: str | None = None,
 ) -> Workshop:
     """Load images and backbone, check them, and build what learns. Nothing is written.
 
-    A run that goes on keeps the precision it began in.
+    A run that goes on keeps the precision it began in; its ``weights`` may lie elsewhere by now.
     """
     begun = time.perf_counter()
     if device.type == "cuda" and torch.cuda.memory_allocated(device):
@@ -188,7 +193,7 @@ def prepare(
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
     chosen = config.backbone
-    backbone = load_backbone(chosen.name, chosen.weights, chosen.image_size, expected_sha256)
+    backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
     stored = config.data.stored_side
@@ -197,6 +202,7 @@ def prepare(
     data = source.load(None if stored == "full" else stored or short_side)
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
+    _refuse_empty_classes(data, config.data.benchmark)
     tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
     stream = build_stream(data.class_names, tasks_given, config.seeds.order)
     train, test = load_kept((data.train, data.test), device, watch, ImageCache.usual())
@@ -228,6 +234,15 @@ def prepare(
         skipped=skipped,
         world=world,
     )
+
+
+def _refuse_empty_classes(data: ImageData, name: str) -> None:
+    """Refuse classes that nothing could be learned of, or never be tested."""
+    for side, images in (("training", data.train), ("test", data.test)):
+        there = set(images.labels.tolist())
+        empty = [class_name for label, class_name in enumerate(data.class_names) if label not in there]
+        if empty:
+            raise UserError(f"{name} has no {side} images of {shorten(empty)}: add some, or take these classes out")
 
 
 def build_model(config: RunConfig, backbone: LoadedBackbone) -> PromptedModel:
@@ -289,14 +304,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "precision": model.precision,
         },
-        "preprocessing": {
-            "image_size": viewer.size,
-            "resized": viewer.resized,
-            "mean": viewer.mean.flatten().tolist(),
-            "std": viewer.std.flatten().tolist(),
-            "normalisation": config.backbone.normalisation,
-            "interpolation": viewer.kernel,
-        },
+        "preprocessing": {**preparation(viewer), "normalisation": config.backbone.normalisation},
         "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
         "stream": {
             "classes": [name for task in names for name in task],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from probprompt import methods
-from probprompt.checkpoints import load_backbone
+from probprompt.checkpoints import RANDOM, load_backbone
 from probprompt.errors import UserError
 from probprompt.heads import HeadConfig, make_head
 from probprompt.methods import Shape
@@ -72,10 +72,24 @@ def load_model(folder: str | Path, device: torch.device | None = None) -> Loaded
         raise UserError(f"{home / 'model.json'} is damaged: it does not describe its tensors ({problem})") from problem
 
 
+def find_weights(weights: str | None, home: Path) -> str | None:
+    """A recorded file of weights where it was, or else under its name in or beside the folder of what was learned.
+
+    So a folder that goes to another machine may bring its weights along; whoever loads them compares their hash.
+    """
+    if weights is None or weights == RANDOM or Path(weights).is_file():
+        return weights
+    for folder in (home, home.parent):
+        if (folder / Path(weights).name).is_file():
+            return str(folder / Path(weights).name)
+    raise UserError(f"there is no file {weights}, whose weights are needed: put it back, or put it into {home}")
+
+
 def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedModel:
     tensors, _ = read_tensors(folder / note["tensors"], where)
     asked = note["backbone"]
-    backbone = load_backbone(asked["name"], asked["weights"], asked["image_size"], asked["sha256"]).model.to(where)
+    weights = find_weights(asked["weights"], folder)
+    backbone = load_backbone(asked["name"], weights, asked["image_size"], asked["sha256"]).model.to(where)
     config = methods.parse_config(note["method"])
     method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
     for task, classes in enumerate(note["task_sizes"][: note["adapted_tasks"]]):
