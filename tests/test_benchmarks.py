@@ -17,7 +17,7 @@ from probprompt.config import parse_config
 from probprompt.data.benchmarks import Folder, ImageData, ImageSet, find, registered, stratified_split
 from probprompt.data.loading import ImageStore, Loaded, load, refuse_unreadable
 from probprompt.errors import UserError
-from probprompt.runs.execute import prepare
+from probprompt.runs.execute import describe, prepare
 from probprompt.runs.progress import Watcher
 
 Settings = Callable[..., dict[str, Any]]
@@ -473,3 +473,47 @@ def test_a_folder_is_known_by_its_path_alone(tmp_path: Path) -> None:
     source = find(str(folder(tmp_path, ant=2, bee=2)))
     assert isinstance(source, Folder)
     assert source.root == tmp_path and source.test is None
+
+
+# What a run says of its images
+
+
+class Listening(Watcher):
+    """Remembers what is noted."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_what_is_not_as_published_is_noted_and_recorded(settings: Settings, tmp_path: Path) -> None:
+    """Something else under the name of a benchmark must not pass for it."""
+    for side in ("train", "test"):
+        folder(tmp_path / "mine" / side, cat=4, dog=4)
+    config = parse_config(settings(data={"benchmark": "cifar100", "root": str(tmp_path / "mine"), "tasks": 1}))
+    heard = Listening()
+    workshop = prepare(config, CPU, heard)
+    found = describe(workshop, "run")["stream"]["differences"]
+    assert found[0] == "2 classes, published are 100"
+    assert [f"cifar100 is not as published: {text}" for text in found] == heard.notes
+    own = prepare(parse_config(settings()), CPU, heard := Listening())
+    assert own.differences == heard.notes == []
+
+
+@pytest.mark.parametrize(("side", "words"), [("train", "training"), ("test", "test")])
+def test_classes_without_images_are_named(settings: Settings, tmp_path: Path, side: str, words: str) -> None:
+    listed = {"train": {"n01443537": 4, "n01484850": 4, "n01494475": 4}, "test": {"n01443537": 2, "n01484850": 2}}
+    listed["test"]["n01494475"] = 2
+    listed[side].pop("n01484850")
+    home = tmp_path / "imagenet-r"
+    for name in ("n01443537", "n01484850", "n01494475"):
+        folder(home, **{name: 6})
+    for which, counts in listed.items():
+        first = 0 if which == "train" else 4
+        lines = [f"{name}/{index:02}.png" for name, number in counts.items() for index in range(first, first + number)]
+        (home / f"{which}.txt").write_text("\n".join(lines))
+    config = parse_config(settings(data={"benchmark": "imagenet-r", "root": str(home), "tasks": 3}))
+    with pytest.raises(UserError, match=rf"imagenet-r has no {words} images of .*: add some, or take"):
+        prepare(config, CPU, Watcher())

@@ -1,6 +1,7 @@
 """Weights are found by name, checked, and loaded completely or not at all."""
 
 import argparse
+import collections
 import dataclasses
 import hashlib
 import json
@@ -9,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,6 +340,66 @@ def test_a_refused_pickle_is_told_by_what_it_asks_for(model: Any, tmp_path: Path
         load_backbone(ARCHITECTURE, weights=path)
 
 
+@pytest.mark.parametrize(
+    "harmless",
+    [np.float64(0.5), np.zeros(2), Path("out"), types.SimpleNamespace(epochs=3), collections.defaultdict(list)],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("save", [torch.save, save_old])
+def test_a_pickle_of_settings_and_numbers_is_told_how_to_open(
+    save: Callable[[Any, Path], None], harmless: Any, model: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "full.pth"
+    save({"teacher": model.state_dict(), "extra": harmless}, path)
+    with pytest.raises(UserError, match=r"it asks for .*weights_only=False.*save_file"):
+        load_backbone(ARCHITECTURE, weights=path)
+
+
+@pytest.mark.parametrize("save", [torch.save, save_old, save_pickled])
+def test_nobody_is_told_how_to_open_a_pickle_that_runs_code(
+    save: Callable[[Any, Path], None], model: Any, tmp_path: Path
+) -> None:
+    path, state = tmp_path / "full.pth", dict(model.state_dict())
+    for extra in (Malicious(tmp_path), [argparse.Namespace(epochs=3), Malicious(tmp_path)]):
+        save({"teacher": state, "extra": extra}, path)
+        with pytest.raises(UserError, match=r"must not be trusted: it asks for the code .*\b(posix|nt)\.mkdir") as told:
+            load_backbone(ARCHITECTURE, weights=path)
+        assert "weights_only" not in str(told.value)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+def test_a_pickle_that_puts_its_names_together_is_not_told_how_to_open(tmp_path: Path) -> None:
+    path = tmp_path / "full.pth"
+    path.write_bytes(pickle.dumps({"extra": Malicious(tmp_path)}, protocol=4))
+    with pytest.raises(UserError, match="nothing of it was loaded") as told:
+        load_backbone(ARCHITECTURE, weights=path)
+    assert "weights_only" not in str(told.value)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".ckpt", ".safetensors", ".npz"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("<!DOCTYPE html>\n<title>404</title>", "it is an HTML page; download the file again"),
+        ("\ufeff\n <html lang='en'>", "it is an HTML page; download the file again"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "it is a pointer of git-lfs.*git lfs pull"),
+    ],
+)
+def test_what_came_instead_of_the_weights_is_named(content: str, told: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"weights{suffix}"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=told):
+        load_backbone(ARCHITECTURE, weights=path)
+
+
+def test_what_is_no_torch_file_is_to_be_downloaded_again(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    for content in (b"", b"not at all", b"\x1f\x8b\x08\x00"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"begins like no file of torch\.save; download it again"):
+            load_backbone(ARCHITECTURE, weights=path)
+
+
 def test_damaged_and_foreign_torch_files_are_refused(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(model.state_dict(), path)
@@ -633,6 +695,36 @@ def test_what_is_on_this_machine_is_listed_with_its_size(
     assert lines["dino1k"].endswith("2.0 MB, Hugging Face cache") and lines["sup1k"].endswith(" no")
     assert lines[TAGGED].endswith("1.0 MB, Hugging Face cache")
     assert lines["sup21k"].endswith("3.0 MB, torch.hub cache") and lines["demo"].endswith("MB, packaged")
+
+
+REFUSED = (
+    "vit_base_patch16_siglip_224.webli",
+    "vit_small_patch16_dinov3.lvd1689m",
+    "vit_medium_patch16_gap_240.sw_in12k",
+    "vit_tiny_r_s16_p8_224.augreg_in21k",
+    "vit_relpos_small_patch16_224.sw_in1k",
+    "deit_tiny_distilled_patch16_224.fb_in1k",
+    "test_vit2.r160_in1k",
+)
+TAKEN = (
+    "deit3_small_patch16_224.fb_in1k",
+    "deit_tiny_patch16_224.fb_in1k",
+    "vit_base_patch16_224_miil.in21k",
+    "vit_base_patch16_clip_quickgelu_224.openai",
+    "vit_small_patch14_reg4_dinov2.lvd142m",
+    "vit_tiny_patch16_224.augreg_in21k",
+)
+
+
+def test_only_what_can_be_prompted_is_listed(cache: Path, packaged: Path) -> None:
+    for name in (*REFUSED, *TAKEN, "vit_tiny_patch16_224"):
+        put_into_cache(cache, f"timm/{name}", {"weight": torch.zeros(1)})
+    assert [item.name for item in known()][5:] == sorted(TAKEN)
+    for name in REFUSED:
+        with pytest.raises(UserError, match="cannot be prompted"):
+            checkpoints._build(checkpoints._find_in_timm(name), device="meta")
+    for name in TAKEN:
+        checkpoints._build(checkpoints._find_in_timm(name), device="meta")
 
 
 def test_ibot_is_loaded_from_the_authors_file_alone(

@@ -107,8 +107,37 @@ def test_a_folder_of_ones_own_is_checked_without_figures(tmp_path: Path, probpro
     (root / "test" / "cat" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
     (root / "train" / "cat" / "0.png").write_bytes((root / "train" / "cat" / "1.png").read_bytes())
     code, out, _ = probprompt("data", "check", root)
-    assert code == 1 and "TROUBLE: 1 test image(s) are training images, too: cat/0.png = dog/0.png" in out
+    assert code == 1
+    assert "TROUBLE: 1 test image(s) are training images, too: test/cat/0.png = train/dog/0.png" in out
     assert "note: 1 image(s) of train are there more than once" in out
+
+
+def test_an_unreadable_file_of_ones_own_folder_is_named_with_its_side(tmp_path: Path, probprompt: Command) -> None:
+    root = tree(tmp_path / "mine")
+    (root / "test").rename(root / "val")
+    (root / "val" / "cat" / "1.png").write_bytes(b"none")
+    (root / "train" / "dog" / "0.png").write_bytes(b"none")
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 1 and "TROUBLE: 2 file(s) cannot be read: train/dog/0.png (" in out and ", val/cat/1.png (" in out
+
+
+def test_a_folder_without_sides_has_its_files_named_as_they_lie(tmp_path: Path, probprompt: Command) -> None:
+    root = tree(tmp_path / "mine") / "train"
+    (root / "cat" / "1.png").write_bytes(b"none")
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 1 and "TROUBLE: 1 file(s) cannot be read: cat/1.png (" in out
+
+
+@pytest.mark.parametrize("within", ["images", ""])
+def test_another_part_of_imagenet_is_a_folder_of_ones_own(tmp_path: Path, probprompt: Command, within: str) -> None:
+    """The training images of Tiny-ImageNet, say: 200 folders of WordNet's numbers."""
+    for number in range(200):
+        folder = tmp_path / "train" / f"n{number:08}" / within
+        folder.mkdir(parents=True)
+        for index in range(2):
+            (folder / f"n{number:08}_{index}.JPEG").write_bytes(b"")
+    code, out, _ = probprompt("data", "check", tmp_path / "train", "--quick")
+    assert code == 0 and "classes: 200" in out and "imagenet-r" not in out
 
 
 def test_what_cannot_be_listed_at_all_is_trouble(tmp_path: Path, probprompt: Command) -> None:
@@ -141,8 +170,18 @@ def test_lists_of_ones_own_are_said_to_be(tmp_path: Path, probprompt: Command, m
         (tmp_path / "set" / f"{side}.txt").write_text(f"n00000001/{index}.png\nn00000002/{index}.png\n")
     code, out, _ = probprompt("data", "check", tmp_path / "set")
     assert code == 0, out
-    digest = hashlib.sha256((tmp_path / "set" / "train.txt").read_bytes()).hexdigest()
-    assert f"train.txt is a list of your own (sha256 {digest})" in out
+    assert f"cut by {tmp_path / 'set' / 'train.txt'} and {tmp_path / 'set' / 'test.txt'}" in out
+    for side, name in (("training", "train.txt"), ("test", "test.txt")):
+        digest = hashlib.sha256((tmp_path / "set" / name).read_bytes()).hexdigest()
+        assert f"note: the list of the {side} images is not the published one (sha256 {digest})" in out
+
+
+def test_a_tree_that_should_have_lists_is_noted(
+    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageNetR, "figures", Figures(2, 8, 4, (4, 4), (2, 2)))
+    code, out, _ = probprompt("data", "check", tree(tmp_path / "imagenet-r", classes=("n00000001", "n00000002")))
+    assert code == 0 and "note: no lists say which images are for training" in out and "cannot be known" in out
 
 
 # get

@@ -526,10 +526,43 @@ def test_only_published_benchmarks_have_a_root(tmp_path: Path) -> None:
             find(name, test=str(tmp_path))
 
 
-@pytest.mark.parametrize("make, name", [(birds, "cub200"), (tiny, "tiny-imagenet"), (renditions, "imagenet-r")])
+def listed_renditions(folder: Path) -> Path:
+    published_lists(renditions(folder))
+    return folder
+
+
+def all_renditions(folder: Path, file: str = "sketch_0.jpg", classes: int = 200) -> Path:
+    """As many as were published, without lists."""
+    for label in range(classes):
+        write(folder / f"n{label:08}" / file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (birds, "cub200"),
+        (tiny, "tiny-imagenet"),
+        (listed_renditions, "imagenet-r"),
+        (all_renditions, "imagenet-r"),
+    ],
+)
 def test_a_folder_is_recognised_by_its_layout(tmp_path: Path, make: Callable[[Path], Path], name: str) -> None:
     found = datasets.recognise(make(tmp_path / "some folder"))
     assert found is not None and found.name == name
+
+
+def test_not_all_folders_of_wordnets_numbers_are_imagenet_r(tmp_path: Path) -> None:
+    assert datasets.recognise(renditions(tmp_path / "mine")) is None, "three of them"
+    assert datasets.recognise(tiny(tmp_path / "tiny") / "train") is None
+    assert datasets.recognise(all_renditions(tmp_path / "a", "images/n0_0.JPEG")) is None
+    assert datasets.recognise(all_renditions(tmp_path / "b", "n0_0.JPEG")) is None
+    assert datasets.recognise(all_renditions(tmp_path / "c", classes=1000)) is None
+    for side in ("train", "test"):
+        write(tmp_path / "c" / f"{side}.txt", "n00000001/sketch_0.jpg")
+    assert datasets.recognise(tmp_path / "c") is None, "ImageNet itself has such lists, too"
+    found = datasets.recognise(renditions(tmp_path / "imagenet-r"))
+    assert found is not None and found.name == "imagenet-r", "by its name"
 
 
 def test_a_tree_is_recognised_by_its_name_alone(tmp_path: Path) -> None:
@@ -554,6 +587,120 @@ def test_a_side_without_a_class_is_told(tmp_path: Path) -> None:
             draw(tmp_path / side / name / "a.png")
     with pytest.raises(UserError, match=r"has no folder for the class.*baby"):
         find("cifar100", root=str(tmp_path)).load(None)
+
+
+def test_folders_that_are_numbers_are_in_the_order_of_the_numbers(tmp_path: Path) -> None:
+    for side in ("train", "test"):
+        for label in range(12):
+            for index in range(2):
+                draw(tmp_path / side / str(label) / f"{index}.png")
+    for data in (find("cifar100", root=str(tmp_path)).load(None), find(str(tmp_path)).load(None)):
+        assert data.class_names == tuple(str(label) for label in range(12))
+        paths = zip(data.train.names, data.train.labels.tolist(), strict=True)
+        assert all(name.split("/")[-2] == str(label) for name, label in paths)
+        assert [task.classes for task in build_stream(data.class_names, 6, seed=0)][4:] == [(8, 9), (10, 11)]
+    data = find(str(tmp_path / "train")).load(None)
+    assert data.class_names[2] == "2"
+
+
+def test_one_word_among_numbers_makes_them_words(tmp_path: Path) -> None:
+    for name in ("9", "10", "010", "cat"):
+        draw(tmp_path / name / "0.png")
+    assert layouts.class_folders(tmp_path) == ("010", "10", "9", "cat")
+    (tmp_path / "cat" / "0.png").unlink()
+    (tmp_path / "cat").rmdir()
+    assert layouts.class_folders(tmp_path) == ("9", "010", "10")
+
+
+# How they differ from what was published -------------------------------------------------------------------------
+
+
+def held(counts: dict[str, tuple[int, int]], lists: tuple[str, ...] = (), suffix: str = ".jpg") -> ImageData:
+    """So many images of each class, none of which can be read."""
+
+    def side(which: int) -> ImageSet:
+        names = [f"{name}/{index}{suffix}" for name, numbers in counts.items() for index in range(numbers[which])]
+        labels = np.repeat(np.arange(len(counts)), [numbers[which] for numbers in counts.values()])
+        return ImageSet(tuple(names), labels.astype(np.int64), unread)
+
+    return ImageData(tuple(counts), side(0), side(1), lists)
+
+
+def unread(index: int) -> NDArray[np.uint8]:
+    raise AssertionError("no image has to be read")
+
+
+def published(name: str) -> Dataset:
+    source = find(name)
+    assert isinstance(source, Dataset)
+    return source
+
+
+def test_the_birds_are_counted_class_by_class() -> None:
+    source = published("cub200")
+    counts = source.class_counts()
+    assert list(counts)[:2] == ["Black footed Albatross", "Laysan Albatross"] and len(counts) == 200
+    for side, total, limits in ((0, 5_994, (29, 30)), (1, 5_794, (11, 30))):
+        numbers = [both[side] for both in counts.values()]
+        assert sum(numbers) == total and (min(numbers), max(numbers)) == limits
+    assert source.differences(held(counts)) == []
+    moved = counts | {"Crested Auklet": (30, 15), "Least Auklet": (30, 10)}
+    assert source.differences(held(moved)) == [
+        "test: not as many images of each class as published: "
+        "Crested Auklet has 15 instead of 14, Least Auklet has 10 instead of 11"
+    ]
+
+
+def test_the_birds_by_the_alphabet_are_another_order() -> None:
+    source = published("cub200")
+    told = source.differences(held(dict(sorted(source.class_counts().items()))))
+    assert told == [
+        "the classes are in another order than published: Acadian Flycatcher, American Crow, American Goldfinch "
+        "and 197 more"
+    ]
+
+
+def test_images_that_were_encoded_anew_are_told() -> None:
+    """A photograph that is stored a second time is not the published one, a drawing without loss is."""
+    birds = published("cub200")
+    (told,) = birds.differences(held(birds.class_counts(), suffix=".webp"))
+    assert told == "images are WEBP files, published are JPEG files: they were encoded anew"
+    assert birds.differences(held(birds.class_counts(), suffix=".JPEG")) == []
+    sketches = {str(label): (64, 16) for label in range(250)}
+    assert published("tu-berlin").differences(held(sketches, suffix=".webp")) == []
+
+
+def test_classes_of_other_names_are_held_to_the_least_and_the_most() -> None:
+    source = published("cub200")
+    renamed = {str(place): both for place, both in enumerate(source.class_counts().values())}
+    assert source.differences(held(renamed)) == []
+    assert source.differences(held(renamed | {"3": (29, 31)})) == [
+        "train: 5993 images, published are 5994",
+        "test: 5795 images, published are 5794",
+        "test: published are 11 to 30 images of each class, but 3 has 31",
+    ]
+
+
+def test_missing_classes_and_images_are_told() -> None:
+    told = published("cifar100").differences(held({str(label): (500, 100) for label in range(98)} | {"x": (499, 100)}))
+    assert told == [
+        "99 classes, published are 100",
+        "train: 49499 images, published are 50000",
+        "train: published are 500 images of each class, but x has 499",
+        "test: 9900 images, published are 10000",
+    ]
+
+
+def test_whether_imagenet_r_is_cut_as_published_is_told() -> None:
+    source = published("imagenet-r")
+    counts = {str(label): (120, 30) for label in range(200)}
+    lists = [item.sha256 or "" for item in source.sources[1:]]
+    assert source.differences(held(counts, tuple(lists))) == []
+    (told,) = source.differences(held(counts))
+    assert told.startswith("no lists say which images are for training") and told.endswith("cannot be known")
+    (told,) = source.differences(held(counts, (lists[0], "abc")))
+    assert told.startswith("the list of the test images is not the published one (sha256 abc)")
+    assert published("tu-berlin").differences(held({str(label): (64, 16) for label in range(250)})) == []
 
 
 # What they are ---------------------------------------------------------------------------------------------------
@@ -604,4 +751,5 @@ def test_a_hub_dataset_saved_on_disk_is_read(tmp_path: Path) -> None:
     hub.DatasetDict({"train": split(6), "validation": split(4)}).save_to_disk(str(tmp_path / "saved"))
     data = find(f"hf:{tmp_path / 'saved'}").load(3)
     assert data.class_names == ("cat", "dog") and (len(data.train), len(data.test)) == (6, 4)
-    assert data.test.read(0).shape == (3, 4, 3) and data.test.names[0] == "validation/0000000"
+    assert data.test.read(0).shape == (3, 4, 3)
+    assert data.test.names[0].startswith("validation@") and data.test.names[0].endswith("/0000000")

@@ -10,7 +10,7 @@ import threading
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
-from probprompt.data import archives, download, layouts
+from probprompt.data import archives, download, layouts, obtain
 from probprompt.data.archives import unpack
 from probprompt.data.datasets import Dataset
 from probprompt.data.download import verify
@@ -36,14 +36,18 @@ class Watch:
     def __init__(self) -> None:
         self.moved = 0
         self.begun: list[tuple[str, int | None, int]] = []
+        self.done: list[str] = []
+        """Transfers that came to their end."""
         self.notes: list[str] = []
 
     def stage(self, description: str, total: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def transfer(self, description: str, total: int | None, done: int = 0) -> AbstractContextManager[None]:
+    @contextmanager
+    def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
         self.begun.append((description, total, done))
-        return nullcontext()
+        yield
+        self.done.append(description)
 
     def advance(self, steps: int) -> None:
         self.moved += steps
@@ -156,6 +160,7 @@ def test_a_cut_connection_is_taken_up_where_it_ended(server: Server, tmp_path: P
     assert watch.moved == len(CONTENT), "no byte came twice"
     assert [done for _, _, done in watch.begun] == [0, 300_000, 500_000]
     assert any("0.3 MB" in note for note in watch.notes)
+    assert watch.done == ["data.bin"], "what was cut is not done"
 
 
 def test_what_an_earlier_command_fetched_is_not_fetched_again(
@@ -312,7 +317,8 @@ def test_archives_are_unpacked(tmp_path: Path) -> None:
     rolled = tar_of(tmp_path / "x.tgz", ("a", None), ("./a/b/", None), *files.items())
     plain = tar_of(tmp_path / "x.tar", *files.items(), mode="w")
     packed = zip_of(tmp_path / "x.zip", ("a/", b""), *files.items())
-    for number, archive in enumerate((rolled, plain, packed)):
+    others = [tar_of(tmp_path / f"x.{kind}", *files.items(), mode=f"w:{kind}") for kind in ("bz2", "xz")]
+    for number, archive in enumerate((rolled, plain, packed, *others)):
         moved: list[int] = []
         unpack(archive, tmp_path / f"out{number}", moved.append)
         assert everything(tmp_path / f"out{number}") == files and sum(moved) == 3
@@ -368,6 +374,57 @@ def test_damaged_archives_are_told(tmp_path: Path) -> None:
     (tmp_path / "no").write_bytes(b"hello")
     with pytest.raises(UserError, match="neither a tar nor a zip"):
         unpack(tmp_path / "no", tmp_path / "out3")
+    (tmp_path / "cut.zip").write_bytes(packed[:60])
+    with pytest.raises(UserError, match="is damaged: it begins like an archive"):
+        unpack(tmp_path / "cut.zip", tmp_path / "out4")
+
+
+MANY = [(f"files/{index}", os.urandom(20_000)) for index in range(20)]
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.8])
+def test_damage_in_the_middle_of_an_archive_is_told(tmp_path: Path, mode: str, place: float) -> None:
+    content = bytearray(tar_of(tmp_path / "x", *MANY, mode=mode).read_bytes())
+    start = round(place * len(content))
+    if mode == "w":
+        start = content.index(b"files/", start)  # a tar knows whether its headers are whole
+    content[start : start + 600] = bytes(byte ^ 85 for byte in content[start : start + 600])
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(UserError, match="is damaged"):
+        unpack(tmp_path / "x", tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", [-8, -5, -4, -1])
+def test_the_checksums_behind_the_end_are_read(tmp_path: Path, place: int) -> None:
+    content = bytearray(tar_of(tmp_path / "x", *MANY).read_bytes())
+    content[place] ^= 1
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(UserError, match="is damaged"):
+        unpack(tmp_path / "x", tmp_path / "out")
+
+
+def holed(content: bytes) -> bytes:
+    """A hole of empty blocks where a header and more was."""
+    start = content.index(b"files/9")
+    return content[:start] + bytes(2048) + content[start + 2048 :]
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda content: content[: content.index(b"files/9")], "its end is missing"),
+        (lambda content: content[: content.index(b"files/9") + 100], "its end is missing"),
+        (holed, "what follows byte .* cannot be read"),
+        (lambda content: content + bytes(2**27), "what follows byte .* cannot be read"),
+    ],
+)
+def test_a_tar_that_does_not_end_as_it_should_is_damaged(
+    tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    (tmp_path / "x").write_bytes(damage(tar_of(tmp_path / "x", *MANY, mode="w").read_bytes()))
+    with pytest.raises(UserError, match=f"is damaged: {reason}"):
+        unpack(tmp_path / "x", tmp_path / "out")
 
 
 # From the server to its place
@@ -444,15 +501,76 @@ def test_an_evil_archive_leaves_nothing_behind(server: Server, tmp_path: Path) -
     kind = dataset(server, tar_of(tmp_path / "a.tgz", *TREE, ("../../escaped", b"x")).read_bytes())
     with pytest.raises(UserError, match="outside of its folder"):
         get(kind, tmp_path / "home", None, None, Watch(), pause=0)
-    assert [path.name for path in (tmp_path / "home").iterdir()] == ["tiny.tgz"]
+    assert not list((tmp_path / "home").iterdir())
     assert not list(tmp_path.rglob("escaped"))
 
 
-def test_an_archive_of_something_else_is_refused(server: Server, tmp_path: Path) -> None:
-    kind = dataset(server, tar_of(tmp_path / "a.tgz", ("hello.txt", b"x")).read_bytes())
-    with pytest.raises(UserError, match="holds nothing that looks like tiny"):
+BAD: dict[str, Callable[[Path], bytes]] = {
+    "is neither a tar nor a zip archive": lambda path: b"<html>moved</html>",
+    "is damaged": lambda path: tar_of(path, *MANY).read_bytes()[:200_000],
+    "holds nothing that looks like tiny": lambda path: tar_of(path, ("hello.txt", b"x")).read_bytes(),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_archive_that_was_fetched_is_removed(server: Server, tmp_path: Path, reason: str) -> None:
+    kind = dataset(server, BAD[reason](tmp_path / "a.tgz"))
+    server.files["/mirror.tgz"] = tar_of(tmp_path / "b.tgz", *TREE).read_bytes()
+    for url in (None, f"{server.url}/tiny.tgz"):
+        watch = Watch()
+        with pytest.raises(UserError, match=rf"{reason}.*\. It was removed: try again, or name a mirror with --url"):
+            get(kind, tmp_path / "home", url, None, watch, pause=0)
+        assert not list((tmp_path / "home").iterdir())
+        assert "unpacking" not in watch.done or "nothing" in reason
+    found = get(kind, tmp_path / "home", f"{server.url}/mirror.tgz", None, Watch(), pause=0)
+    assert len(found.load(None).train) == 2
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_archive_that_the_user_has_put_there_stays(server: Server, tmp_path: Path, reason: str) -> None:
+    kind = dataset(server, tar_of(tmp_path / "a.tgz", *TREE).read_bytes())
+    mine = tmp_path / "home" / "tiny.tgz"
+    mine.parent.mkdir()
+    mine.write_bytes(BAD[reason](tmp_path / "b.tgz"))
+    with pytest.raises(UserError, match=rf"{reason}.*\. It was there already: remove it, and the same command fetches"):
         get(kind, tmp_path / "home", None, None, Watch(), pause=0)
-    assert not (tmp_path / "home" / "tiny").exists()
+    with pytest.raises(UserError, match=rf"{reason}.*\. Name the right archive"):
+        get(kind, tmp_path / "home", None, mine, Watch(), pause=0)
+    assert mine.exists() and not server.requests
+    found = get(kind, tmp_path / "home", f"{server.url}/tiny.tgz", None, Watch(), pause=0)
+    (note,) = json.loads((found.place / "source.json").read_text())
+    assert note["from"] == f"{server.url}/tiny.tgz", "the address that was named is taken, not what lies there"
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["tiny", "tiny.tgz"]
+
+
+def test_an_archive_with_the_published_hash_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
+    archive = tar_of(tmp_path / "a.tgz", *TREE).read_bytes()
+    kind = dataset(server, b"", hashlib.md5(archive).hexdigest())
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "tiny.tgz").write_bytes(archive + b"?")
+    with pytest.raises(UserError, match=r"is not the published tiny\.tgz.*It was there already: remove it"):
+        get(kind, tmp_path / "home", f"{server.url}/tiny.tgz", None, Watch(), pause=0)
+    (tmp_path / "home" / "tiny.tgz").write_bytes(archive)
+    assert get(kind, tmp_path / "home", f"{server.url}/tiny.tgz", None, Watch(), pause=0).recognise()
+    assert not server.requests
+
+
+def test_a_good_archive_is_kept_where_the_disk_is_full(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, needed: int, purpose: str) -> None:
+        raise UserError(f"{purpose}: make room")
+
+    kind = dataset(server, tar_of(tmp_path / "a.tgz", *TREE).read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(obtain, "make_room", full)
+        with pytest.raises(UserError, match=r"unpacking tiny\.tgz: make room"):
+            get(kind, tmp_path / "home", None, None, Watch(), pause=0)
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["tiny.tgz"]
+    asked = len(server.requests)
+    assert get(kind, tmp_path / "home", None, None, Watch(), pause=0).recognise()
+    assert len(server.requests) == asked
 
 
 def test_a_mirror_and_an_archive_at_hand_are_used(server: Server, tmp_path: Path) -> None:

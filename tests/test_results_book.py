@@ -228,6 +228,25 @@ def test_unfinished_runs_are_refused_and_then_nothing_is_written(run: Run, tmp_p
         book.add_runs([tmp_path / "book"], tmp_path / "other")
 
 
+def test_the_book_may_be_named_before_and_behind_the_command(
+    run: Run, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = probprompt("book", "--book", "before", "add", run.folder)
+    assert answer.code == 0 and len(book.read_entries(tmp_path / "before")) == 1
+    answer = probprompt("book", "add", run.folder, "--book", "behind")
+    assert answer.code == 0 and len(book.read_entries(tmp_path / "behind")) == 1
+    answer = probprompt("book", "--book", "before", "add", run.folder, "--book", "before")
+    assert answer.code == 0
+    assert not (tmp_path / "results").exists()
+    answer = probprompt("book", "--book", "before", "add", run.folder, "--book", "behind")
+    assert answer.code == 2 and "--book names two folders, before and behind" in answer.err
+    answer = probprompt("book", "--page", "page.md", "add", run.folder)
+    assert answer.code == 2 and "--page goes with probprompt book alone" in answer.err
+    assert not (tmp_path / "results").exists()
+    assert probprompt("book", "add", run.folder).code == 0 and len(book.read_entries(tmp_path / "results")) == 1
+
+
 def test_a_run_of_other_settings_or_weights_is_not_overwritten_silently(run: Run, tmp_path: Path) -> None:
     place = tmp_path / "book"
     (first,), _ = book.add_runs([run.folder], place)
@@ -449,6 +468,8 @@ def test_other_settings_and_lists_of_ones_own_are_marked() -> None:
     stream = {**_made("probprompt", 80.0, benchmark="imagenet-r")["stream"], "lists": ["1" * 64, "2" * 64]}
     assert "`published` |" in _ours("table1", [_entry("probprompt", 80.0, benchmark="imagenet-r")])[0]
     assert "`published` ‡" in _ours("table1", [_entry("probprompt", 80.0, benchmark="imagenet-r", stream=stream)])[0]
+    stream = {**_made("probprompt", 80.0)["stream"], "differences": ["images were encoded anew"]}
+    assert "`published` ‡" in _ours("table2", [_entry("probprompt", 80.0, stream=stream)])[0]
 
 
 def test_a_number_that_others_measured_is_run_as_they_did() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ _PACKAGED = Path(__file__).parent / "weights"
 _HUB_FILE = "model.safetensors"
 _HUB_TIMEOUT = 10.0  # seconds
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
-_FAMILIES = ("vit_", "deit", "test_vit")  # what of timm in the cache is worth listing: most of it can be prompted
+# What timm calls its plain ViTs with a class token and a tag: told by the name, since building one would need timm.
+_PLAIN = re.compile(
+    r"(test_vit|(vit|deit3?)_[a-z0-9]+_patch\d+(_reg\d)?(_plus)?(_clip(_quickgelu)?|_dinov2|_tipsv2)?(_\d+)?(_miil)?)\.\w+"
+)
 _DRAWING = threading.RLock()
 """Held while weights are drawn: architectures draw theirs from the one generator that all threads share."""
 
@@ -145,7 +149,10 @@ _NAMED = {
 
 
 def known() -> list[Listing]:
-    """List the named checkpoints and timm's ViTs in the cache; whether they are here is looked up without a network."""
+    """List the named checkpoints, and timm's ViTs in the cache that can be prompted; the network is not asked.
+
+    Weights of other names that lie in the cache of torch.hub are found when they are loaded, but not listed.
+    """
     packaged = [_PACKAGED / file for file in ("demo.safetensors", "demo.json")]
     demo = packaged[0] if all(path.is_file() for path in packaged) else None
     listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
@@ -373,13 +380,13 @@ def _cached_hub_file(repository: str) -> Path | None:
 
 
 def _cached_repositories() -> list[str]:
-    """The ViTs of timm, beyond the named ones, that the cache of the hub's client has heard of."""
+    """The ViTs of timm that can be prompted, beyond the named ones, that the cache of the hub's client has heard of."""
     from huggingface_hub import constants
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--timm--*"))
     names = [folder.name.removeprefix("models--timm--") for folder in folders]
     listed = {checkpoint.source for checkpoint in _NAMED.values()}
-    return [f"timm/{name}" for name in names if name.startswith(_FAMILIES) and f"timm/{name}" not in listed]
+    return [f"timm/{name}" for name in names if _PLAIN.fullmatch(name) and f"timm/{name}" not in listed]
 
 
 def _hash_of_blob(path: Path) -> str | None:
@@ -400,8 +407,9 @@ def _download(checkpoint: Checkpoint) -> Path:
         return Path(hf_hub_download(checkpoint.source, _HUB_FILE))
     except (OSError, http_error) as error:
         raise UserError(
-            f"the weights of {checkpoint.name!r} are not in the cache of this machine "
-            f"({huggingface_hub.constants.HF_HUB_CACHE}), and {checkpoint.source} could not be fetched from "
+            f"the weights of {checkpoint.name!r} are not in the caches of this machine "
+            f"({huggingface_hub.constants.HF_HUB_CACHE}, {_torch_cache()}), and {checkpoint.source} could not be "
+            f"fetched from "
             f"the Hugging Face hub: {error}. Connect to the network, or give weights=FILE with {_HUB_FILE} "
             f"from there, or use 'demo', which needs no download"
         ) from error

@@ -7,13 +7,15 @@ but tensors and plain containers. A pickle that asks for anything else is refuse
 from __future__ import annotations
 
 import hashlib
+import io
 import math
+import pickletools
 import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from probprompt.errors import UserError, shorten
 
@@ -35,6 +37,24 @@ _DAMAGED = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFi
 _NUMPY_LAYOUTS = ("", "opt/target/", "params/", "params/img/")
 _NUMPY_PARTS = ("embedding/", "cls", "pos_embedding", "Transformer/")
 _NUMPY_BESIDE = ("head/", "pre_logits/")
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how files of torch.save begin
+_LFS = b"version https://git-lfs"
+_HTML = (b"<!doctype", b"<html", b"<head", b"<?xml")
+_PICKLES = 5  # in a file of torch.save before it wrote zips
+_CONTAINERS = r"collections\.(OrderedDict|defaultdict|Counter|deque)"
+_BUILT_IN = r"(builtins|__builtin__)\.(set|frozenset|dict|list|tuple|int|float|complex|bool|str|bytes|bytearray|slice)"
+# What runs nothing of a stranger's when a pickle is opened that asks for it: what torch.save itself writes, settings,
+# paths, times and numbers of NumPy.
+_HARMLESS = re.compile(
+    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
+    r"|torch\.(\w+Storage|storage\.\w+Storage|Tensor|Size|device|dtype|b?float\d*|half|double|u?int\d+|long|bool)"
+    r"|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout"
+    r"|numpy(\._?core)?\.multiarray\.(scalar|_reconstruct)|numpy\.(dtype|ndarray|dtypes\.\w+)|_codecs\.encode"
+    r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.\w+|typing\.Any"
+    r"|pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
+    r"|omegaconf\.(dictconfig|listconfig|nodes|base)\.[A-Z]\w*"
+    rf"|{_CONTAINERS}|{_BUILT_IN}"
+)
 
 
 def digest(path: Path) -> str:
@@ -86,10 +106,24 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    _refuse_foreign(path, "safetensors")
     try:
         return load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _refuse_foreign(path: Path, wanted: str) -> bytes:
+    """Refuse what came in place of a file that was to be downloaded; gives how the file begins."""
+    with path.open("rb") as file:
+        head = file.read(512)
+    if head.startswith(_LFS):
+        what, remedy = "a pointer of git-lfs, not the file itself", "fetch that with git lfs pull, or download it"
+    elif head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_HTML):
+        what, remedy = "an HTML page", "download the file again, by the address of the file itself"
+    else:
+        return head
+    raise UserError(f"{path} cannot be read as {wanted}: it is {what}; {remedy}")
 
 
 def _read_torch(path: Path) -> Any:
@@ -98,18 +132,14 @@ def _read_torch(path: Path) -> Any:
 
     import torch
 
+    wanted = "tensors saved by torch"
+    if not _refuse_foreign(path, wanted).startswith((_ZIP, _PICKLE)):
+        raise UserError(f"{path} cannot be read as {wanted}: it begins like no file of torch.save; download it again")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it asks for {name[1]}" if name else "it cannot be read as tensors alone"
-        new = path.with_suffix(SAFETENSORS).name
-        raise UserError(
-            f"{path} holds more than tensors ({what}), and opening such a pickle can run any code: nothing of it was "
-            f"loaded. Give a file of the weights alone; only where you trust its origin, make one yourself: "
-            f"state = torch.load({path.name!r}, weights_only=False), take the dictionary of weights out of it, then "
-            f"safetensors.torch.save_file(state, {new!r})"
-        ) from error
+        raise UserError(f"{path} {_refusal(path, name[1] if name else '')}") from error
     except (
         RuntimeError,
         ValueError,
@@ -122,7 +152,60 @@ def _read_torch(path: Path) -> Any:
     ) as error:
         # What a damaged or foreign file makes the reader stumble over differs from case to case.
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} cannot be read as tensors saved by torch: {first}") from error
+        raise UserError(f"{path} cannot be read as {wanted}: {first}") from error
+
+
+def _refusal(path: Path, refused: str) -> str:
+    """Why a pickle was refused, and what to do: how it can be opened is told only where all of it is harmless."""
+    asked = _asked_for(path)
+    code = sorted(name for name in (asked | {refused}) - {""} if not _HARMLESS.fullmatch(name))
+    if code:
+        return (
+            f"must not be trusted: it asks for the code {shorten(code)} to run when it is opened. It was not run, and "
+            f"nothing of it was loaded. Give a file of the weights alone, at best {SAFETENSORS}, from its authors"
+        )
+    if not asked or not refused:
+        return (
+            "holds more than tensors, or is damaged, and nothing of it was loaded. Download it again, or give a file "
+            f"of the weights alone, at best {SAFETENSORS}"
+        )
+    new = path.with_suffix(SAFETENSORS).name
+    return (
+        f"holds more than tensors (it asks for {refused}), and opening such a pickle can run any code: nothing of it "
+        f"was loaded. Give a file of the weights alone; only where you trust its origin, make one yourself: "
+        f"state = torch.load({path.name!r}, weights_only=False), take the dictionary of weights out of it, then "
+        f"safetensors.torch.save_file(state, {new!r})"
+    )
+
+
+def _asked_for(path: Path) -> set[str]:
+    """All that the pickles of a torch file ask for by name, read and never run; nothing where that is not clear."""
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(len(_ZIP)) == _ZIP
+            file.seek(0)
+            if not zipped:
+                return _names(file)
+            with zipfile.ZipFile(file) as archive:
+                pickles = [archive.read(part) for part in archive.infolist() if part.filename.endswith(".pkl")]
+            return set[str]().union(*(_names(io.BytesIO(content)) for content in pickles))
+    except (*_DAMAGED, LookupError, RuntimeError):
+        return set()
+
+
+def _names(file: IO[bytes]) -> set[str]:
+    """The names in the pickles of a file, one behind the other; a ValueError where one is put together in it."""
+    found = set()
+    for _ in range(_PICKLES):
+        for code, argument, _ in pickletools.genops(file):
+            if code.name in ("GLOBAL", "INST"):
+                found.add(str(argument).replace(" ", "."))
+            elif code.name == "STACK_GLOBAL" or code.name.startswith("EXT"):
+                raise ValueError("a name that is not written out")
+        if not file.read(1):
+            break
+        file.seek(-1, 1)
+    return found
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
@@ -250,6 +333,7 @@ def _compare_with_numpy(model: Any, path: Path, image_size: int | None) -> None:
     """Refuse what timm's reader would skip, stretch or resample without a word."""
     import numpy as np
 
+    _refuse_foreign(path, "an npz of arrays")
     try:
         with np.load(path, allow_pickle=False) as archive:
             layout = next((p for p in _NUMPY_LAYOUTS if f"{p}embedding/kernel" in archive.files), None)

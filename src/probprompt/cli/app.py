@@ -388,13 +388,22 @@ app.add_typer(book_app, name="book")
 Book = Annotated[Path, typer.Option("--book", metavar="FOLDER", help="Where the files of runs are.")]
 
 
+BookOrUsual = Annotated[
+    Path | None,
+    typer.Option("--book", metavar="FOLDER", help="Where the files of runs are.", show_default="results"),
+]
+
+
 @book_app.callback(invoke_without_command=True)
 def book_page(
     context: typer.Context,
-    book: Book = Path("results"),
-    page: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("RESULTS.md"),
+    book: BookOrUsual = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page to write.", show_default="RESULTS.md")
+    ] = None,
 ) -> None:
     """Make RESULTS.md and its figures from the files of runs; with add, put finished runs among them."""
+    context.obj = book, page
     if context.invoked_subcommand is None:
         from probprompt.cli.book import run_book
 
@@ -403,19 +412,21 @@ def book_page(
 
 @book_app.command("add")
 def book_add(
+    context: typer.Context,
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs, or with such inside.")
     ],
-    book: Book = Path("results"),
+    book: BookOrUsual = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Also over a file that holds a run of other settings.")
     ] = False,
     skip_unfinished: Annotated[bool, typer.Option("--skip-unfinished", help="Pass over what is not finished.")] = False,
 ) -> None:
     """Write the files of finished runs, without paths of this machine."""
-    from probprompt.cli.book import run_add
+    from probprompt.cli.book import one_book, run_add
 
-    run_add(runs, book, replace, skip_unfinished)
+    before, page = context.obj
+    run_add(runs, one_book(before, page, book), replace, skip_unfinished)
 
 
 class PaperTable(StrEnum):

@@ -18,9 +18,21 @@ from probprompt.runs.carry_out import Where
 from probprompt.runs.execute import pick_device
 from probprompt.runs.grid import Outcome
 
+_BOOK, _PAGE = Path("results"), Path("RESULTS.md")
 
-def run_book(book: Path, page: Path) -> None:
+
+def one_book(before: Path | None, page: Path | None, behind: Path | None) -> Path:
+    """The book that is meant, by the option before add, behind it, or neither; two books and a page are refused."""
+    if page is not None:
+        raise UserError("--page goes with probprompt book alone, which writes the page: leave it away with add")
+    if before is not None and behind is not None and before != behind:
+        raise UserError(f"--book names two folders, {before} and {behind}: name the one that is meant")
+    return behind or before or _BOOK
+
+
+def run_book(book: Path | None, page: Path | None) -> None:
     """Make the page anew."""
+    book, page = book or _BOOK, page or _PAGE
     if not book.is_dir():
         raise UserError(f"there is no book {book}: begin one with probprompt book add RUN, or name one with --book")
     screen = Screen()

@@ -198,7 +198,8 @@ def run_list(what: str) -> None:
         found = [(item.name, item.description, _whereabouts(item)) for item in checkpoints.known()]
         screen.listing(("backbone", "what it is", "on this machine"), found)
         screen.say(
-            "Any other plain timm ViT by its arch.tag; a local file with --weights FILE (safetensors, npz, pth)."
+            "Any other plain timm ViT by its arch.tag, fetched unless it is in the cache of the hub or of torch.hub; a "
+            "local file with --weights FILE (safetensors, npz, pth)."
         )
 
 

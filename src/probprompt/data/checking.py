@@ -11,7 +11,7 @@ import numpy as np
 
 from probprompt.data.benchmarks import Folder
 from probprompt.data.cache import decoders
-from probprompt.data.datasets import Dataset, published_lists, recognise
+from probprompt.data.datasets import Dataset, recognise
 from probprompt.data.download import Progress
 from probprompt.data.images import UnreadableImageError
 from probprompt.data.layouts import LISTED, find_lists
@@ -37,66 +37,36 @@ class Report:
 def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
     """Look at all images of a dataset or folder; ``quick`` only counts them."""
     facts: list[str] = []
-    remarks: list[str] = []
     try:
         if isinstance(source, Dataset):
             folder, layout = source.locate()
             facts.append(f"{source.name} in {folder}: {layout.form}")
-            remarks += _lists(source, folder) if layout is LISTED else []
+            lists = find_lists(folder) if layout is LISTED else None
+            facts += [f"cut by {lists[0]} and {lists[1]}"] if lists else []
         data = source.load(None)
     except UserError as problem:
         return Report(tuple(facts), (), (str(problem),))
-    troubles = _counts(data, source, facts)
+    facts += _counts(data)
+    troubles = source.miscounts(data) if isinstance(source, Dataset) else []
+    remarks = source.other_ways(data) if isinstance(source, Dataset) else []
     if not quick:
         with watch.stage("reading images", len(data.train) + len(data.test)):
-            train, test = (_look(images, watch) for images in (data.train, data.test))
+            train, test = (_look(images, within, watch) for images, within in _sides(data))
         damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
         troubles += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
         _shared(train, test, source, remarks, troubles)
     return Report(tuple(facts), tuple(remarks), tuple(troubles))
 
 
-# Counts ----------------------------------------------------------------------------------------------------------
-
-
-def _counts(data: ImageData, source: Benchmark, facts: list[str]) -> list[str]:
-    """Say how many there are of what; returns where that differs from the published figures."""
-    troubles: list[str] = []
-    found = {"train": data.train, "test": data.test}
-    per_class = {side: np.bincount(images.labels, minlength=len(data.class_names)) for side, images in found.items()}
-    facts.append(f"classes: {len(data.class_names)}")
-    for side, images in found.items():
-        few, many = per_class[side].min(), per_class[side].max()
+def _counts(data: ImageData) -> list[str]:
+    """Say how many there are of what."""
+    facts = [f"classes: {len(data.class_names)}"]
+    for side, images in (("train", data.train), ("test", data.test)):
+        per_class = np.bincount(images.labels, minlength=len(data.class_names))
+        few, many = per_class.min(), per_class.max()
         each = f"{few}" if few == many else f"{few} to {many}"
         facts.append(f"{side}: {len(images)} images, {each} of each class")
-    if not isinstance(source, Dataset):
-        return troubles
-    figures = source.figures
-    if len(data.class_names) != figures.classes:
-        troubles.append(f"{len(data.class_names)} classes, published are {figures.classes}")
-    for side, total, (least, most) in (
-        ("train", figures.train, figures.train_per_class),
-        ("test", figures.test, figures.test_per_class),
-    ):
-        if len(found[side]) != total:
-            troubles.append(f"{side}: {len(found[side])} images, published are {total}")
-        numbers = zip(data.class_names, per_class[side].tolist(), strict=True)
-        odd = [f"{name} has {count}" for name, count in numbers if not least <= count <= most]
-        if odd:
-            each = f"{least}" if least == most else f"{least} to {most}"
-            troubles.append(f"{side}: published are {each} images of each class, but {shorten(odd, _SHOWN)}")
-    return troubles
-
-
-def _lists(source: Dataset, folder: Path) -> list[str]:
-    """Whether the files that cut the images are the published ones."""
-    published = published_lists(source.name)
-    remarks = []
-    for path in find_lists(folder) or ():
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found not in published:
-            remarks.append(f"{path} is a list of your own (sha256 {found}): results do not compare with published ones")
-    return remarks
+    return facts
 
 
 # Content ---------------------------------------------------------------------------------------------------------
@@ -111,10 +81,18 @@ class _Seen:
     unreadable: dict[str, str]
 
 
-def _look(images: ImageSet, watch: Progress) -> _Seen:
+def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
+    """Both sides, and the folder that their names leave out: that of the side, where each has one of its own."""
+    roots = [images.files.root if images.files else None for images in (data.train, data.test)]
+    for images, root in zip((data.train, data.test), roots, strict=True):
+        yield images, f"{root.name}/" if root and roots[0] != roots[1] else ""
+
+
+def _look(images: ImageSet, within: str, watch: Progress) -> _Seen:
     names: dict[bytes, list[str]] = {}
     unreadable: dict[str, str] = {}
-    for name, found in zip(images.names, _digests(images), strict=True):
+    paths = (within + name for name in images.names)
+    for name, found in zip(paths, _digests(images), strict=True):
         if isinstance(found, str):
             unreadable[name] = found
         else:

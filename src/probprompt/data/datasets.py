@@ -1,19 +1,25 @@
 """The published benchmarks: what they hold, where they are obtained, where they are looked for."""
 
+import csv
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import ClassVar
+
+import numpy as np
 
 from probprompt.data import layouts
 from probprompt.data.layouts import Layout
-from probprompt.data.sets import Benchmark, ImageData, benchmark, registered
+from probprompt.data.sets import Benchmark, ImageData, ImageSet, benchmark, registered
 from probprompt.data.sources import Figures, Source
-from probprompt.errors import UserError
+from probprompt.errors import UserError, shorten
 
 PLACE = "PROBPROMPT_DATA"
 """The environment variable that names the folder of all datasets."""
 
+_BIRDS = Path(__file__).parent / "cub200.csv"
+_SHOWN = 5
+_JPEG = {".jpg", ".jpeg"}
 _LISTS = (
     "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
 )
@@ -65,6 +71,62 @@ class Dataset(Benchmark):
                     return folder, layout
         return None
 
+    def differences(self, data: ImageData) -> list[str]:
+        """How what was loaded differs from what was published, in words; no image is read."""
+        return [*self.miscounts(data), *self.other_ways(data)]
+
+    def miscounts(self, data: ImageData) -> list[str]:
+        """Where there are not as many classes and images as published, or the classes are in another order."""
+        names, published = data.class_names, self.class_counts()
+        found = []
+        if len(names) != self.figures.classes:
+            found.append(f"{len(names)} classes, published are {self.figures.classes}")
+        elif set(names) == set(published) and names != tuple(published):
+            found.append(f"the classes are in another order than published: {shorten(names, 3)}")
+        for side, images, total, limits in (
+            ("train", data.train, self.figures.train, self.figures.train_per_class),
+            ("test", data.test, self.figures.test, self.figures.test_per_class),
+        ):
+            if len(images) != total:
+                found.append(f"{side}: {len(images)} images, published are {total}")
+            due = {name: counts[side == "test"] for name, counts in published.items()}
+            found += [f"{side}: {text}" for text in _odd_classes(names, images, due, limits)]
+        return found
+
+    def other_ways(self, data: ImageData) -> list[str]:
+        """Where the images are as many, but encoded anew, or not known to be cut by the published lists."""
+        return [*self._other_files(data), *self._other_cut(data)]
+
+    def _other_files(self, data: ImageData) -> list[str]:
+        suffixes = {PurePath(name).suffix.lower() for images in (data.train, data.test) for name in images.names}
+        if not self.figures.jpeg or suffixes <= _JPEG:
+            return []
+        kinds = ", ".join(sorted(suffix.lstrip(".").upper() for suffix in suffixes - _JPEG))
+        return [f"images are {kinds} files, published are JPEG files: they were encoded anew"]
+
+    def _other_cut(self, data: ImageData) -> list[str]:
+        published = self.lists()
+        if published and not data.lists:
+            return [
+                "no lists say which images are for training and which for the test: whether they are cut as published "
+                "cannot be known"
+            ]
+        return [
+            f"the list of the {side} images is not the published one (sha256 {digest}): results do not compare with "
+            "published ones"
+            for side, digest in zip(("training", "test"), data.lists, strict=False)
+            if digest not in published
+        ]
+
+    @classmethod
+    def lists(cls) -> set[str | None]:
+        """The sha256 of the published lists that cut it into training and test; none where it is cut already."""
+        return {item.sha256 for item in cls.sources if not item.unpack}
+
+    def class_counts(self) -> dict[str, tuple[int, int]]:
+        """How many training and test images each class should have, in the order of the classes; empty: not known."""
+        return {}
+
     @property
     def place(self) -> Path:
         """The folder in which it is looked for."""
@@ -83,6 +145,25 @@ class Dataset(Benchmark):
             f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
             f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"
         )
+
+
+def _odd_classes(
+    names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
+) -> Iterator[str]:
+    """Say which classes have not as many images as published, by their own number or by the least and the most."""
+    counts = np.bincount(images.labels, minlength=len(names)).tolist()
+    least, most = limits
+    exact, beyond = [], []
+    for name, count in zip(names, counts, strict=True):
+        if name in due and count != due[name]:
+            exact.append(f"{name} has {count} instead of {due[name]}")
+        elif name not in due and not least <= count <= most:
+            beyond.append(f"{name} has {count}")
+    if exact:
+        yield f"not as many images of each class as published: {shorten(exact, _SHOWN)}"
+    if beyond:
+        each = f"{least}" if least == most else f"{least} to {most}"
+        yield f"published are {each} images of each class, but {shorten(beyond, _SHOWN)}"
 
 
 @benchmark
@@ -131,7 +212,7 @@ class ImageNetR(Dataset):
     )
     folders = ("imagenet-r",)
     layouts = (layouts.LISTED, layouts.tree(layouts.wordnet_names))
-    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81))
+    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81), jpeg=True)
 
 
 @benchmark
@@ -149,7 +230,12 @@ class Cub200(Dataset):
     )
     folders = ("CUB_200_2011",)
     layouts = (layouts.CUB, layouts.tree(layouts.numbered_names))
-    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30))
+    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30), jpeg=True)
+
+    def class_counts(self) -> dict[str, tuple[int, int]]:
+        """By the official split."""
+        with _BIRDS.open(encoding="utf-8", newline="") as file:
+            return {row["class"]: (int(row["train"]), int(row["test"])) for row in csv.DictReader(file)}
 
 
 @benchmark
@@ -168,7 +254,7 @@ class TinyImageNet(Dataset):
     )
     folders = ("tiny-imagenet-200",)
     layouts = (layouts.TINY, layouts.tree(layouts.wordnet_names))
-    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7)
+    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7, jpeg=True)
 
 
 @benchmark
@@ -191,8 +277,7 @@ class TuBerlin(Dataset):
 def published_lists(name: str) -> set[str | None]:
     """The sha256 of the lists that cut a dataset into training and test; none where its archive is cut already."""
     source = registered().get(name)
-    sources = source.sources if source and issubclass(source, Dataset) else ()
-    return {item.sha256 for item in sources if not item.unpack}
+    return source.lists() if source and issubclass(source, Dataset) else set()
 
 
 def recognise(path: Path) -> Dataset | None:
@@ -200,7 +285,7 @@ def recognise(path: Path) -> Dataset | None:
     known = [source for source in registered().values() if issubclass(source, Dataset)]
     for source in known:
         found = source(path).recognise()
-        if found and found[1].telling:
+        if found and found[1].telling(found[0]):
             return source(path)
     for source in known:
         names = {source.name, *source.folders}

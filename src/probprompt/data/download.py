@@ -156,10 +156,11 @@ def _fetch(url: str, part: _Part, watch: Progress, room: float) -> None:
             part.begin(url, response.headers, total)
         if total is not None:
             make_room(part.path.parent, round(room * total) - start + SLACK, part.path.stem)
-        with watch.transfer(part.path.stem, total, start), part.path.open("ab") as out:
-            _pour(response, out, watch.advance)
-    if total is not None and part.size != total:
-        raise _CutError(f"{part.size} of {total} bytes")
+        with watch.transfer(part.path.stem, total, start):
+            with part.path.open("ab") as out:
+                _pour(response, out, watch.advance)
+            if total is not None and part.size != total:
+                raise _CutError(f"{part.size} of {total} bytes")
 
 
 def _pour(response: http.client.HTTPResponse, out: IO[bytes], advance: Callable[[int], None]) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,8 @@ SYSTEM_FOLDERS = frozenset(
 )
 """What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
 _WNID = re.compile(r"n\d{8}")
+_RENDERED = 200  # classes of ImageNet-R
+_RENDITION = re.compile(r"[a-z]+_\d+\.jpe?g")  # its files, such as sketch_0.jpg
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Layout:
     fits: Callable[[Path], bool]
     """Whether a folder looks like it."""
     load: Callable[[Path, int | None], ImageData]
-    telling: bool = False
-    """Whether no other benchmark looks like it."""
+    telling: Callable[[Path], bool] = lambda _: False
+    """Whether a folder that looks like it can be nothing else."""
 
 
 def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: Listed, test: Listed) -> ImageData:
@@ -58,9 +60,20 @@ def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: 
 # Class folders ---------------------------------------------------------------------------------------------------
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names of classes by the alphabet, or by their value where all of them are numbers.
+
+    >>> in_order(["b", "a", "10", "9"]), in_order(["10", "9", "0"])
+    (['10', '9', 'a', 'b'], ['0', '9', '10'])
+    """
+    listed = sorted(names)
+    return sorted(listed, key=int) if all(name.isdecimal() for name in listed) else listed
+
+
 def subfolders(root: Path) -> list[Path]:
-    """The folders in a folder by their names, hidden ones and those of the system aside."""
-    return sorted(path for path in root.iterdir() if path.is_dir() and not passed_over(path.name))
+    """The folders in a folder in the order of their names, hidden ones and those of the system aside."""
+    found = (path.name for path in root.iterdir() if path.is_dir() and not passed_over(path.name))
+    return [root / name for name in in_order(found)]
 
 
 def passed_over(name: str) -> bool:
@@ -241,7 +254,7 @@ CIFAR = Layout(
     "cifar-100-python/ with the pickles train, test and meta",
     lambda root: all((root / name).is_file() for name in ("train", "test", "meta")),
     load_cifar,
-    telling=True,
+    telling=lambda _: True,
 )
 
 
@@ -311,7 +324,7 @@ CUB = Layout(
     "CUB_200_2011/ with images/, images.txt, image_class_labels.txt and train_test_split.txt",
     lambda root: all((root / f"{name}.txt").is_file() for name in ("images", "train_test_split")),
     load_cub,
-    telling=True,
+    telling=lambda _: True,
 )
 
 
@@ -389,23 +402,35 @@ def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, source
     """The folder of each class in the order of the lists' numbers, or by name where they have none."""
     folders = [name.split("/")[0] for name in names]
     if labels is None:
-        return sorted(set(folders))
+        return in_order(set(folders))
     pairs = sorted(set(zip(labels, folders, strict=True)))
     if [label for label, _ in pairs] != list(range(len(set(folders)))):
         raise UserError(f"{source} gives a class two numbers, or leaves out one of 0 to {len(set(folders)) - 1}")
     return [folder for _, folder in pairs]
 
 
-def _wordnet_folders(root: Path) -> bool:
-    return sum(bool(_WNID.fullmatch(path.name)) for path in subfolders(root)) > 1
+def _wordnet_folders(root: Path) -> list[Path]:
+    return [path for path in subfolders(root) if _WNID.fullmatch(path.name)]
+
+
+def _is_imagenet_r(root: Path) -> bool:
+    """Whether it is this part of ImageNet, since all parts have such folders.
+
+    The lists tell, or the number of the folders together with the names of their files.
+    """
+    folders = _wordnet_folders(root)
+    if find_lists(root) is not None:
+        return len(folders) <= _RENDERED
+    near = abs(len(folders) - _RENDERED) <= _RENDERED // 20
+    return near and all(any(_RENDITION.fullmatch(path.name) for path in folder.iterdir()) for folder in folders)
 
 
 LISTED = Layout(
     "imagenet-r/ with 200 folders such as n01443537/, beside it imagenet-r_train.yaml and imagenet-r_test.yaml "
     "(or train.txt and test.txt of one's own)",
-    _wordnet_folders,
+    lambda root: len(_wordnet_folders(root)) > 1,
     load_listed,
-    telling=True,
+    telling=_is_imagenet_r,
 )
 
 
@@ -434,5 +459,5 @@ TINY = Layout(
     "tiny-imagenet-200/ with train/<wnid>/images/ and val/ with images/ and val_annotations.txt",
     lambda root: (root / "val" / "val_annotations.txt").is_file() and (root / "train").is_dir(),
     load_tiny,
-    telling=True,
+    telling=lambda _: True,
 )

@@ -1,11 +1,13 @@
 """A published dataset brought onto this machine: fetched, verified, unpacked and put in its place at once."""
 
+import hashlib
 import json
 import secrets
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from probprompt.data.archives import make_room, unpack, unpacked_size
+from probprompt.data.archives import ArchiveError, make_room, unpack, unpacked_size
 from probprompt.data.datasets import Dataset, data_folder
 from probprompt.data.download import SLACK, Progress, download, verify
 from probprompt.data.layouts import LISTED, find_lists
@@ -57,42 +59,67 @@ def _bring(
     try:
         part.mkdir(parents=True)
         notes = [_fetch_beside(source, part, watch, pause, file) for source in others]  # small: trouble shows early
-        archive, known = _archive(main, home, url, file, watch, pause)
-        _unpack(archive, part, watch)
-        notes.insert(0, {"file": main.file, "from": str(file) if file else url or main.url, **known})
+        archive = _archive(main, home, url, file)
+        notes.insert(0, _open_up(archive, kind, part, watch, pause))
         (part / NOTE).write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
-        if kind(part).recognise() is None:
-            raise UserError(f"{archive} holds nothing that looks like {kind.name}: name the right archive")
         if target.exists():
             target.rmdir()  # empty, as was seen before
         part.rename(target)
         if file is None:
-            archive.unlink()
+            archive.path.unlink()
     except OSError as problem:
         raise UserError(f"{kind.name} cannot be written to {home}: {problem.strerror or problem}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _archive(
-    source: Source, home: Path, url: str | None, file: Path | None, watch: Progress, pause: float
-) -> tuple[Path, dict[str, str]]:
-    """The archive on this machine, and its hashes."""
-    if file is not None and not file.is_file():
-        raise UserError(f"{file} is no file: name the archive {source.file}")
-    archive = file or home / source.file
-    if archive.exists():
-        return archive, _checked(archive, source, watch)
-    download(url or source.url, archive, watch, pause, _ROOM)
+@dataclass(frozen=True)
+class _Archive:
+    """An archive that is on this machine, or will be."""
+
+    path: Path
+    source: Source
+    url: str | None
+    """Where it is fetched from; None where the user has put it there."""
+    remedy: str
+    """What to do where it is not the right one."""
+
+
+def _archive(source: Source, home: Path, url: str | None, file: Path | None) -> _Archive:
+    """Which archive is taken: one that was named, one that lies there already, or one from the web."""
+    if file is not None:
+        if not file.is_file():
+            raise UserError(f"{file} is no file: name the archive {source.file}")
+        return _Archive(file, source, None, "Name the right archive")
+    path = home / source.file
+    if url and not source.hashed:  # what lies there might be another file, and what comes is kept apart from it
+        path = path.with_stem(f"{path.stem}.{hashlib.sha256(url.encode()).hexdigest()[:8]}")
+    elif path.exists():
+        return _Archive(path, source, None, "It was there already: remove it, and the same command fetches it")
+    return _Archive(path, source, url or source.url, "It was removed: try again, or name a mirror with --url")
+
+
+def _open_up(archive: _Archive, kind: type[Dataset], part: Path, watch: Progress, pause: float) -> dict[str, str]:
+    """Verify and unpack an archive; one that was fetched, but is not the dataset, is removed. Returns what it was."""
+    if archive.url and not archive.path.exists():
+        download(archive.url, archive.path, watch, pause, _ROOM)
     try:
-        return archive, _checked(archive, source, watch)
-    except UserError as problem:
-        archive.unlink()
-        raise UserError(f"{problem}. It was removed: try again, or name a mirror with --url") from None
+        known = _checked(archive.path, archive.source, watch)
+        _unpack(archive.path, part, watch)
+        if kind(part).recognise() is None:
+            raise ArchiveError(f"{archive.path} holds nothing that looks like {kind.name}")
+    except ArchiveError as problem:
+        if archive.url:
+            archive.path.unlink()
+        raise UserError(f"{problem}. {archive.remedy}") from None
+    return {"file": archive.source.file, "from": archive.url or str(archive.path), **known}
 
 
 def _checked(path: Path, source: Source, watch: Progress) -> dict[str, str]:
-    known = verify(path, source, watch)
+    try:
+        known = verify(path, source, watch)
+    except UserError as problem:
+        raise ArchiveError(str(problem)) from None
     if not source.hashed:
         watch.note(f"no hash of {source.file} was published; this one has sha256 {known['sha256']}")
     return known

@@ -32,3 +32,5 @@ class Figures:
     test_per_class: tuple[int, int]
     shared: int | None = None
     """Test images that are among the training images, too, in the data as it was published; None: not known."""
+    jpeg: bool = False
+    """Whether its images are published as JPEG files: in any other format they were encoded anew."""

@@ -82,12 +82,13 @@ def _published() -> dict[str, str]:
 
 
 def same_data(entry: Entry, column: paper.Column) -> bool:
-    """Whether a run met the benchmark of a column: all its images, cut by the published lists where it has some."""
+    """Whether a run met the benchmark of a column: all its images as published, cut by its lists where it has some."""
     stream = entry.content["stream"]
     images = sum(stream["train_images"]), sum(stream["test_images"])
     whole = images == _IMAGES.get(column.benchmark) and not entry.content.get("skipped")
     cut = set(stream.get("lists", ())) == published_lists(column.benchmark)
-    return entry.config["data"]["benchmark"] == column.benchmark and whole and cut
+    named = entry.config["data"]["benchmark"] == column.benchmark
+    return named and whole and cut and not stream.get("differences")
 
 
 def same_settings(entry: Entry, row: paper.Row) -> bool:

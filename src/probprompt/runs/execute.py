@@ -19,6 +19,7 @@ from probprompt.checkpoints import LoadedBackbone, load_backbone
 from probprompt.config import RunConfig
 from probprompt.data import benchmarks
 from probprompt.data.cache import ImageCache
+from probprompt.data.datasets import Dataset
 from probprompt.data.loading import Loaded, Viewer, enlarged, load_kept, refuse_unreadable
 from probprompt.data.preparation import preparation, refuse_other_preparation
 from probprompt.data.sets import ImageData
@@ -86,6 +87,8 @@ class Workshop:
     split_hash: str
     lists: tuple[str, ...]
     """Hashes of the files that cut the images into training and test."""
+    differences: list[str]
+    """How the images differ from a published dataset, in words."""
     order_hash: str
     skipped: list[str]
     loading_s: float = 0.0
@@ -200,6 +203,9 @@ def prepare(
     for remark in source.remarks():
         watch.note(remark)
     data = source.load(None if stored == "full" else stored or short_side)
+    differences = source.differences(data) if isinstance(source, Dataset) else []
+    for difference in differences:
+        watch.note(f"{source.name} is not as published: {difference}")
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
     _refuse_empty_classes(data, config.data.benchmark)
@@ -229,6 +235,7 @@ def prepare(
         scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
         split_hash=split,
         lists=data.lists,
+        differences=differences,
         order_hash=order,
         loading_s=time.perf_counter() - begun,
         skipped=skipped,
@@ -312,6 +319,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "order_hash": workshop.order_hash,
             "split_hash": workshop.split_hash,
             "lists": list(workshop.lists),
+            "differences": workshop.differences,
             "train_images": [len(task) for task in workshop.tasks],
             "test_images": [len(task) for task in workshop.test_tasks],
             "test_classes": [task.classes for task in workshop.test_tasks],
