@@ -16,7 +16,6 @@ from PIL import Image
 
 from probprompt import api, presets
 from probprompt.config import merge, parse_config
-from probprompt.data.datasets import published_lists
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.results import book, figures, page, paper
@@ -345,7 +344,7 @@ def _made(
             "tasks": [["a"]] * tasks,
             "test_classes": [1] * tasks,
             "split_hash": f"{benchmark:0<64}",
-            "lists": sorted(filter(None, published_lists(benchmark))),
+            "differences": [],
             "train_images": [images[0]],
             "test_images": [images[1]],
         },
@@ -465,9 +464,12 @@ def test_costs_of_different_records_are_not_mixed(order: int) -> None:
 
 def test_other_settings_and_lists_of_ones_own_are_marked() -> None:
     assert "`matched` ¶" in _ours("table2", [_entry("vq-prompt", 80.0, preset="matched")])[0]
-    stream = {**_made("probprompt", 80.0, benchmark="imagenet-r")["stream"], "lists": ["1" * 64, "2" * 64]}
+    own = {**_made("probprompt", 80.0, benchmark="imagenet-r")["stream"], "differences": ["the list is another"]}
     assert "`published` |" in _ours("table1", [_entry("probprompt", 80.0, benchmark="imagenet-r")])[0]
-    assert "`published` ‡" in _ours("table1", [_entry("probprompt", 80.0, benchmark="imagenet-r", stream=stream)])[0]
+    unsaid = {name: part for name, part in own.items() if name != "differences"}
+    for stream in (own, unsaid):
+        entry = _entry("probprompt", 80.0, benchmark="imagenet-r", stream=stream)
+        assert "`published` ‡" in _ours("table1", [entry])[0]
     stream = {**_made("probprompt", 80.0)["stream"], "differences": ["images were encoded anew"]}
     assert "`published` ‡" in _ours("table2", [_entry("probprompt", 80.0, stream=stream)])[0]
 

@@ -409,9 +409,8 @@ def _download(checkpoint: Checkpoint) -> Path:
         raise UserError(
             f"the weights of {checkpoint.name!r} are not in the caches of this machine "
             f"({huggingface_hub.constants.HF_HUB_CACHE}, {_torch_cache()}), and {checkpoint.source} could not be "
-            f"fetched from "
-            f"the Hugging Face hub: {error}. Connect to the network, or give weights=FILE with {_HUB_FILE} "
-            f"from there, or use 'demo', which needs no download"
+            f"fetched from the Hugging Face hub: {error}. Connect to the network, or give weights=FILE with "
+            f"{_HUB_FILE} from there, or use 'demo', which needs no download"
         ) from error
 
 

@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from probprompt.bench.grow import COSTS
 from probprompt.bench.stages import STAGES
 from probprompt.report.figures import INK, MARKERS, MUTED, PAGE, PALETTE, label, styled
+from probprompt.runs.record import machine_name
 
 Curve = Mapping[str, Any]
 STAGE_COLOURS = (*PALETTE, "#a9b0ba")
@@ -25,8 +26,7 @@ def draw(record: Mapping[str, Any]) -> bytes:
 
 def subtitle(record: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """What was measured on what, in a line."""
-    machine = record["hardware"]
-    return f"{about['backbone']}, {about['precision']}, {machine.get('gpu', machine['machine'])}"
+    return f"{about['backbone']}, {about['precision']}, {machine_name(record['hardware'])}"
 
 
 @styled

@@ -17,6 +17,7 @@ from probprompt.bench.record import read_record
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.runs.files import write_bytes
+from probprompt.runs.record import machine_name
 
 Entry = Mapping[str, Any]
 DASH = "-"  # not measured
@@ -300,7 +301,7 @@ def draw_growth(records: Sequence[Path]) -> bytes:
 
     read = [record for record in map(read_record, records) if record["growth"]]
     of = {_about(curve) for curve in grown(read)}
-    machines = {str(record["hardware"].get("gpu") or record["hardware"]["machine"]) for record in read}
+    machines = {machine_name(record["hardware"]) for record in read}
     if len(of) != 1 or len(machines) != 1:
         raise UserError(
             f"a picture of growth is of one method, backbone, precision and machine; these records have "

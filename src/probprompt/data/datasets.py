@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import ClassVar
 
@@ -98,11 +99,12 @@ class Dataset(Benchmark):
         return [*self._other_files(data), *self._other_cut(data)]
 
     def _other_files(self, data: ImageData) -> list[str]:
-        suffixes = {PurePath(name).suffix.lower() for images in (data.train, data.test) for name in images.names}
-        if not self.figures.jpeg or suffixes <= _JPEG:
+        if not self.figures.jpeg:
             return []
-        kinds = ", ".join(sorted(suffix.lstrip(".").upper() for suffix in suffixes - _JPEG))
-        return [f"images are {kinds} files, published are JPEG files: they were encoded anew"]
+        names = chain(data.train.names, data.test.names)
+        others = {PurePath(name).suffix.lower() for name in names} - _JPEG
+        kinds = ", ".join(sorted(suffix.lstrip(".").upper() for suffix in others))
+        return [f"images are {kinds} files, published are JPEG files: they were encoded anew"] if others else []
 
     def _other_cut(self, data: ImageData) -> list[str]:
         published = self.lists()

@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub by name, or as the package ``datasets`` has saved one on disk."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -23,19 +23,6 @@ _NAMED = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?::(?P<config>[\w.-]+))?(?:
 _BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 _TRAIN = "train"
 _SEVERAL, _SINGLE = "dataset_dict.json", "state.json"  # of a folder of splits, and of one split alone
-
-
-@dataclass(frozen=True)
-class HubImages(ImageSet):
-    """Images of a dataset of the hub."""
-
-    short_side: int | None = None
-    """What the short side is reduced to at most; None leaves the size as it is."""
-
-    def subset(self, indices: Sequence[int]) -> "HubImages":
-        """Some of the images, in this order."""
-        chosen = super().subset(indices)
-        return HubImages(chosen.names, chosen.labels, chosen.read, short_side=self.short_side)
 
 
 @dataclass(frozen=True)
@@ -172,7 +159,7 @@ def _without_empty(
     return tuple(names[label] for label in kept), {side: np.searchsorted(kept, all_) for side, all_ in labels.items()}
 
 
-def _images(opened: _Opened, side: str, short_side: int | None) -> HubImages:
+def _images(opened: _Opened, side: str, short_side: int | None) -> ImageSet:
     split, labels = opened.splits[side], opened.labels[side]
     mark = getattr(split, "_fingerprint", None)  # of the dataset's revision, or of what was saved
     folder = f"{side}@{mark}" if mark else side
@@ -184,4 +171,4 @@ def _images(opened: _Opened, side: str, short_side: int | None) -> HubImages:
         except _BROKEN as problem:
             raise UnreadableImageError(str(problem) or type(problem).__name__) from None
 
-    return HubImages(tuple(f"{folder}/{row:07}" for row in range(len(labels))), labels, read, short_side=short_side)
+    return ImageSet(tuple(f"{folder}/{row:07}" for row in range(len(labels))), labels, read, short_side=short_side)

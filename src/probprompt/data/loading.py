@@ -15,7 +15,6 @@ from probprompt import kernels
 from probprompt.data.benchmarks import ImageSet
 from probprompt.data.cache import Decoded, ImageCache, decode
 from probprompt.data.colour import Augmentation, after_crop, before_crop, draws_needed
-from probprompt.data.hub import HubImages
 from probprompt.data.images import Pixels
 from probprompt.data.views import Boxes, Kernel, centre_boxes, resample
 from probprompt.errors import UserError
@@ -333,16 +332,9 @@ def _chosen(images: ImageSet, decoded: Decoded, rows: NDArray[np.int64], device:
         labels=torch.from_numpy(images.labels[kept]).to(device),
         names=tuple(images.names[index] for index in kept),
         unreadable=tuple((images.names[index], reason) for index, reason in failed.items()),
-        stored_side=_stored_side(images),
+        stored_side=images.short_side,
         sha256=decoded.sha256,
     )
-
-
-def _stored_side(images: ImageSet) -> int | None:
-    """What the short side is reduced to at most, whether the images are files of a folder or of the hub."""
-    if isinstance(images, HubImages):
-        return images.short_side
-    return images.files.short_side if images.files else None
 
 
 def refuse_unreadable(sets: Sequence[Loaded], class_names: Sequence[str], skip: bool) -> list[str]:

@@ -27,11 +27,13 @@ class ImageSet:
     """Which of the files they are."""
     pixels: Pixels | None = None
     """All images (n, H, W, 3), where they lie in memory anyway and have one size."""
+    short_side: int | None = None
+    """What the short side of an image is reduced to at most when it is read; None leaves the size as it is."""
 
     @classmethod
     def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
         """All images of a folder."""
-        return cls(files.names, labels, files.read, files, np.arange(len(files)))
+        return cls(files.names, labels, files.read, files, np.arange(len(files)), short_side=files.short_side)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -46,6 +48,7 @@ class ImageSet:
             self.files,
             None if self.rows is None else self.rows[chosen],
             None if self.pixels is None else self.pixels[chosen],
+            self.short_side,
         )
 
 

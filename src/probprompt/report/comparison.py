@@ -162,8 +162,8 @@ class Entry:
     def mixtures(self, named: str) -> list[str]:
         """Why the mean over these runs says nothing: they had different weights, or met different images."""
         hashes = {
-            "weights": {str((result.record.get("backbone") or {}).get("sha256")) for result in self.results},
-            "images": {str((result.record.get("stream") or {}).get("split_hash")) for result in self.results},
+            "weights": {_sha256(result.record) for result in self.results},
+            "images": {_split_hash(result.record) for result in self.results},
         }
         return [
             f"{named}: its runs have different {what} ({', '.join(sorted(each[:12] for each in found))}), their mean "
@@ -180,7 +180,7 @@ class Entry:
     @property
     def protocol(self) -> tuple[object, ...]:
         """What must be the same for numbers to be ranked: images, tasks."""
-        splits = sorted({str(result.record.get("stream", {}).get("split_hash")) for result in self.results})
+        splits = sorted({_split_hash(result.record) for result in self.results})
         return self.held_out, max(len(result.matrix) for result in self.results), *splits
 
     @property
@@ -528,15 +528,20 @@ def _settings(runs: Sequence[Recorded]) -> list[dict[str, Any]]:
     for run in runs:
         found.append(flatten(completed(run.record["config"]) or run.record["config"]))
         found[-1]["backbone.weights"] = name = without_paths(found[-1].get("backbone.weights"))
-        contents.setdefault(name, set()).add(_sha256(run))
+        contents.setdefault(name, set()).add(_sha256(run.record))
     for run, settings in zip(runs, found, strict=True):
         if len(contents[name := settings["backbone.weights"]]) > 1:
-            settings["backbone.weights"] = f"{name} ({_sha256(run)[:8]})"
+            settings["backbone.weights"] = f"{name} ({_sha256(run.record)[:8]})"
     return found
 
 
-def _sha256(run: Recorded) -> str:
-    return str((run.record.get("backbone") or {}).get("sha256", ""))
+def _sha256(record: Mapping[str, Any]) -> str:
+    """Of the weights."""
+    return str((record.get("backbone") or {}).get("sha256", ""))
+
+
+def _split_hash(record: Mapping[str, Any]) -> str:
+    return str((record.get("stream") or {}).get("split_hash"))
 
 
 def _read(path: Path) -> list[Recorded]:

@@ -301,7 +301,6 @@ def content_of(run: Run) -> dict[str, Any]:
         "similarity": dict(Recorded.of(run, "").similarity),
         "pictures": _pictures(found),
     }
-    content = json.loads(json.dumps(content))  # as it will be read: what is hashed has no numpy numbers nor tuples
     return {**content, "sha256": content_hash(content)}
 
 

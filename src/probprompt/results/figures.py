@@ -211,11 +211,12 @@ def _values(scene: Scene, tasks: int, measure: Callable[[Entry], float | None]) 
 
 
 def _similarities(scene: Scene) -> list[Picture]:
-    chosen: dict[str, Entry] = {}
-    for seed in sorted({entry.seed for entry in scene.entries}, reverse=True):  # the first that gives most methods
-        runs = {m: e for m, every in scene.by_method(scene.tasks).items() for e in every if e.seed == seed}
-        drawn = {method: entry for method, entry in runs.items() if "similarity" in entry.content["pictures"]}
-        chosen = drawn if len(drawn) >= len(chosen) else chosen
+    runs = scene.by_method(scene.tasks)
+    drawn = [
+        {m: each for m, each in zip(runs, of_seed, strict=True) if "similarity" in each.content["pictures"]}
+        for of_seed in zip(*runs.values(), strict=True)
+    ]
+    chosen = max(drawn, key=len, default={})  # the first seed that gives most methods
     if len(chosen) < 2:
         return []
     shown = len(next(iter(chosen.values())).content["pictures"]["similarity"]["labels"])

@@ -22,6 +22,7 @@ from probprompt.results.book import Entry, read_entries
 from probprompt.results.figures import Picture, pictures
 from probprompt.results.naming import backbone_words, family
 from probprompt.runs.grid import describe
+from probprompt.runs.record import machine_name
 
 WEIGHTS, DATA, SETTINGS, MARKED = "†", "‡", "¶", "§"
 MARKS = {
@@ -82,13 +83,15 @@ def _published() -> dict[str, str]:
 
 
 def same_data(entry: Entry, column: paper.Column) -> bool:
-    """Whether a run met the benchmark of a column: all its images as published, cut by its lists where it has some."""
+    """Whether a run met the benchmark of a column, with all its images, as published.
+
+    Of records that do not say how theirs differ, only those are believed whose benchmark is cut without any lists.
+    """
     stream = entry.content["stream"]
     images = sum(stream["train_images"]), sum(stream["test_images"])
     whole = images == _IMAGES.get(column.benchmark) and not entry.content.get("skipped")
-    cut = set(stream.get("lists", ())) == published_lists(column.benchmark)
-    named = entry.config["data"]["benchmark"] == column.benchmark
-    return named and whole and cut and not stream.get("differences")
+    differs = stream.get("differences", published_lists(column.benchmark))
+    return entry.config["data"]["benchmark"] == column.benchmark and whole and not differs
 
 
 def same_settings(entry: Entry, row: paper.Row) -> bool:
@@ -250,7 +253,7 @@ def _bench_words(table: paper.Table, record: Mapping[str, Any], entry: Mapping[s
     marks = WEIGHTS if weights or entry["backbone"] != column.backbone else ""
     marks += "" if config["data"]["benchmark"] == column.benchmark else DATA
     marks += "" if config.get("preset") == paper.PRESET else SETTINGS
-    machine = record["hardware"].get("gpu") or record["hardware"]["machine"]
+    machine = machine_name(record["hardware"])
     told = f"ours, {machine}, {backbone_words(given)}, {entry['precision']}, batch {entry['batch']}"
     return f"{told} {marks}".strip()
 
@@ -337,7 +340,7 @@ def _sources(entries: Sequence[Entry]) -> list[str]:
     def machine(entry: Entry) -> tuple[str, ...]:
         used, versions = entry.content["hardware"], entry.content["versions"]
         revision = f"`{versions['revision']}`" if versions.get("revision") else NOTHING
-        return str(used.get("gpu") or used["machine"]), versions["torch"], versions["timm"], revision
+        return machine_name(used), versions["torch"], versions["timm"], revision
 
     return [
         "### Weights",

@@ -45,8 +45,8 @@ class Row(_Part):
     settings: dict[str, Any] = {}
     """What the row is about: what differs from the preset, by dotted names."""
     protocol: dict[str, Any] = {}
-    """How others than its authors ran the method for this table, where the paper's number comes from them: what
-    differs from the preset, too. ``none`` is what TOML has no word for."""
+    """How the runs behind the paper's number differ from the preset beyond that: others than its authors may have run
+    the method. ``none`` is what TOML has no word for."""
     words: str = ""
     """What is printed in place of numbers."""
     printed: dict[str, dict[str, Number]]
@@ -104,6 +104,8 @@ class Table(_Part):
 def tables() -> tuple[Table, ...]:
     """All tables of the paper, in its order."""
     content = tomllib.loads((Path(__file__).parent / "paper.toml").read_text(encoding="utf-8"))
+    for row in (row for table in content["table"] for row in table["rows"] if "protocol" in row):
+        row["protocol"] = content["protocol"][row["protocol"]]
     return tuple(Table.model_validate(entry) for entry in content["table"])
 
 

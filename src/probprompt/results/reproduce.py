@@ -27,7 +27,7 @@ from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_error
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, nest
 from probprompt.runs.progress import Watcher
-from probprompt.runs.record import hardware
+from probprompt.runs.record import hardware, machine_name
 
 NETWORK = "vit_base_patch16_224"
 """What the paper's costs are of."""
@@ -174,8 +174,7 @@ def make_plan(
         standings.append(Standing(wish, len(there), tuple(cell for cell in cells if cell not in there)))
     needed = [cell.config for standing in standings for cell in standing.waiting]
     problems |= dict.fromkeys(lacking(needed))
-    machine = _machine(hardware(device or pick_device(None)))
-    measure = bool(table.costs) and not _costs_known(table, read_benches(book), machine)
+    measure = bool(table.costs) and not _costs_known(table, read_benches(book), device or pick_device(None))
     return Plan(table, tuple(standings), tuple(problems), out, measure)
 
 
@@ -246,7 +245,7 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
             seconds += standing.to_run * run_seconds(speeds[row.method], experiment, epochs)
         else:
             unknown += standing.to_run
-    return Estimate(seconds / 3600, unknown, _machine(record["hardware"]))
+    return Estimate(seconds / 3600, unknown, machine_name(record["hardware"]))
 
 
 # Carrying it out
@@ -267,22 +266,18 @@ def carry_out(
             add_runs(finished, book)
 
 
-def _costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], machine: str) -> bool:
+def _costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
     """Whether one record has what every method of the table costs as published, on the paper's network and here."""
-    wanted = {row.method for row in table.rows}
+    wanted, machine = {row.method for row in table.rows}, machine_name(hardware(device))
     return any(
         wanted <= {entry["method"] for entry in record["results"] if _as_published(entry)}
         for record in benches
-        if _machine(record["hardware"]) == machine
+        if machine_name(record["hardware"]) == machine
     )
 
 
 def _as_published(entry: Mapping[str, Any]) -> bool:
     return is_base(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET
-
-
-def _machine(found: Mapping[str, Any]) -> str:
-    return str(found.get("gpu") or found["machine"])
 
 
 def measure_costs(

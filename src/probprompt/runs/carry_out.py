@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -161,12 +162,11 @@ def run_grid(grid: Grid, way: Way, watcher: GridWatcher | None = None, where: Wh
 
 def _refuse_other_weights(outcomes: Sequence[Outcome]) -> None:
     """Refuse to go on beside finished runs whose file of weights holds others by now: no table could compare them."""
-    now: dict[Path, str] = {}
+    hashed = cache(digest)
     for outcome in outcomes:
         path = Path(outcome.cell.config.backbone.weights or "")
         if outcome.run and path.is_file():
-            before, found = outcome.run.record["backbone"]["sha256"], now.get(path) or digest(path)
-            now[path] = found
+            before, found = outcome.run.record["backbone"]["sha256"], hashed(path)
             if before != found:
                 raise UserError(
                     f"{outcome.cell.folder} was run with other weights than {path} holds now (sha256 {before}, now "

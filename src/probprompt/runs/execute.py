@@ -85,8 +85,6 @@ class Workshop:
     learner: Learner
     scorer: Scorer
     split_hash: str
-    lists: tuple[str, ...]
-    """Hashes of the files that cut the images into training and test."""
     differences: list[str]
     """How the images differ from a published dataset, in words."""
     order_hash: str
@@ -234,7 +232,6 @@ def prepare(
         learner=learner,
         scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
         split_hash=split,
-        lists=data.lists,
         differences=differences,
         order_hash=order,
         loading_s=time.perf_counter() - begun,
@@ -318,7 +315,6 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "tasks": names,
             "order_hash": workshop.order_hash,
             "split_hash": workshop.split_hash,
-            "lists": list(workshop.lists),
             "differences": workshop.differences,
             "train_images": [len(task) for task in workshop.tasks],
             "test_images": [len(task) for task in workshop.test_tasks],

@@ -79,9 +79,9 @@ def find_weights(weights: str | None, home: Path) -> str | None:
     """
     if weights is None or weights == RANDOM or Path(weights).is_file():
         return weights
-    for folder in (home, home.parent):
-        if (folder / Path(weights).name).is_file():
-            return str(folder / Path(weights).name)
+    for beside in (folder / Path(weights).name for folder in (home, home.parent)):
+        if beside.is_file():
+            return str(beside)
     raise UserError(f"there is no file {weights}, whose weights are needed: put it back, or put it into {home}")
 
 

@@ -193,6 +193,11 @@ def _revision() -> str | None:
     return found.stdout.strip() or None
 
 
+def machine_name(found: Mapping[str, Any]) -> str:
+    """What a record calls its machine, from what it says of the hardware: the GPU, or else the kind of processor."""
+    return str(found.get("gpu") or found["machine"])
+
+
 def hardware(device: torch.device) -> dict[str, str | int]:
     """The machine, in words, and the switches that change how long it takes."""
     found: dict[str, str | int] = {
