@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,9 @@ torch.set_num_threads(1)
 # Without a GPU, kernels run in Triton's interpreter; Triton must know before anything imports it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Whoever starts the tests in the background may have told them to ignore Ctrl-C, and so every process they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests stop runs after epochs that take no time at all.
 os.environ["PROBPROMPT_CHECKPOINTS"] = "all"
