@@ -146,7 +146,7 @@ def test_a_body_of_unsaid_length_is_cut_off(serve: Serve) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as line:
         head = f"POST /api/predict HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nContent-Type: image/png\r\n"
         line.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
-        for _ in range(5):
+        for _ in range(3):  # the last goes beyond the limit; whatever came after it might meet a closed door
             line.sendall(b"1000\r\n" + bytes(0x1000) + b"\r\n")
         assert line.recv(100).startswith(b"HTTP/1.1 413")
 
