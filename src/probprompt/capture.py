@@ -5,7 +5,9 @@ once: the same kernels on the same memory, so what goes in is copied to where th
 """
 
 import gc
+import itertools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Optimiser = TypeVar("Optimiser", bound=torch.optim.Optimizer)
 
@@ -110,6 +112,54 @@ class Captured:
             warnings.warn(f"a step cannot be captured and runs slower: {problem}", RuntimeWarning, stacklevel=2)
             return None
         return graph
+
+
+class Replays:
+    """A function of one batch under a module's tensors, captured for the sizes of batches that come again and again.
+
+    A batch is filled up to a power of two, so that there are few of them; larger ones than ``most`` are called plainly:
+    launching takes no part of their time that matters. Tensors may change in place. Where one lies elsewhere, or has
+    another shape, what was captured is thrown away. One thread at a time replays.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module, most: int = 64) -> None:
+        self._function, self._module, self.most = function, module, most
+        self._captured: dict[tuple[int, ...], Captured] = {}
+        self._places: tuple[object, ...] = ()
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
+        raise TypeError("a graph belongs to the memory it was captured with: make another for the copy")
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """What the function makes of a batch (B, ...); memory of one's own."""
+        count = len(batch)
+        if not batch.is_cuda or not 0 < count <= self.most or torch.is_grad_enabled() or _capturing():
+            return self._function(batch)
+        with self._lock:
+            self._check()
+            size = 1 << (count - 1).bit_length()
+            if size > count:
+                batch = torch.cat([batch, batch[:1].expand(size - count, *batch.shape[1:])])
+            key = (size, *batch.shape[1:])
+            if key not in self._captured:
+                self._captured[key] = Captured(self._one, True, 2)
+            (found,) = self._captured[key](batch)
+            return found[:count].clone()
+
+    def _one(self, batch: Tensor) -> tuple[Tensor, ...]:
+        return (self._function(batch),)
+
+    def _check(self) -> None:
+        """Throw away what was captured with tensors that are no longer there."""
+        tensors = itertools.chain(self._module.parameters(), self._module.buffers())
+        places = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
+        if places != self._places:
+            self._captured, self._places = {}, places
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 def make_optimiser(

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from probprompt.backbone import DTYPES, Embedded, FrozenViT, Precision
+from probprompt.capture import Replays
 from probprompt.errors import UserError
 from probprompt.heads import Head
 from probprompt.methods import EVALUATION, Context, Method
@@ -24,6 +26,7 @@ class PromptedModel(nn.Module):
             )
         self.backbone, self.method, self.head = backbone, method, head
         self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
+        self._replays: Replays | None = None
         self.on_the_way_back: Callable[[], None] | None = None
         """Called in a backward pass when the backbone is behind it, and what is left is the method's own."""
         if method.trains_backbone:
@@ -105,10 +108,23 @@ class PromptedModel(nn.Module):
         return torch.cat([features[:, :width], query, features[:, width:]], dim=1)
 
     def look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
-        """What the head is given of images at evaluation (B, D or more); a query computed before may be given."""
+        """What the head is given of images at evaluation (B, D or more); a query computed before may be given.
+
+        On a GPU small batches are replayed: launching so many kernels would take longer than running them.
+        """
+        if query is not None or torch.is_grad_enabled():
+            return self._look(images, query)
+        if self._replays is None:
+            self._replays = Replays(self._look, self)
+        return self._replays(images)
+
+    def _look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         seen = self.embed(images)
         query = self.query(seen) if query is None else query
         return self.head_input(self.evaluated(seen, EVALUATION, query), query)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_replays": None}  # a copy has memory of its own
 
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:

@@ -1,0 +1,126 @@
+"""Predictions that are replayed are those that are computed, and follow the model they are made with."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from probprompt.capture import SWITCH, WARM_UP, Replays
+from probprompt.config import parse_config
+from probprompt.runs.execute import prepare
+from probprompt.runs.progress import Watcher
+from probprompt.training.model import PromptedModel
+
+Settings = Callable[..., dict[str, Any]]
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Twice(nn.Module):
+    """Doubles, and counts how often it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([2.0]))
+        self.calls = 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        return batch * self.factor
+
+
+@torch.no_grad()
+def test_on_a_cpu_it_is_called_as_it_is() -> None:
+    module = Twice()
+    replays = Replays(module.forward, module)
+    for _ in range(3 * WARM_UP):
+        assert replays(torch.ones(3, 2)).tolist() == [[2.0, 2.0]] * 3
+    assert module.calls == 3 * WARM_UP and replays(torch.ones(0, 2)).shape == (0, 2)
+
+
+@on_a_gpu
+@torch.no_grad()
+def test_batches_of_a_size_are_replayed_and_follow_the_tensors() -> None:
+    module = Twice().cuda()
+    replays = Replays(module.forward, module)
+    for number in range(4 * WARM_UP):  # three and four images are one size
+        batch = torch.full((3 + number % 2, 2), float(number), device="cuda")
+        assert torch.equal(replays(batch), 2 * batch)
+    assert module.calls == WARM_UP + 1
+    module.factor.fill_(5)  # in place: the graph reads it
+    assert replays(batch).tolist() == (5 * batch).tolist() and module.calls == WARM_UP + 1
+    module.factor = nn.Parameter(torch.tensor([7.0], device="cuda"))  # elsewhere
+    assert replays(batch).tolist() == (7 * batch).tolist() and module.calls == WARM_UP + 2
+    large = torch.ones(replays.most + 1, 2, device="cuda")
+    for _ in range(2 * WARM_UP):
+        replays(large)
+    assert module.calls == 3 * WARM_UP + 2
+
+
+@on_a_gpu
+@torch.no_grad()
+def test_what_was_given_stays_when_the_next_is_asked_for() -> None:
+    module = Twice().cuda()
+    replays = Replays(module.forward, module)
+    answers = [replays(torch.full((2, 1), float(number), device="cuda")) for number in range(3 * WARM_UP)]
+    assert [float(answer[0]) for answer in answers] == [2.0 * number for number in range(3 * WARM_UP)]
+
+
+@on_a_gpu
+def test_threads_get_their_own_answers() -> None:
+    module = Twice().cuda()
+    replays, wrong = Replays(module.forward, module), list[int]()
+
+    def ask(start: int) -> None:
+        with torch.no_grad():
+            for number in range(start, start + 200):
+                answer = replays(torch.full((1 + number % 4, 3), float(number), device="cuda"))
+                if not bool((answer == 2 * number).all()):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(1000 * place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def predictions(model: PromptedModel, images: Tensor) -> list[Tensor]:
+    return [model.look(images[:count]).detach() for count in (1, 5, 1, 5, 1, 5, 1, 5, 1, 5, 1, 5) for _ in (0,)]
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    "method", ("probprompt", "vq-prompt", "coda-prompt", "dual-prompt", "l2p", "hide-prompt", "evo-prompt", "apt", "ft")
+)
+@torch.no_grad()
+def test_every_method_predicts_by_replays_what_it_predicts(
+    settings: Settings, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {**settings(training={"epochs": 1, "batch": 8}), "method": {"name": method}}
+    workshop = prepare(parse_config(chosen), torch.device("cuda"), Watcher())
+    learner = workshop.learner
+    for task in workshop.tasks[:2]:
+        with torch.enable_grad():
+            learner.begin(task)
+            learner.train_epoch(task, 0, learner.optimiser(), lambda _: None)
+        images = learner.viewer.evaluation(learner.images.store, task.rows[:5])
+        replayed = predictions(learner.model, images)  # the model goes on learning between tasks
+        monkeypatch.setenv(SWITCH, "off")
+        plain = predictions(copy.deepcopy(learner.model), images)
+        monkeypatch.delenv(SWITCH)
+        for one, other in zip(replayed, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        learner.finish(task, lambda _: None)
+
+
+def test_a_copy_of_a_model_has_replays_of_its_own(settings: Settings) -> None:
+    model = prepare(parse_config(settings()), torch.device("cpu"), Watcher()).learner.model
+    with torch.no_grad():
+        model.look(torch.zeros(1, 3, 32, 32))
+    other = copy.deepcopy(model)
+    assert model._replays is not None and other._replays is None
