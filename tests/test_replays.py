@@ -54,10 +54,11 @@ def test_batches_of_a_size_are_replayed_and_follow_the_tensors() -> None:
     assert replays(batch).tolist() == (5 * batch).tolist() and module.calls == WARM_UP + 1
     module.factor = nn.Parameter(torch.tensor([7.0], device="cuda"))  # elsewhere
     assert replays(batch).tolist() == (7 * batch).tolist() and module.calls == WARM_UP + 2
-    large = torch.ones(replays.most + 1, 2, device="cuda")
-    for _ in range(2 * WARM_UP):
-        replays(large)
-    assert module.calls == 3 * WARM_UP + 2
+    for size, calls in ((2 * replays.filled, WARM_UP + 1), (replays.filled + 1, 9), (2 * replays.most, 9)):
+        module.calls = 0
+        for _ in range(9):
+            replays(torch.ones(size, 2, device="cuda"))
+        assert module.calls == calls  # a power of two is captured, and filling up a large batch would not pay
 
 
 @on_a_gpu
@@ -90,7 +91,7 @@ def test_threads_get_their_own_answers() -> None:
 
 
 def predictions(model: PromptedModel, images: Tensor) -> list[Tensor]:
-    return [model.look(images[:count]).detach() for count in (1, 5) * 6]
+    return [model.look(images[:count]).detach() for count in (1, 5, 128) * 6]  # 5 are filled up, 128 are not
 
 
 @on_a_gpu
@@ -107,8 +108,8 @@ def test_every_method_predicts_by_replays_what_it_predicts(
     for task in workshop.tasks[:2]:
         with torch.enable_grad():
             learner.begin(task)
-            learner.train_epoch(task, 0, learner.optimiser(), lambda _: None)
-        images = learner.viewer.evaluation(learner.images.store, task.rows[:5])
+            learner.train_epoch(task, 0, learner.optimiser(task), lambda _: None)
+        images = learner.viewer.evaluation(learner.images.store, task.rows[:5]).repeat(26, 1, 1, 1)
         replayed = predictions(learner.model, images)  # the model goes on learning between tasks
         monkeypatch.setenv(SWITCH, "off")
         plain = predictions(copy.deepcopy(learner.model), images)

@@ -117,13 +117,17 @@ class Captured:
 class Replays:
     """A function of one batch under a module's tensors, captured for the sizes of batches that come again and again.
 
-    A batch is filled up to a power of two, so that there are few of them; larger ones than ``most`` are called plainly:
-    launching takes no part of their time that matters. Tensors may change in place. Where one lies elsewhere, or has
-    another shape, what was captured is thrown away. One thread at a time replays.
+    A batch of up to ``filled`` is filled up to a power of two, so that there are few sizes. A larger one is captured
+    where it is a power of two and not above ``most``, and called plainly else: computing images that nobody asked for
+    would cost more than launching does. Tensors may change in place. Where one lies elsewhere, or has another shape,
+    what was captured is thrown away. One thread at a time replays.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module, most: int = 64) -> None:
-        self._function, self._module, self.most = function, module, most
+    filled = 64
+    most = 256
+
+    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        self._function, self._module = function, module
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._places: tuple[object, ...] = ()
         self._lock = threading.Lock()
@@ -133,12 +137,14 @@ class Replays:
 
     def __call__(self, batch: Tensor) -> Tensor:
         """What the function makes of a batch (B, ...); memory of one's own."""
+        if not batch.is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
+            return self._function(batch)
         count = len(batch)
-        if not batch.is_cuda or not 0 < count <= self.most or torch.is_grad_enabled() or _capturing():
+        size = 1 << max(count - 1, 0).bit_length()
+        if not (0 < count <= self.filled or count == size <= self.most):
             return self._function(batch)
         with self._lock:
             self._check()
-            size = 1 << (count - 1).bit_length()
             if size > count:
                 batch = torch.cat([batch, batch[:1].expand(size - count, *batch.shape[1:])])
             key = (size, *batch.shape[1:])
@@ -156,10 +162,6 @@ class Replays:
         places = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
         if places != self._places:
             self._captured, self._places = {}, places
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def make_optimiser(

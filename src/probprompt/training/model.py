@@ -110,7 +110,7 @@ class PromptedModel(nn.Module):
     def look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """What the head is given of images at evaluation (B, D or more); a query computed before may be given.
 
-        On a GPU small batches are replayed: launching so many kernels would take longer than running them.
+        On a GPU batches of few sizes are replayed: launching so many kernels may take longer than running them.
         """
         if query is not None or torch.is_grad_enabled():
             return self._look(images, query)
