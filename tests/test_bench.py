@@ -550,6 +550,23 @@ def test_a_cost_table_of_several_methods(probprompt: Command, here: Path) -> Non
     assert (here / "costs.png").read_bytes().startswith(PNG)
 
 
+def test_what_was_measured_stays_where_the_rest_is_cut_off(
+    probprompt: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measure.measure
+
+    def cut(config: RunConfig, *given: Any) -> dict[str, Any]:
+        if config.method.name == "lda":
+            raise KeyboardInterrupt
+        return whole(config, *given)
+
+    monkeypatch.setattr(measure, "measure", cut)
+    answer = probprompt("bench", *QUICK, "--methods", "apt,linear-probe,lda", "--out", "costs.json")
+    assert answer.code == 130
+    found = record.read_record(here / "costs.json")
+    assert [entry["method"] for entry in found["results"]] == ["apt", "linear-probe"]
+
+
 def test_growth_is_measured_recorded_and_drawn(
     probprompt: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,20 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
     assert all(name.endswith("_s") for name in record["time"]) and record["peak_memory_mb"] > 0
 
 
+@pytest.mark.parametrize(
+    ("able", "expected"),
+    [({"amx_bf16": True, "avx512_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16"), ({"amx_bf16": False}, "fp32")],
+)
+def test_a_processor_that_has_bf16_computes_in_it(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: dict[str, bool], expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    run = api.train(config=fast(pictures), out=tmp_path / "run")
+    assert run.record["backbone"]["precision"] == expected
+    chosen = fast(pictures, backbone={"precision": "fp32"})
+    assert api.train(config=chosen, out=tmp_path / "chosen").record["backbone"]["precision"] == "fp32"
+
+
 def test_a_record_says_which_switches_changed_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)

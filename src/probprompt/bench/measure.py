@@ -1,7 +1,7 @@
 """One method on one backbone: all figures of a benchmark, measured through the engine."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -230,16 +230,14 @@ def _cost(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure_all(
+def measure_each(
     configs: Sequence[RunConfig], seconds: float, peaks: Peaks, watch: Watcher | None = None
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """All figures of several methods, one after the other."""
     watch = watch or Watcher()
-    found = []
     for config in configs:
         with watch.stage(config.method.name, len(PARTS)):
             entry = measure(config, seconds, peaks, watch)
             watch.describe(f"{(entry['training'] or entry['inference'])['images_per_s']:,.0f} images/s")
-        found.append(entry)
+        yield entry
         release(peaks.device)
-    return found

@@ -3,7 +3,7 @@
 Tables of a page of Markdown are filled from records that are there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from probprompt import api, methods
 from probprompt.bench.grow import COSTS, find_axes, measure_curve
-from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_all
+from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_each
 from probprompt.bench.page import draw_growth, write_page
 from probprompt.bench.record import (
     differences,
@@ -63,12 +63,13 @@ def run_bench(
     before = read_record(against) if against else None
     chosen = list(methods.registered()) if names == ["all"] else names or [method or "probprompt"]
     configs = [_settings(name, given, preset, assignments, where) for name in chosen]
-    record = _measure(configs, axes, where, seconds, screen)
+    for record in _measured(configs, axes, where, seconds, screen):
+        if out:
+            write_record(out, record)  # what was measured stays where the rest is cut off
     _show(screen, record)
     if before:
         _compare(screen, before, record)
     if out:
-        write_record(out, record)
         screen.say(f"record: {out}")
     if plot:
         from probprompt.bench.figures import draw  # drawing loads only when it is asked for
@@ -117,18 +118,22 @@ def _settings(
     return parse_config(api.with_preset(preset, settings) if preset else merge(DEFAULTS[device.type], settings))
 
 
-def _measure(
+def _measured(
     configs: Sequence[RunConfig], axes: Sequence[str], device: torch.device, seconds: float | None, screen: Screen
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """The record of all that is measured, as far as it goes: again and again, the last one whole."""
     many = len(configs) > 1 or bool(axes)
     budget = seconds or (SECONDS_OF_MANY if many else SECONDS)
-    peaks = Peaks(device, budget)
+    peaks, results, growth = Peaks(device, budget), list[dict[str, Any]](), list[dict[str, Any]]()
     if axes:
         (config,) = configs
-        growth = [measure_curve(axis, config, device, budget, screen) for axis in find_axes(axes, config)]
-        return make_record([], growth, peaks.found, device, budget)
-    results = measure_all(configs, budget, peaks, screen)
-    return make_record(results, [], peaks.found, device, budget)
+        for axis in find_axes(axes, config):
+            growth.append(measure_curve(axis, config, device, budget, screen))
+            yield make_record(results, growth, peaks.found, device, budget)
+        return
+    for entry in measure_each(configs, budget, peaks, screen):
+        results.append(entry)
+        yield make_record(results, growth, peaks.found, device, budget)
 
 
 def _show(screen: Screen, record: Record) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from probprompt import api, checkpoints, presets
-from probprompt.bench.measure import Peaks, measure_all
+from probprompt.bench.measure import Peaks, measure_each
 from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import make_record, read_record, write_record
 from probprompt.config import RunConfig, merge, parse_config
@@ -301,7 +301,7 @@ def measure_costs(
         for row in table.rows
     ]
     peaks = Peaks(device, seconds)
-    results = measure_all(configs, seconds, peaks, watcher)
+    results = list(measure_each(configs, seconds, peaks, watcher))
     path = book / "bench" / f"{table.name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -64,8 +64,12 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def usual_precision(device: torch.device) -> Precision:
-    """What a frozen backbone computes in where nobody says: bf16 on a GPU that has it."""
-    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    """What a frozen backbone computes in where nobody says: bf16 on a GPU or a processor that has it."""
+    if device.type == "cuda":
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities()  # a processor that only emulates it is slower in bf16
+        has_it = any(bool(able.get(name)) for name in ("amx_bf16", "avx512_bf16"))
     return "bf16" if has_it else "fp32"
 
 
