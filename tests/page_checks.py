@@ -140,6 +140,7 @@ def check_tables(page: str) -> Callable[[Path, list[str]], None]:
 TABLES = (
     *(f"results/emoji-r{part}.md" for part in ("", "-components", "-projections", "-layers")),
     "results/cifar100-flagship.md",
+    "results/cub200-flagship.md",
     "docs/fidelity.md",
 )
 CHECKS: dict[str, Callable[[Path, list[str]], None]] = {

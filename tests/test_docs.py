@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ BOOKS = {
     "docs/demo.md": "emoji-r/demo.jsonl",
     "docs/fidelity.md": "cifar100/fidelity.jsonl",
     "results/cifar100-flagship.md": "cifar100/flagship.jsonl",
+    "results/cub200-flagship.md": "cub200/flagship.jsonl",
     "results/emoji-r.md": "emoji-r/runs.jsonl",
     "results/emoji-r-components.md": "emoji-r/components.jsonl",
     "results/emoji-r-projections.md": "emoji-r/projections.jsonl",
@@ -93,36 +94,60 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
         assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
 
 
-def test_the_words_on_cifar100_tell_the_recorded_numbers() -> None:
+@pytest.fixture(scope="module")
+def recorded() -> dict[tuple[str, ...], list[float]]:
+    """Final average accuracy of the runs in ten tasks with a ViT-Ti, by benchmark, method, preset and what departs."""
     found = dict[tuple[str, ...], list[float]]()
     for entry in read_entries(ROOT / "results"):
-        if entry.content["config"]["data"]["benchmark"] == "cifar100" and count_tasks(entry.content) == 10:
+        config = entry.content["config"]
+        if config["backbone"]["name"].startswith("vit_tiny") and count_tasks(entry.content) == 10:
             changes = describe(tuple(departures(entry.content).items()))
-            key = (entry.method, str(entry.content["config"]["preset"]), *changes)
+            key = (config["data"]["benchmark"], entry.method, str(config["preset"]), *changes)
             found.setdefault(key, []).append(metrics.final_average_accuracy(entry.matrix))
+    return found
 
+
+def _told(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.1f}" + (f" ± {np.std(values):.1f}" if len(values) > 1 else "")
+
+
+def test_the_readmes_table_tells_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
+    rows = {
+        "ProbPrompt, `flagship`": ("probprompt", "flagship"),
+        "RanPAC, training-free": ("ranpac", "matched"),
+        "VQ-Prompt": ("vq-prompt", "matched"),
+        "ProbPrompt, as in the paper": ("probprompt", "matched"),
+        "CODA-Prompt": ("coda-prompt", "matched"),
+        "linear probe": ("linear-probe", "matched"),
+    }
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for words, key in rows.items():
+        runs = [recorded[benchmark, *key] for benchmark in ("cifar100", "cub200", "tu-berlin")]
+        cells = [_told(values) + (f" ({len(values)})" if len(values) != 3 else "") for values in runs]
+        assert f"| {words} | {' | '.join(cells)} |" in lines
+
+
+def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
     def told(*key: str) -> str:
-        values = found[key]
-        return f"{np.mean(values):.1f}" + (f" ± {np.std(values):.1f}" if len(values) > 1 else "")
+        return _told(recorded["cifar100", *key])
 
     pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/cifar100-flagship.md")}
     readme, flagship = (" ".join(text.replace("**", "").split()) for text in pages.values())
-    best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
     ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
-    level = (
-        f"VQ-Prompt ({told('vq-prompt', 'matched')}; {told('vq-prompt', 'matched', 'alignment.enabled=false')} without"
-    )
-    assert f"ProbPrompt ends at {told('probprompt', 'matched')} % final" in readme and level in readme
-    assert f"RanPAC at {ranpac}; ProbPrompt adapted" in readme and f"at {best} ([how" in readme
-    assert f"RanPAC has {told('ranpac', 'matched', 'layers=11')} (one seed)" in readme
-    assert f"adapted alike, {told('vq-prompt', 'ridge', 'layers=11', 'readings=beside')}, so" in readme
-    assert f"classes at once at {joint}." in readme and f"at once ends at {joint}:" in flagship
+    wide, rival = told("ranpac", "matched", "layers=11"), told("vq-prompt", "ridge")
+    assert f"VQ-Prompt ({told('vq-prompt', 'matched', 'alignment.enabled=false')} on CIFAR-100 without" in readme
+    assert f"RanPAC has {wide} on CIFAR-100 (one seed), and VQ-Prompt, adapted alike, {rival}:" in readme
+    assert f"at once ends at {joint}." in readme and f"at once ends at {joint}:" in flagship
+    best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
     first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")
-    assert f"it ends at {best} (16" in flagship and f"ended at {first} by" in flagship
-    assert f"ends at {ranpac}, with" in flagship and f"at {told('ranpac', 'matched', 'layers=11')} (one" in flagship
-    rival = told("vq-prompt", "ridge", "layers=11", "readings=beside")
-    assert f"ends at {rival}, ProbPrompt at {best} with" in flagship
-    left = float(joint) - np.mean(found["probprompt", "flagship", "tokens=16", "layers=11", "readings=beside"])
+    assert f"the preset ends at {told('probprompt', 'flagship')} (" in flagship
+    assert f"feature, ended at {best}, the first round's at {first}." in flagship
+    assert f"ends at {ranpac}, with" in flagship and f"beside at {wide} (one" in flagship
+    assert f"same head ends at {rival}, three" in flagship
+    birds = " ".join((ROOT / "results" / "cub200-flagship.md").read_text(encoding="utf-8").replace("**", "").split())
+    own, frozen = (_told(recorded["cub200", *key]) for key in (("probprompt", "flagship"), ("ranpac", "matched")))
+    assert f"it ends at {own}, level with RanPAC, the same head on the frozen backbone, at {frozen} (" in birds
+    left = float(joint) - np.mean(recorded["cifar100", "probprompt", "flagship"])
     assert f"{left:.1f} points are left" in flagship
 
 
@@ -146,7 +171,7 @@ def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:
     assert f"took {rest:.1f} s, {100 * rest / spent['total_s']:.1f} %" in words
 
 
-def test_the_page_on_speed_tells_what_precision_did_to_accuracy() -> None:
+def test_the_page_on_speed_tells_what_precision_did_to_accuracy(recorded: dict[tuple[str, ...], list[float]]) -> None:
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     found = {}
     for precision, link in re.findall(r"\[(bf16|fp32)\]\(\.\./(results/cifar100/[^)]+)\)", text):
@@ -159,6 +184,8 @@ def test_the_page_on_speed_tells_what_precision_did_to_accuracy() -> None:
     words = " ".join(text.split())
     assert f"accuracy {one} in [bf16]" in words and f"and {two} in [fp32]" in words
     assert f"in bf16 ended at {' and '.join(more)}: one pair" in words
+    frozen = [_told(recorded["cifar100", "ranpac", "matched", *more]) for more in ((), ("precision=fp32",))]
+    assert f"three seeds RanPAC ends at {frozen[0]} % in bf16 and at {frozen[1]} % in fp32." in words
     spent = [f"{entry.content['time']['training_s']:.1f} s" for entry in (low, high)]
     assert f"training in {' and '.join(spent)}." in words
 

@@ -337,6 +337,8 @@ _ADAPTED: Settings = {
     "head": {**_WIDE, "layers": 5, "readings": "projected"},
 }
 """Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100-flagship.md)."""
+_ADAPTED_ON: dict[str, Settings] = {"cub200": {"training": {"epochs": 100}}}
+"""Where the first task has few images: the best of 40, 100 and 200 there (results/cub200-flagship.md)."""
 
 
 def _ridge(method: str, benchmark: str) -> Settings:
@@ -345,7 +347,7 @@ def _ridge(method: str, benchmark: str) -> Settings:
     found = merge(_matched(method, benchmark), {"head": {"kind": "ridge"}, "training": {"adapt_tasks": 1}})
     if benchmark == "emoji-r" and method in _RIDGE_FACTORS:
         found = merge(found, {"training": {"prompt_rate_factor": _RIDGE_FACTORS[method]}})
-    return merge(found, _ADAPTED) if benchmark in _BENCHMARKS else found
+    return merge(merge(found, _ADAPTED), _ADAPTED_ON.get(benchmark, {})) if benchmark in _BENCHMARKS else found
 
 
 def _flagship(method: str, benchmark: str) -> Settings:

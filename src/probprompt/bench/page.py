@@ -41,12 +41,17 @@ class Recorded:
     @property
     def machine(self) -> str:
         """What it was measured on, and with which versions, in a line."""
-        hardware, versions = self.record["hardware"], self.record["versions"]
+        versions = self.record["versions"]
         named = ("python", "torch", "torchvision", "timm")
         with_versions = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
         revision = f" ({versions['revision']})" if versions.get("revision") else ""
-        chip = hardware.get("gpu") or f"{hardware['threads']} of {hardware['cores']} cores, {hardware['machine']}"
-        return f"{chip}; {with_versions}, probprompt {versions['probprompt']}{revision}"
+        return f"{self.chip}; {with_versions}, probprompt {versions['probprompt']}{revision}"
+
+    @property
+    def chip(self) -> str:
+        """What computed."""
+        hardware = self.record["hardware"]
+        return hardware.get("gpu") or f"{hardware['threads']} of {hardware['cores']} cores, {hardware['machine']}"
 
 
 # The page --------------------------------------------------------------------------------------------------------
@@ -132,6 +137,8 @@ def _gib(count: float | None) -> str:
 # Methods one by one ----------------------------------------------------------------------------------------------
 
 LABELS = ("Backbone", "Method", "Precision", "Batch")
+SPEEDS = ("Training", "Slowest to fastest round", "Inference", "Frozen pass", "One image, ms")
+COSTS_OF_ONE = ("Memory, GiB", "Training, GFLOP", "of peak", "Inference, GFLOP", "of peak", "Warm-up, s")
 SAME = ("backbone", "image_size", "precision", "batch")
 """What two entries must have in common for one to be called dearer than the other."""
 OFFICIAL = {"fp32": 293, "TF32": 943}
@@ -140,14 +147,14 @@ OFFICIAL_ON = {"method": "vq-prompt", "backbone": "vit_base_patch16_224", "image
 
 
 def _figures(records: Sequence[Recorded], page: Path) -> str | None:
-    """Records of a single method, side by side."""
+    """Records of a single method, side by side where they were made on the same chip."""
     single = [recorded for recorded in records if len(recorded.results) == 1]
     single.sort(key=lambda recorded: _order(recorded.results[0]))
     if not single:
         return None
-    entries = [recorded.results[0] for recorded in single]
-    speeds = ("Training", "Slowest to fastest round", "Inference", "Frozen pass", "One image, ms")
-    costs = ("Memory, GiB", "Training, GFLOP", "of peak", "Inference, GFLOP", "of peak", "Warm-up, s")
+    chips = dict[str, list[Entry]]()
+    for recorded in single:
+        chips.setdefault(recorded.chip, []).append(recorded.results[0])
     notes = [
         "Training, inference, frozen pass: images/s, the median of the rounds of a measurement.",
         "Memory: the peak in training, without the images. GFLOP: matrix products for one image. Of peak: the share of "
@@ -157,13 +164,12 @@ def _figures(records: Sequence[Recorded], page: Path) -> str | None:
         *(line for recorded in single for line in _over_official(recorded)),
         *_machines(single),
     ]
-    return "\n\n".join(
-        [
-            _table((*LABELS, *speeds), [(*_label(entry), *_speeds(entry)) for entry in entries], 3),
-            _table((*LABELS, *costs), [(*_label(entry), *_costs(entry)) for entry in entries], 3),
-            _notes(notes),
-        ]
-    )
+    parts = list[str]()
+    for chip, entries in chips.items():
+        parts += [f"On {chip}:"] if len(chips) > 1 else []
+        parts.append(_table((*LABELS, *SPEEDS), [(*_label(entry), *_speeds(entry)) for entry in entries], 3))
+        parts.append(_table((*LABELS, *COSTS_OF_ONE), [(*_label(entry), *_costs(entry)) for entry in entries], 3))
+    return "\n\n".join([*parts, _notes(notes)])
 
 
 def _order(entry: Entry) -> tuple[Any, ...]:
