@@ -61,7 +61,7 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Settings of a run of less than a second; groups given by name are laid over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2, "test_fraction": 0.3},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
         "training": {"epochs": 1, "batch": 32, "head_rate": 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }

@@ -94,6 +94,17 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
         assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
 
 
+def test_the_words_on_fidelity_tell_how_alike_prompts_are() -> None:
+    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    for method, words in {"probprompt": "ProbPrompt", "vq-prompt": "VQ-Prompt", "coda-prompt": "CODA-Prompt"}.items():
+        means = list[str]()
+        for benchmark in ("cifar100", "cub200", "tu-berlin"):
+            paths = (ROOT / "results" / benchmark).glob(f"vit-ti16-*/{method}-matched-s*.json")
+            found = [read_entry(ROOT / "results", path).content["similarity"]["mean"] for path in paths]
+            means.append(f"{np.mean(found):.2f}")
+        assert f"{', '.join(means)} for {words}" in text
+
+
 @pytest.fixture(scope="module")
 def recorded() -> dict[tuple[str, ...], list[float]]:
     """Final average accuracy of the runs in ten tasks with a ViT-Ti, by benchmark, method, preset and what departs."""

@@ -33,7 +33,7 @@ from probprompt.runs.record import Run
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'probprompt[ray]'")
 TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
     "data": {"tasks": 2},
     "training": {"epochs": 3, "batch": 16},
     "alignment": {"epochs": 1},

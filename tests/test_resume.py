@@ -69,7 +69,7 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Settings of a run of less than a second; groups given by name are laid over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
+        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
         "training": {"epochs": 2, "batch": 12, "head_rate": 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
