@@ -71,6 +71,19 @@ def test_what_was_given_stays_when_the_next_is_asked_for() -> None:
 
 
 @on_a_gpu
+def test_inference_mode_is_called_plainly_and_leaves_the_rest_alone() -> None:
+    module = Twice().cuda()
+    replays, batch = Replays(module.forward, module), torch.ones(2, 1, device="cuda")
+    for _ in range(2 * WARM_UP):
+        with torch.inference_mode():
+            assert replays(batch).tolist() == [[2.0], [2.0]]
+    assert module.calls == 2 * WARM_UP
+    with torch.no_grad():
+        assert all(replays(batch).tolist() == [[2.0], [2.0]] for _ in range(2 * WARM_UP))
+    assert module.calls == 3 * WARM_UP + 1
+
+
+@on_a_gpu
 def test_threads_get_their_own_answers() -> None:
     module = Twice().cuda()
     replays, wrong = Replays(module.forward, module), list[int]()

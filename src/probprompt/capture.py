@@ -139,6 +139,8 @@ class Replays:
         """What the function makes of a batch (B, ...); memory of one's own."""
         if not batch.is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
             return self._function(batch)
+        if torch.is_inference_mode_enabled():  # what is captured in it could not be written to outside of it
+            return self._function(batch)
         count = len(batch)
         size = 1 << max(count - 1, 0).bit_length()
         if not (0 < count <= self.filled or count == size <= self.most):
