@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probprompt.capture import SWITCH, WARM_UP, Replays
+from probprompt.capture import SWITCH, WARM_UP, Captured, Replays
 from probprompt.config import parse_config
 from probprompt.runs.execute import prepare
 from probprompt.runs.progress import Watcher
@@ -39,6 +39,32 @@ def test_on_a_cpu_it_is_called_as_it_is() -> None:
     for _ in range(3 * WARM_UP):
         assert replays(torch.ones(3, 2)).tolist() == [[2.0, 2.0]] * 3
     assert module.calls == 3 * WARM_UP and replays(torch.ones(0, 2)).shape == (0, 2)
+
+
+@torch.no_grad()
+def test_what_was_captured_goes_with_the_tensors_it_was_captured_with() -> None:
+    norm, inner = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    within = nn.Sequential(inner)
+    module = nn.Sequential(Twice(), norm, within)
+    replays = Replays(module.forward, module)
+
+    def kept() -> bool:
+        replays._captured[1,] = Captured(replays._one, False)
+        replays._check()
+        return bool(replays._captured)
+
+    assert not kept() and kept()
+    for tensor in module.state_dict().values():
+        tensor.zero_()
+    assert kept()
+    inner.bias = nn.Parameter(torch.ones(2))
+    assert not kept() and kept()
+    norm.running_mean = torch.ones(2)
+    assert not kept() and kept()
+    within.append(nn.Linear(2, 2))
+    assert not kept() and kept()
+    module.to(torch.bfloat16)
+    assert not kept() and kept()
 
 
 @on_a_gpu

@@ -5,7 +5,6 @@ once: the same kernels on the same memory, so what goes in is copied to where th
 """
 
 import gc
-import itertools
 import os
 import threading
 import warnings
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 Optimiser = TypeVar("Optimiser", bound=torch.optim.Optimizer)
 
 SWITCH = "PROBPROMPT_GRAPHS"
-"""The environment variable that keeps steps from being captured when it is ``off``."""
+"""The environment variable that keeps steps and predictions from being captured when it is ``off``."""
 
 WARM_UP = 3
 """Calls that are made the plain way before one is captured: kernels are compiled and moments allocated in them."""
@@ -129,11 +128,8 @@ class Replays:
     def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
         self._function, self._module = function, module
         self._captured: dict[tuple[int, ...], Captured] = {}
-        self._places: tuple[object, ...] = ()
+        self._places = list[tuple[int, torch.Size, torch.dtype]]()
         self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
-        raise TypeError("a graph belongs to the memory it was captured with: make another for the copy")
 
     def __call__(self, batch: Tensor) -> Tensor:
         """What the function makes of a batch (B, ...); memory of one's own."""
@@ -160,10 +156,24 @@ class Replays:
 
     def _check(self) -> None:
         """Throw away what was captured with tensors that are no longer there."""
-        tensors = itertools.chain(self._module.parameters(), self._module.buffers())
-        places = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
+        places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in _tensors(self._module)]
         if places != self._places:
             self._captured, self._places = {}, places
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module and all within it.
+
+    Asked for with every prediction, so without torch's own ways, which go over all modules once for each kind and make
+    a name for each tensor: that takes more than twice as long.
+    """
+    found, left = list[Tensor](), [module]
+    while left:
+        part = left.pop()
+        for kind in (part._parameters, part._buffers):
+            found += [tensor for tensor in kind.values() if tensor is not None]
+        left += [inner for inner in part._modules.values() if inner is not None]
+    return found
 
 
 def make_optimiser(

@@ -112,7 +112,7 @@ class PromptedModel(nn.Module):
 
         On a GPU batches of few sizes are replayed: launching so many kernels may take longer than running them.
         """
-        if query is not None or torch.is_grad_enabled():
+        if query is not None:
             return self._look(images, query)
         if self._replays is None:
             self._replays = Replays(self._look, self)
