@@ -641,6 +641,11 @@ def test_places_are_spread_no_further_than_needed(values: list[float], gap: floa
     if all(values[b] - values[a] >= gap for a, b in pairwise(order)):
         assert places == pytest.approx(values)
     assert sum(places) == pytest.approx(sum(values), abs=1e-6)  # pushed to both sides alike
+    room = gap * len(values)
+    inside = figures.spread(values, gap, (min(values), max(values) + room))
+    assert min(inside) >= min(values) - 1e-6 and max(inside) <= max(values) + room + 1e-6
+    moved = {round(after - before, 6) for before, after in zip(places, inside, strict=True)}
+    assert max(moved) - min(moved) < 1e-5  # all of them alike
 
 
 # Files and the screen

@@ -433,11 +433,15 @@ class Bar:
     outlined: bool = False
 
 
-def spread(values: Sequence[float], gap: float) -> list[float]:
+def spread(values: Sequence[float], gap: float, within: tuple[float, float] | None = None) -> list[float]:
     """Move places apart, as little as possible (in squares), until neighbours keep a gap; the order stays.
+
+    Those that are then below or above what they are to be ``within`` take all others along as they come back.
 
     >>> spread([1.0, 5.0, 5.0], 2.0)
     [1.0, 4.0, 6.0]
+    >>> spread([1.0, 5.0, 5.0], 2.0, within=(0.0, 5.0))
+    [0.0, 3.0, 5.0]
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     blocks: list[tuple[float, int]] = []  # mean and number of what has been pushed together
@@ -451,7 +455,11 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     places = [0.0] * len(values)
     for rank, index in enumerate(order):
         places[index] = means[rank] + gap * rank
-    return places
+    if within is None:
+        return places
+    low, high = within
+    over = max(0.0, max(places) - high) - max(0.0, low - min(places))
+    return [place - over for place in places]
 
 
 @styled
@@ -492,14 +500,13 @@ def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: s
 def _name_ends(axes: Axes, ends: Sequence[tuple[str, int, tuple[float, float]]], height: float) -> None:
     """Write the name of each line beside its end, so that no two overlap; the index is that of its look."""
     low, high = axes.get_ylim()
-    places = spread([value for _, _, (_, value) in ends], (high - low) * 12.5 / height)
-    over = max(0.0, max(places) - high) - max(0.0, low - min(places))
+    places = spread([value for _, _, (_, value) in ends], (high - low) * 12.5 / height, (low, high))
     for (name, index, end), place in zip(ends, places, strict=True):
         colour = PALETTE[index % len(PALETTE)]
         axes.annotate(
             label(name, 26),
             xy=end,
-            xytext=(1.05, place - over),
+            xytext=(1.05, place),
             textcoords=axes.get_yaxis_transform(),
             va="center",
             fontsize=9,

@@ -346,7 +346,8 @@ def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.fl
         axes.add_line(_line(method, range(task + 1, count + 1), values.tolist()))
     axes.autoscale_view()
     low, high = axes.get_ylim()
-    places = spread([float(values[-1]) for values in lines.values()], (high - low) / _TEXTS)
+    gap = (high - low) / _TEXTS
+    places = spread([float(values[-1]) for values in lines.values()], gap, (low + gap / 2, high))
     for (method, values), place in zip(lines.items(), places, strict=True):
         lost = f"({values[0] - values[-1]:.1f})".replace("-", "−")
         axes.text(count + 0.35, place, lost, va="center", fontsize=7.5, color=_look(method)[0])
