@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from probprompt import api, presets
@@ -145,6 +147,7 @@ def test_rows_of_settings_are_settings_of_the_method() -> None:
         ),
         ({"name": "vit_small_patch14_dinov2", "weights": "/x/d.safetensors"}, "vit-s14-dinov2", "ViT-S/14 (dinov2)"),
         ({"name": "vit_small_patch14_dinov2.lvd142m"}, "vit-s14-dinov2", "ViT-S/14 (dinov2)"),
+        ({"name": "sup1k", "image_size": 384}, "vit-b16-sup1k-384px", "ViT-B/16 (sup1k) at 384 px"),
         ({"name": "vit_base_patch16_384.augreg_in1k"}, "vit-b16-at-384-augreg-in1k", "ViT-B/16 at 384 (augreg-in1k)"),
         ({"name": "test_vit", "weights": "random"}, "test-vit-random", "test_vit (random)"),
     ],
@@ -185,7 +188,7 @@ def _with_config(run: Run, **groups: Any) -> dict[str, Any]:
 def test_a_file_says_everything_and_no_path(run: Run, tmp_path: Path, pictures: Path) -> None:
     (added,), _ = book.add_runs([run.folder], tmp_path)
     name = added.path.relative_to(tmp_path).as_posix()
-    assert re.fullmatch(r"pictures/test-vit-random/probprompt-custom,[\w,=.\[\]-]+-s0\.json", name)
+    assert re.fullmatch(r"pictures/test-vit-random-32px/probprompt-custom,[\w,=.\[\]-]+-s0\.json", name)
     text = added.path.read_text()
     assert str(pictures) not in text and str(run.folder) not in text and '"/' not in text and "file:/" not in text
     (entry,) = book.read_entries(tmp_path)
@@ -526,6 +529,46 @@ def test_figures_compare_methods_over_the_same_seeds_alone_and_say_which() -> No
     assert one["Figure 4"].draw() == same["Figure 4"].draw() != both["Figure 4"].draw()
     shown = drawn(("l2p", 2), ("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 1))
     assert "seed 1" in shown["Figure 1c"].caption, "the seed that most methods have; others are left out"
+
+
+def _drawn(monkeypatch: pytest.MonkeyPatch, picture: figures.Picture) -> Figure:
+    """What a picture shows, before it is pixels."""
+    kept: list[Figure] = []
+
+    def keep(figure: Figure) -> bytes:
+        kept.append(figure)
+        return b""
+
+    monkeypatch.setattr(figures, "_png", keep)
+    picture.draw()
+    return kept[0]
+
+
+def test_figures_are_of_ten_tasks_and_groups_of_bars_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = {"embedding": "PCA", "points": [[0.0, 1.0]], "labels": [0], "names": ["a"], "task": 1}
+    entries = [_entry(m, 60.0 + k, tasks=k, preset="matched") for k in (5, 10) for m in ("vq-prompt", "probprompt")]
+    entries.append(_entry("l2p", 60.0, tasks=10, preset="matched"))
+    for entry in entries:
+        entry.content["pictures"]["queries"] = queries
+    made = {picture.title.partition(":")[0]: picture for picture in figures.pictures(entries)}
+    assert "the first of 10 tasks" in made["Figure 1a"].caption
+    (axes,) = _drawn(monkeypatch, made["Figure 1c"]).axes
+    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+    assert [round(bar.get_height()) for bar in bars] == [65, 65, 60, 70, 70]
+    assert np.diff(middles) == pytest.approx([1, 1 + figures._BETWEEN, 1, 1])
+    ticks = {text.get_text(): x for x, text in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
+    assert ticks == pytest.approx({"5 tasks": np.mean(middles[:2]), "10 tasks": np.mean(middles[2:])})
+    legend = axes.get_legend()
+    assert legend and [text.get_text() for text in legend.get_texts()] == ["L2P", "VQ-Prompt", "ProbPrompt"]
+
+
+def test_chance_does_not_look_like_a_course(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [_entry("vq-prompt", 60.0, tasks=2), _entry("probprompt", 60.3, tasks=2)]
+    made = {picture.title.partition(":")[0]: picture for picture in figures.pictures(entries)}
+    for axes in _drawn(monkeypatch, made["Figure 4"]).axes:
+        low, high = axes.get_ylim()
+        assert high - low == pytest.approx(5.0) and low + high == pytest.approx(120.3)
 
 
 def test_a_book_that_is_not_there_is_told(tmp_path: Path, probprompt: Command) -> None:

@@ -38,11 +38,12 @@ _LONGEST = 80  # characters that settings may take in the name of a file
 _FILE = re.compile(r".+-s\d+(?:\.\d+\.\d+)?\.json")
 _LEFT_OUT = ("format", "name", "status")  # say nothing about a finished run in a book
 _ELSEWHERE = {"preset", "data.benchmark", "data.test", "data.tasks", "method.name"} | {
-    *("backbone.name", "backbone.weights", "evaluation_batch", "data.root", "data.skip_unreadable")
+    *("backbone.name", "backbone.weights", "backbone.image_size"),
+    *("evaluation_batch", "data.root", "data.skip_unreadable"),
 }
 """Settings that are told apart by other means than as departures from a preset, or that change rounding alone."""
-_VIEW = ("backbone.image_size", "backbone.precision", "data.stored_side")
-"""Settings that go with a backbone and a machine: whoever has a smaller one needs them."""
+_VIEW = ("backbone.precision", "data.stored_side")
+"""Settings that go with a machine: whoever has a smaller one needs them."""
 
 Settings = Mapping[str, Any]
 
@@ -100,9 +101,8 @@ class Entry:
 
     @property
     def backbone(self) -> str:
-        """In words, with the side of its images where that is not its own."""
-        side = self.config["backbone"].get("image_size")
-        return backbone_words(self.config["backbone"]) + (f" at {side} px" if side else "")
+        """In words."""
+        return backbone_words(self.config["backbone"])
 
     @property
     def held_out(self) -> bool:
@@ -116,7 +116,7 @@ class Entry:
 
     @property
     def varied(self) -> dict[str, Any]:
-        """The same without what goes with the backbone: what makes it another experiment under its preset."""
+        """The same without what goes with the machine: what makes it another experiment under its preset."""
         return {name: value for name, value in self.departures.items() if name not in _VIEW}
 
 

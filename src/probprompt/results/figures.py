@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -29,6 +30,8 @@ SHOWN = {
 """The methods of the paper's figures, in the order of its Figure 2."""
 FOLDER = "figures"
 _PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
+_BETWEEN = 0.8  # groups of bars, in bars
+_LEAST = 5.0  # points of accuracy that a panel of Figure 4 spans: less is chance, and must not look like a course
 _TEXTS = 14  # lines of small text that are as high as a panel of Figure 4
 _STEPS = 10  # what Figures 2 and 4 are about, where it is there
 
@@ -59,8 +62,7 @@ class Scene:
     @property
     def name(self) -> str:
         """For files."""
-        side = self.entries[0].config["backbone"].get("image_size")
-        backbone = backbone_slug(self.entries[0].config["backbone"]) + (f"-{side}px" if side else "")
+        backbone = backbone_slug(self.entries[0].config["backbone"])
         benchmark = slug(str(self.entries[0].config["data"]["benchmark"]))  # a folder's hash keeps it apart from others
         return f"{benchmark}-{backbone}-{self.preset}"
 
@@ -158,7 +160,7 @@ def _queries(scene: Scene) -> list[Picture]:
     shown = [entry for entry in scene.entries if "queries" in entry.content["pictures"]]
     if not shown:
         return []
-    entry = min(shown, key=lambda entry: (entry.tasks, entry.seed))
+    entry = min(shown, key=lambda entry: (entry.tasks != scene.tasks, entry.tasks, entry.seed))
     how = entry.content["pictures"]["queries"]["embedding"]
     caption = (
         f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by {how}, coloured by class."
@@ -278,23 +280,26 @@ def draw_queries(entry: Entry) -> bytes:
 def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int) -> bytes:
     """Bars of methods side by side, a group for each number of tasks."""
     methods = [method for method in SHOWN if any(method in group for group in values.values())]
-    figure = Figure(figsize=(2.2 + 0.55 * len(methods) * len(values), 3.4), layout="constrained", facecolor="white")
-    axes, width = figure.add_subplot(), 0.8 / len(methods)
-    for place, method in enumerate(methods):
-        colour = _look(method)[0]
-        where = [group + width * (place - (len(methods) - 1) / 2) for group in range(len(values))]
-        heights = [group.get(method, np.nan) for group in values.values()]
-        axes.bar(where, heights, 0.92 * width, color=colour, label=SHOWN[method], zorder=2)
-        for x, height in zip(where, heights, strict=True):
-            if np.isfinite(height):
-                axes.text(x, height, f"{height:.{digits}f}", ha="center", va="bottom", fontsize=7.5, color=INK)
+    bars = sum(map(len, values.values()))
+    figure = Figure(figsize=(2.2 + 0.55 * bars, 3.4), layout="constrained", facecolor="white")
+    axes, bar, middles, x = figure.add_subplot(), dict[str, Artist](), list[float](), 0.0
+    for group in values.values():
+        middles.append(x + (len(group) - 1) / 2)
+        for method in filter(group.__contains__, methods):
+            bar[method] = axes.bar(x, group[method], 0.92, color=_look(method)[0], zorder=2)[0]
+            axes.text(
+                x, group[method], f"{group[method]:.{digits}f}", ha="center", va="bottom", fontsize=7.5, color=INK
+            )
+            x += 1.0
+        x += _BETWEEN
     every = [value for group in values.values() for value in group.values()]
     if min(every) > 1.0:  # percent: bars from 0 would all look alike
         axes.set_ylim(accuracy_floor(every), min(100.0, max(every) + 4.0))
-    axes.set_xticks(range(len(values)), [f"{tasks} tasks" for tasks in values])
+    axes.set_xticks(middles, [f"{tasks} tasks" for tasks in values])
     axes.grid(False, axis="x")
     axes.set_ylabel(axis)
-    axes.legend(frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
+    shown, names = [bar[method] for method in methods], [SHOWN[method] for method in methods]
+    axes.legend(shown, names, frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
     return _png(figure)
 
 
@@ -346,6 +351,9 @@ def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.fl
         axes.add_line(_line(method, range(task + 1, count + 1), values.tolist()))
     axes.autoscale_view()
     low, high = axes.get_ylim()
+    if high - low < _LEAST:
+        low, high = ((low + high + side * _LEAST) / 2 for side in (-1, 1))
+        axes.set_ylim(low, high)
     gap = (high - low) / _TEXTS
     places = spread([float(values[-1]) for values in lines.values()], gap, (low + gap / 2, high))
     for (method, values), place in zip(lines.items(), places, strict=True):

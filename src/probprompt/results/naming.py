@@ -52,19 +52,23 @@ def backbone_slug(backbone: Mapping[str, Any]) -> str:
     ('vit-b16-sup1k', 'vit-s14-dinov2')
     >>> backbone_slug({"name": "vit_tiny_patch16_224.augreg_in21k_ft_in1k", "weights": "some/file.safetensors"})
     'vit-ti16-augreg-in21k-ft-in1k'
+    >>> backbone_slug({"name": "vit_small_patch14_dinov2", "image_size": 224})
+    'vit-s14-dinov2-224px'
     """
     network, kind = _parts(str(backbone["name"]), backbone.get("weights"))
-    return slug(f"{network.replace('/', '')} {kind}")
+    side = backbone.get("image_size")
+    return slug(f"{network.replace('/', '')} {kind} {f'{side}px' if side else ''}")
 
 
 def backbone_words(backbone: Mapping[str, Any]) -> str:
-    """A backbone's name in tables.
+    """A backbone's name in tables, with the side of its images where that is not its own.
 
-    >>> backbone_words({"name": "sup1k"}), backbone_words({"name": "demo"})
-    ('ViT-B/16 (sup1k)', 'demo')
+    >>> backbone_words({"name": "sup1k"}), backbone_words({"name": "demo", "image_size": 64})
+    ('ViT-B/16 (sup1k)', 'demo at 64 px')
     """
     network, kind = _parts(str(backbone["name"]), backbone.get("weights"))
-    return f"{network} ({slug(kind)})" if kind else network
+    side = backbone.get("image_size")
+    return (f"{network} ({slug(kind)})" if kind else network) + (f" at {side} px" if side else "")
 
 
 def family(backbone: Mapping[str, Any]) -> str:
