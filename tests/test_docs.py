@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from probprompt import api, methods, presets
 from probprompt.bench import page as bench_page
@@ -71,27 +72,50 @@ def test_tables_come_from_the_recorded_runs(page: str) -> None:
 
 def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
     """Every row of the table in words, from the settings that it is about."""
-    runs = read_book(ROOT / "results" / "cifar100" / "fidelity.jsonl")
-    found = {
-        json.dumps(_varied(run.record), sort_keys=True): metrics.final_average_accuracy(run.matrix) for run in runs
-    }
+    found = dict[str, list[NDArray[np.float64]]]()
+    for run in read_book(ROOT / "results" / "cifar100" / "fidelity.jsonl"):
+        found.setdefault(json.dumps(_varied(run.record), sort_keys=True), []).append(run.matrix)
 
-    def told(name: str, *values: object) -> list[str]:
-        changes = [{name: value} if value is not None else {} for value in values]
-        return [f"{found[json.dumps(change, sort_keys=True)]:.1f}" for change in changes]
+    def mean(change: Mapping[str, object], measure: Callable[[NDArray[np.float64]], float]) -> float:
+        return float(np.mean([measure(matrix) for matrix in found[json.dumps(change, sort_keys=True)]]))
+
+    def told(name: str, *values: object, **others: object) -> list[str]:
+        """Without a value: as the preset has it."""
+        more = {f"method.{other}": value for other, value in others.items()}
+        changes = [({name: value} if value is not None else {}) | more for value in values]
+        return [f"{mean(change, metrics.final_average_accuracy):.1f}" for change in changes]
 
     text = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").replace("**", "")
     for words, numbers in {
         "Relevance": told("method.relevance_temperature", None, "sqrt_dim", "dim"),
         "Initial standard": told("method.initial_std", None, 0.3, 0.1, 0.02),
-        "Samples N_s": told("method.samples", 0, 1, 5, None),
+        "Initial means": told("method.initial_mean", None, "symmetric", "normal"),
+        "Samples N_s": told("method.samples", 0, 1, 5, 10, 20, None, 40),
         "Prompts at evaluation": told("method.evaluation", None, "mean"),
-        "λ of": told("method.regularisation", 0.0, None, 1.0),
+        "λ of": told("method.regularisation", 0.0, None, 0.01, 1.0, 100.0),
+        "What that loss": told("method.reference", None, "epoch", "task", regularisation=1.0),
+        "K of": told("method.top_k", 3, 7, 8, 9, None),
+        "Aggregation": told("method.aggregation", "mean", None, regularisation=0.0),
+        "Ablation": told("method.variant", "deterministic", "independent", None, regularisation=0.0),
         "Alignment": told("alignment.enabled", None, False),
         "Input": told("backbone.normalisation", None, "unit"),
     }.items():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| {words}")]
         assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
+    scales = [{}, *({"method.relevance_temperature": scale} for scale in ("sqrt_dim", "dim"))]
+    forgotten = [f"{mean(scale, metrics.average_forgetting):.1f}" for scale in scales]
+    assert f"the more is forgotten ({', '.join(forgotten)})" in text
+    least = min(
+        (np.mean([metrics.average_forgetting(matrix) for matrix in each]), change) for change, each in found.items()
+    )
+    assert f"least is forgotten of all ({least[0]:.1f})" in text and '"method.reference": "epoch"' in least[1]
+
+
+def test_the_words_on_fidelity_tell_the_recorded_runs_on_test(recorded: dict[tuple[str, ...], list[float]]) -> None:
+    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    own, rival = ([_told(recorded["cifar100", m, p]) for p in PROTOCOLS] for m in ("probprompt", "vq-prompt"))
+    assert f"ends at {own[0]}, VQ-Prompt at {rival[0]};" in text
+    assert f"(`published`) at {own[1]} and {rival[1]}." in text
 
 
 def test_the_words_on_fidelity_tell_how_alike_prompts_are() -> None:
@@ -138,6 +162,19 @@ def test_the_readmes_table_tells_the_recorded_numbers(recorded: dict[tuple[str, 
         assert f"| {words} | {' | '.join(cells)} |" in lines
 
 
+def test_the_readme_tells_the_recorded_numbers_of_a_larger_backbone() -> None:
+    def told(method: str, preset: str) -> str:
+        places = (ROOT / "results" / "cifar100").glob(f"vit-s14-dinov2-224px/{method}-{preset}-s*.json")
+        runs = [read_entry(ROOT / "results", path) for path in places]
+        return _told([metrics.final_average_accuracy(run.matrix) for run in runs])
+
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"the flagship ends at {told('probprompt', 'flagship')}, RanPAC at {told('ranpac', 'matched')}, " in readme
+    assert f" VQ-Prompt at {told('vq-prompt', 'matched')}, ProbPrompt as in the paper at " in readme
+    rest = f"{told('probprompt', 'matched')}, the linear probe at {told('linear-probe', 'matched')}."
+    assert f"ProbPrompt as in the paper at {rest}" in readme
+
+
 def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
     def told(*key: str) -> str:
         return _told(recorded["cifar100", *key])
@@ -167,6 +204,7 @@ def _varied(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in departures(record).items() if name not in all_share}
 
 
+PROTOCOLS = ("matched", "published")
 BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.md": {"reproduction"}}
 
 

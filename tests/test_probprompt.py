@@ -238,7 +238,7 @@ def test_the_relevance_temperature(setting: str | float, divisor: float) -> None
 def test_the_deterministic_variant_has_unit_variance_and_neither_learns_it_nor_samples() -> None:
     method = fresh(variant="deterministic", initial_std=0.3)
     assert (method.log_std == 0).all() and (method.cached_log_std == 0).all()
-    assert not method.log_std.requires_grad
+    assert [name for name, _ in method.named_parameters()] == ["mean"], "what is never learned is not counted either"
     context, other, query = training(5), training(6), some_queries()
     first, second, third = (tokens_of(method, query, given) for given in (context, other, EVALUATION))
     assert context.noise is not None and context.noise._source is None  # never asked

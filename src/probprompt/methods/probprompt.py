@@ -80,6 +80,7 @@ class ProbPrompt(Method):
     Config = ProbPromptConfig
     summary = "prompts sampled from a mixture of learned Gaussians (the paper)"
 
+    log_std: Tensor
     cached_mean: Tensor
     cached_log_std: Tensor
     fixed_noise: Tensor
@@ -94,10 +95,10 @@ class ProbPrompt(Method):
         drawn = [randomness.initial(kind, pools, seed, "initial mean", block) for block in config.blocks]
         mean = config.initial_mean_scale * torch.stack(drawn)
         self.mean = nn.Parameter(mean)  # (blocks, M, N, D)
-        self.log_std = nn.Parameter(torch.full_like(mean, math.log(config.initial_std)))  # (blocks, M, N, D)
         if config.variant == "deterministic":  # the ablation's first row: unit variance, never learned
-            self.log_std.data.zero_()
-            self.log_std.requires_grad_(False)
+            self.register_buffer("log_std", torch.zeros_like(mean))
+        else:
+            self.log_std = nn.Parameter(torch.full_like(mean, math.log(config.initial_std)))  # (blocks, M, N, D)
         self.register_buffer("cached_mean", mean.clone())
         self.register_buffer("cached_log_std", self.log_std.detach().clone())
         # Drawn from the seed again when a model is loaded, so it need not be stored.
