@@ -2,6 +2,7 @@
 
 import gc
 import json
+import platform
 import subprocess
 import sys
 import time
@@ -124,6 +125,7 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
     assert (record["head"], record["joint"], record["marks"], record["config"]["preset"]) == ("linear", False, [], None)
     assert record["versions"]["torch"] == version("torch") and record["versions"]["timm"] == version("timm")
     assert record["hardware"]["device"] == "cpu" and record["hardware"]["threads"] == torch.get_num_threads()
+    assert record["hardware"]["processor"]
     assert record["trainable_parameters"] == 2 * (2 * 4 * 4 * 64) + 6 * (64 + 1)
     assert record["evaluated_on"] == "test" and record["skipped"] == []
     assert record["time"]["total_s"] == pytest.approx(sum(v for k, v in record["time"].items() if k != "total_s"))
@@ -132,14 +134,18 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
 
 @pytest.mark.parametrize(
     ("able", "expected"),
-    [({"amx_bf16": True, "avx512_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16"), ({"amx_bf16": False}, "fp32")],
+    [
+        ({"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Fast "}, "bf16: Fast with AMX"),
+        ({"avx512_bf16": True, "cpu_name": "Other"}, "bf16: Other with AVX-512 BF16"),
+        ({"amx_bf16": False}, f"fp32: {platform.machine()}"),
+    ],
 )
 def test_a_processor_that_has_bf16_computes_in_it(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: dict[str, bool], expected: str
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: dict[str, object], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
-    run = api.train(config=fast(pictures), out=tmp_path / "run")
-    assert run.record["backbone"]["precision"] == expected
+    record = api.train(config=fast(pictures), out=tmp_path / "run").record
+    assert f"{record['backbone']['precision']}: {record['hardware']['processor']}" == expected
     chosen = fast(pictures, backbone={"precision": "fp32"})
     assert api.train(config=chosen, out=tmp_path / "chosen").record["backbone"]["precision"] == "fp32"
 

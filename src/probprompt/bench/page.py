@@ -17,7 +17,7 @@ from probprompt.bench.record import read_record
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.runs.files import write_bytes
-from probprompt.runs.record import machine_name
+from probprompt.runs.record import chip_words, machine_name
 
 Entry = Mapping[str, Any]
 DASH = "-"  # not measured
@@ -50,8 +50,7 @@ class Recorded:
     @property
     def chip(self) -> str:
         """What computed."""
-        hardware = self.record["hardware"]
-        return hardware.get("gpu") or f"{hardware['threads']} of {hardware['cores']} cores, {hardware['machine']}"
+        return chip_words(self.record["hardware"])
 
 
 # The page --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from probprompt.config import RunConfig, apply_assignments, merge, parse_config
 from probprompt.errors import UserError
 from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_bytes
+from probprompt.runs.record import chip_words
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"backbone": {"name": "demo"}, "training": {"batch": 16}},
@@ -146,8 +147,7 @@ def _show(screen: Screen, record: Record) -> None:
 
 
 def _machine(record: Record) -> str:
-    machine = record["hardware"]
-    return str(machine.get("gpu") or f"{machine['threads']} of {machine['cores']} cores")
+    return chip_words(record["hardware"])
 
 
 def _show_one(screen: Screen, record: Record, entry: Mapping[str, Any]) -> None:

@@ -193,9 +193,30 @@ def _revision() -> str | None:
     return found.stdout.strip() or None
 
 
+BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
+"""What lets a processor compute in bf16, by its name among torch's capabilities: others emulate it, and are slower."""
+
+
 def machine_name(found: Mapping[str, Any]) -> str:
-    """What a record calls its machine, from what it says of the hardware: the GPU, or else the kind of processor."""
-    return str(found.get("gpu") or found["machine"])
+    """What a record calls its machine, from what it says of the hardware: the GPU, or else the processor."""
+    return str(found.get("gpu") or found.get("processor") or found["machine"])
+
+
+def chip_words(found: Mapping[str, Any]) -> str:
+    """What computed: the GPU, or else how many cores of which processor.
+
+    >>> chip_words({"threads": 2, "cores": 16, "machine": "x86_64"})
+    '2 of 16 cores, x86_64'
+    """
+    return str(found.get("gpu") or f"{found['threads']} of {found['cores']} cores, {machine_name(found)}")
+
+
+def _processor() -> str:
+    """Its name, where torch knows it, and by what it computes in bf16."""
+    able = torch.cpu.get_capabilities()
+    unit = next((f" with {words}" for name, words in BF16.items() if able.get(name)), "")
+    name = str(able.get("cpu_name") or "").strip()
+    return f"{name or platform.machine()}{unit}"
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:
@@ -203,6 +224,7 @@ def hardware(device: torch.device) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         "device": device.type,
         "machine": platform.machine(),
+        "processor": _processor(),
         "system": platform.system(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
