@@ -456,6 +456,14 @@ def test_measured_costs_stand_beside_the_papers() -> None:
     )
 
 
+def test_costs_on_a_processor_are_shown_only_where_there_are_no_others() -> None:
+    slow = {**_bench("2026", 9.0, "vq-prompt"), "hardware": {"processor": "Slow", "machine": "x86_64"}}
+    alone, both = (
+        page.paper_table(paper.find("cost"), [], records) for records in ([slow], [slow, _bench("2026", 90.0, "apt")])
+    )
+    assert "ours, Slow, ViT-B/16 (random)" in alone and "Slow" not in both
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_costs_of_different_records_are_not_mixed(order: int) -> None:
     """The record with most methods counts, and the youngest of several."""

@@ -230,8 +230,10 @@ def _benched(table: paper.Table, row: paper.Row, benches: Sequence[Mapping[str, 
 def _costs(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Measured costs by what was measured, each time from one record: that with most of the table's methods.
 
-    Of several such records the youngest counts: speeds of different days and machines are not mixed.
+    Of several such records the youngest counts: speeds of different days and machines are not mixed. The paper's are of
+    a GPU: what a processor takes is shown only where there is nothing else.
     """
+    benches = [record for record in benches if record["hardware"].get("gpu")] or benches
     wanted = {row.method for row in table.rows}
     found: dict[str, tuple[tuple[int, str], list[Mapping[str, Any]]]] = {}
     for record in benches if table.costs else ():
