@@ -59,7 +59,7 @@ def compare_scores(classifier: ContinualClassifier, learned: Images, fresh: Imag
     found: dict[str, Any] = {
         "largest probability": (round(auroc(*chances), 4), round(false_positive_rate(*chances), 4))
     }
-    readers = {"prompted": slice(0, width), "query": slice(width, None), "both": slice(None)}
+    readers = {"prompted": slice(0, width), "query": slice(width, 2 * width), "both": slice(0, 2 * width)}
     for reader, columns in readers.items():
         for length, view in (("as it is", lambda part: part), ("unit", unit)):
             seen = [view(part[:, columns]) for part in parts]

@@ -351,12 +351,13 @@ def _ridge(method: str, benchmark: str) -> Settings:
 
 
 def _flagship(method: str, benchmark: str) -> Settings:
-    """Where images are few, the head reads the query beside the prompted feature."""
+    """Where images are few, the head reads the query and three blocks before the last beside the prompted feature."""
     own: Settings = {"name": "probprompt", "initial_std": 0.1}
     if benchmark in _BENCHMARKS:
         return merge(_ridge(method, benchmark), {"method": own})
     own = {**own, "relevance_temperature": "dim"}
-    return merge(_ridge(method, benchmark), {"method": own, "head": {"with_query": True}})
+    reads = {"with_query": True, "layers": 3, "readings": "projected"}  # results/emoji-r-layers.md
+    return merge(_ridge(method, benchmark), {"method": own, "head": reads})
 
 
 # The demo -------------------------------------------------------------------------------------------------------
