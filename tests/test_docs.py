@@ -63,6 +63,27 @@ BOOKS = {
 }
 
 
+def test_the_words_on_the_demo_tell_the_recorded_numbers() -> None:
+    found = dict[str, list[float]]()
+    for run in read_book(ROOT / "results" / "emoji-r" / "demo.jsonl"):
+        row = ", ".join((run.record["config"]["method"]["name"], *map(str, departures(run.record).values())))
+        found.setdefault(row, []).append(metrics.final_average_accuracy(run.matrix))
+    own, plain, probe = (_told(found[name]) for name in ("probprompt", "ranpac", "linear-probe"))
+    reading = _told(found["ranpac, 3, projected"])
+    readme, page = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in ("README.md", "docs/demo.md")
+    )
+    assert f"ends at {own} % final average accuracy" in readme and f"without prompts, at {plain} %" in readme
+    assert f"the linear probe at {probe} %. The gain" in readme and f"head ends at {reading} %." in readme
+    apart = np.array(found["probprompt"]) - np.array(found["ranpac"])
+    seeds = "{:.1f}, {:.1f} and {:.1f}".format(*apart)
+    ahead = np.mean(found["probprompt"]) - np.mean(found["linear-probe"])
+    assert f"ends {ahead:.1f} points above the linear probe and {apart.mean():.1f} above RanPAC" in page
+    assert f"({own} against {plain} %; by seed {seeds})" in page and f"blocks ends at {reading} %" in page
+    every = " ".join((ROOT / "results" / "emoji-r.md").read_text(encoding="utf-8").split())
+    assert f"**The flagship ({own} %) is above" in every and f"same blocks ends at {reading} %" in every
+
+
 @pytest.mark.parametrize("page", BOOKS)
 def test_tables_come_from_the_recorded_runs(page: str) -> None:
     """To the letter what `probprompt compare --from BOOK --page PAGE` writes."""
