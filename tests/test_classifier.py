@@ -13,7 +13,7 @@ from PIL import Image
 
 import probprompt
 from probprompt import ContinualClassifier, UserError, methods
-from probprompt.classifier import Prediction
+from probprompt.classifier import Prediction, novelty, sums
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
 from probprompt.runs.progress import Watcher
 
@@ -588,6 +588,29 @@ def test_unreadable_files_are_named_and_left_out(tmp_path: Path) -> None:
     (folder / "c" / "broken.png").write_text("nothing")
     with pytest.raises(UserError, match=r"(?s)class\(es\) c can be read:.*c/broken.png"):
         ContinualClassifier(**PROBPROMPT).learn(folder)
+
+
+def test_rounding_where_there_is_no_variance_is_not_taken_for_variance() -> None:
+    """Whether one image of each class leaves 0 or 1e-19 depends on the processor."""
+    noise = 1e-19 * torch.tensor([[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64)  # with a negative eigenvalue
+    assert torch.allclose(novelty._whitening(noise, 0.3), torch.eye(2, dtype=torch.float64))
+
+
+def test_sums_that_are_kept_are_those_that_are_solved() -> None:
+    """A product of a matrix with itself is symmetric to the last bit on some processors alone."""
+    views: sums.Views = {"unit": lambda rows: rows}
+    made = sums.Sums.zero(2, {"unit": 3}, torch.device("cpu"))
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for label in (0, 1):
+        made.add_rows(label, rows[4 * label : 4 * label + 4], views)
+    moments = made.of["unit"]
+    moments.moment.add_(1e-9 * torch.ones(3, 3).triu(1))  # the half that no solve reads
+    (again,) = sums.Sums.from_tensors(made.tensors(), made.widths, torch.device("cpu")).of.values()
+    assert torch.equal(again.within, moments.within)
+    assert torch.equal(again.total[1].tril(), moments.total[1].tril())
+    head = RidgeHead(3, 0, projections=0, ridge=1.0).grow(2)
+    solved = [head.solve_sums(part.counts, part.totals, part.moment).weight for part in (moments, again)]
+    assert torch.equal(*solved)
 
 
 def test_a_single_image_per_class_is_enough_but_told() -> None:

@@ -233,22 +233,22 @@ def test_the_model_of_a_run_is_read_as_it_is(pictures: Path, tmp_path: Path) -> 
 # A saved classifier --------------------------------------------------------------------------------------------------
 
 default_cfgs = generate_default_cfgs(
-    {"one_block_vit.": {"input_size": (3, 32, 32), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "num_classes": 0}}
+    {"two_block_vit.": {"input_size": (3, 32, 32), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "num_classes": 0}}
 )
 
 
-def one_block_vit(pretrained: bool = False, **arguments: Any) -> Any:
-    """One block: what an export costs is their number."""
-    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 2, **arguments}
-    return build_model_with_cfg(VisionTransformer, "one_block_vit", pretrained, **shape)
+def two_block_vit(pretrained: bool = False, **arguments: Any) -> Any:
+    """Two blocks, of which a head reads one: what an export costs is their number."""
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2, **arguments}
+    return build_model_with_cfg(VisionTransformer, "two_block_vit", pretrained, **shape)
 
 
 @pytest.fixture(scope="module")
 def small_vit() -> str:
     """A small architecture that timm knows by its name, while these tests run."""
-    if not timm.is_model("one_block_vit"):
-        register_model(one_block_vit)
-    return "one_block_vit"
+    if not timm.is_model("two_block_vit"):
+        register_model(two_block_vit)
+    return "two_block_vit"
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def saved(small_vit: str, pictures: Path, tmp_path_factory: pytest.TempPathFacto
             "backbone": {"name": small_vit, "weights": "random"},
             "method": {"samples": 2, "components": 2, "tokens": 2, "blocks": [0]},
             "training": {"epochs": 1},
-            "head": {"projections": 50},
+            "head": {"projections": 50, "layers": 1},
         }
     )
     classifier.learn(classes(pictures, 0, 3))
@@ -304,7 +304,7 @@ def test_a_classifier_is_exported_before_and_after_it_learned_more(
     assert answer.code == 0 and "3 classes" in answer.out and "checked with onnxruntime" in answer.out
     check(saved.classifier, path)
     wide = [part.dims for part in onnx_file.load(str(path)).graph.initializer if sorted(part.dims) == [48, 192]]
-    assert len(wide) == 2, "one block with two such layers, which both passes share"
+    assert len(wide) == 4, "two blocks with two such layers each, which both passes share"
     run_the_page(saved.classifier, pictures, tmp_path, monkeypatch)
     saved.classifier.learn(classes(pictures, 3, 5))
     saved.classifier.save(saved.folder)

@@ -240,7 +240,7 @@ def test_costs_are_measured_where_the_book_has_none(tmp_path: Path) -> None:
     assert not reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure
     path.write_text(text.replace('"preset": "published"', '"preset": null'))
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "those were other settings"
-    path.write_text(text.replace('"machine": "', '"machine": "not '))
+    path.write_text(text.replace('"processor": "', '"processor": "not '))
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "that was another machine"
 
 

@@ -13,6 +13,7 @@ KNOWN = 0.95
 """The share of known images that must pass."""
 SHRINKAGE = 0.3
 """How far covariances are drawn towards their mean diagonal."""
+_ROUNDING = 1e-12  # variance that features of length 1 may seem to have where there is none
 
 
 def unit(features: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
     """W with W W^T = S^-1, of a covariance drawn towards its mean diagonal (the identity where it is zero)."""
     level = float(covariance.diagonal().mean())
     drawn = (1 - shrinkage) * covariance
-    drawn.diagonal().add_(shrinkage * level if level > 0 else 1.0)
+    drawn.diagonal().add_(shrinkage * level if level > _ROUNDING else 1.0)
     eye = torch.eye(len(drawn), dtype=drawn.dtype, device=drawn.device)
     inverse: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(drawn), eye, upper=False)
     return inverse.T

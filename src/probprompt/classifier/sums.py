@@ -99,7 +99,8 @@ class Moments:
     @property
     def within(self) -> Tensor:
         """The covariance within classes, one for all (L, L)."""
-        scatter = self.moment - self.totals.T @ self.means
+        lower = self.moment.tril()  # the other half may be rounded otherwise, and is not kept
+        scatter = lower + lower.tril(-1).T - self.totals.T @ self.means
         return (scatter + scatter.T) / 2 / (self.counts.sum() - (self.counts > 0).sum()).clamp(min=1)
 
     @property
@@ -161,7 +162,7 @@ class Sums:
             moments.moment.add_(_unpacked(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
-        """To be kept: the upper half of what is symmetric."""
+        """To be kept: one half of what is symmetric."""
         found = {"count": self.solved.counts}
         for name, moments in self.of.items():
             found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, _packed(moments.moment)
@@ -206,13 +207,16 @@ def add_up(kept: Iterable[Part], sums: Sums, views: Views) -> Sums:
 
 
 def _packed(matrix: Tensor) -> Tensor:
-    """The upper half of a symmetric matrix (L, L): (L (L + 1) / 2,)."""
+    """Half of a symmetric matrix (L, L), (L (L + 1) / 2,), column by column: the lower one, which alone a solve reads.
+
+    A product of a matrix with itself need not be symmetric to the last bit on every processor.
+    """
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[rows, columns]
+    return matrix[columns, rows]
 
 
 def _unpacked(half: Tensor, like: Tensor) -> Tensor:
-    """The symmetric matrix (L, L) of its upper half."""
+    """The symmetric matrix (L, L) of its half."""
     whole = torch.zeros_like(like)
     rows, columns = torch.triu_indices(*like.shape, device=like.device)
     whole[rows, columns] = half.to(like)

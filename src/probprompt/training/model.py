@@ -22,7 +22,8 @@ class PromptedModel(nn.Module):
         super().__init__()
         if head.layers >= backbone.depth:
             raise UserError(
-                f"head.layers is {head.layers}, but the backbone has {backbone.depth - 1} block(s) before the last"
+                f"head.layers is {head.layers}, but the backbone has {backbone.depth - 1} block(s) before the last: "
+                "set it to no more than these"
             )
         self.backbone, self.method, self.head = backbone, method, head
         self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
