@@ -210,6 +210,16 @@ def test_settings_that_are_not_the_presets_are_told(tmp_path: Path) -> None:
     assert told == "Not as the preset has it: head.shrinkage=0.9, in all rows."
 
 
+def test_a_setting_younger_than_a_record_was_as_by_default(tmp_path: Path) -> None:
+    """A preset may have taken it up since: then the record is not as the preset has it."""
+    config = parse_config(presets.settings("flagship", "probprompt", "emoji-r")).model_dump(mode="json")
+    assert config["head"]["layers"] > 0
+    older = {**config, "head": {name: value for name, value in config["head"].items() if name != "layers"}}
+    run = make(tmp_path / "older", "probprompt", 0, two(90, 80, 70), config=older)
+    notes = gather_runs([run]).tables()[0].notes
+    assert "Not as the preset has it: head.layers=0, in all rows." in notes
+
+
 # Numbers
 
 

@@ -455,7 +455,8 @@ def _departures(result: Result) -> list[str]:
         preset = presets.settings(place.preset, config["method"]["name"], data["benchmark"], data["tasks"])
     except UserError:  # a method or preset of another version
         return []
-    usual, own = (flatten(part) for part in (parse_config(preset).model_dump(mode="json"), without_paths(config)))
+    own = flatten(without_paths(completed(config) or config))  # settings younger than the record were as by default
+    usual = flatten(parse_config(preset).model_dump(mode="json"))
     expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
     expected |= {"evaluation_batch"}  # changes rounding alone
     differ = [key for key in own if own[key] != usual.get(key, own[key]) and key not in expected]
