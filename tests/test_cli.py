@@ -369,6 +369,7 @@ def test_the_demonstration_compares_methods_without_a_network(
     runs = [Run.open(home / name) for name in names]
     assert all(run.finished and run.config.seeds.data == 2 for run in runs)
     assert [(run.config.method.name, run.config.preset) for run in runs] == list(presets.DEMO)
+    assert "What of the gain is the head's, and what the prompts', is in docs/demo.md." in answer.out
     assert "report: runs/demo/report.html" in answer.out and (home / "report.html").exists()
     for run in runs:
         values = " +".join(re.escape(f"{run.metrics[name]:.2f}") for name in ("FAA", "CAA", "forgetting"))

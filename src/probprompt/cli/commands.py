@@ -52,6 +52,8 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     picture = save_overview(folders, folder / "overview.png")
     page = write_report(folders, folder / "report.html")
     screen.compare(runs)
+    screen.say("ProbPrompt's head also reads blocks before the last; RanPAC's, as published, does not.")
+    screen.say("What of the gain is the head's, and what the prompts', is in docs/demo.md.\n")
     screen.say(f"picture: {picture}")
     screen.say(f"report: {page}")
 
