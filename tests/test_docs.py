@@ -64,10 +64,11 @@ BOOKS = {
 
 
 def test_the_words_on_the_demo_tell_the_recorded_numbers() -> None:
-    found = dict[str, list[float]]()
+    found, seconds = dict[str, list[float]](), dict[str, list[float]]()
     for run in read_book(ROOT / "results" / "emoji-r" / "demo.jsonl"):
         row = ", ".join((run.record["config"]["method"]["name"], *map(str, departures(run.record).values())))
         found.setdefault(row, []).append(metrics.final_average_accuracy(run.matrix))
+        seconds.setdefault(row, []).append(run.record["time"]["total_s"])
     own, plain, probe = (_told(found[name]) for name in ("probprompt", "ranpac", "linear-probe"))
     reading = _told(found["ranpac, 3, projected"])
     readme, page = (
@@ -80,6 +81,8 @@ def test_the_words_on_the_demo_tell_the_recorded_numbers() -> None:
     ahead = np.mean(found["probprompt"]) - np.mean(found["linear-probe"])
     assert f"ends {ahead:.1f} points above the linear probe and {apart.mean():.1f} above RanPAC" in page
     assert f"({own} against {plain} %; by seed {seeds})" in page and f"blocks ends at {reading} %" in page
+    quick, slow = (np.mean(seconds[name]) for name in ("ranpac, 3, projected", "probprompt"))
+    assert f"{reading} %, in {quick:.0f} s instead of {slow:.0f}." in page
     every = " ".join((ROOT / "results" / "emoji-r.md").read_text(encoding="utf-8").split())
     assert f"**The flagship ({own} %) is above" in every and f"same blocks ends at {reading} %" in every
 
