@@ -286,7 +286,7 @@ class ClosedFormHead(Head):
         moved.diagonal().add_(1)
         self.register_buffer(self.totals, self.get_buffer(self.totals) @ moved)
         if self.moments:
-            whole = _symmetric(self.get_buffer(self.moments))  # a solve reads but one half, which alone is saved
+            whole = symmetric(self.get_buffer(self.moments))  # a solve reads but one half, which alone is saved
             self.register_buffer(self.moments, moved.T @ whole @ moved)
 
     def _check_complete(self) -> None:
@@ -622,7 +622,7 @@ def _half(square: Tensor) -> Tensor:
     >>> _half(torch.eye(2))
     tensor([1., 0., 0., 1.])
     """
-    strips = [_symmetric(square[start : start + STRIP, : start + STRIP]) for start in range(0, len(square), STRIP)]
+    strips = [symmetric(square[start : start + STRIP, : start + STRIP]) for start in range(0, len(square), STRIP)]
     return torch.cat([strip.flatten() for strip in strips]) if strips else square.flatten()
 
 
@@ -638,13 +638,13 @@ def _whole(half: Tensor, size: int) -> Tensor:
     square, strips = half.new_zeros(size, size), half.split([(stop - start) * stop for start, stop in areas])
     for (start, stop), strip in zip(areas, strips, strict=True):
         square[start:stop, :stop] = strip.view(stop - start, stop)
-    return _symmetric(square)
+    return symmetric(square)
 
 
-def _symmetric(rows: Tensor) -> Tensor:
+def symmetric(rows: Tensor) -> Tensor:
     """The last rows of a lower triangle, (n, L), with its mirror image on the other side of the diagonal: a copy.
 
-    >>> _symmetric(torch.tensor([[5, 1, 0], [6, 2, 3]]))
+    >>> symmetric(torch.tensor([[5, 1, 0], [6, 2, 3]]))
     tensor([[5, 1, 2],
             [6, 2, 3]])
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.errors import UserError
+from probprompt.heads import symmetric
 from probprompt.runs.tensors import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
@@ -99,8 +100,8 @@ class Moments:
     @property
     def within(self) -> Tensor:
         """The covariance within classes, one for all (L, L)."""
-        lower = self.moment.tril()  # the other half may be rounded otherwise, and is not kept
-        scatter = lower + lower.tril(-1).T - self.totals.T @ self.means
+        whole = symmetric(self.moment)  # the upper half may be rounded otherwise, and is not kept
+        scatter = whole - self.totals.T @ self.means
         return (scatter + scatter.T) / 2 / (self.counts.sum() - (self.counts > 0).sum()).clamp(min=1)
 
     @property

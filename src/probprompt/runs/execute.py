@@ -34,7 +34,7 @@ from probprompt.runs.checkpoint import Position, Saved, Saving, learner_tensors,
 from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import find_weights, save_model
 from probprompt.runs.progress import Watcher
-from probprompt.runs.record import BF16, Run, config_hash, hardware, refuse_used, versions
+from probprompt.runs.record import Run, bf16_unit, config_hash, hardware, refuse_used, versions
 from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
 from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
@@ -68,8 +68,7 @@ def usual_precision(device: torch.device) -> Precision:
     if device.type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        able = torch.cpu.get_capabilities()
-        has_it = any(bool(able.get(name)) for name in BF16)
+        has_it = bf16_unit() is not None
     return "bf16" if has_it else "fp32"
 
 

@@ -193,8 +193,13 @@ def _revision() -> str | None:
     return found.stdout.strip() or None
 
 
-BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
-"""What lets a processor compute in bf16, by its name among torch's capabilities: others emulate it, and are slower."""
+_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}  # by torch's names
+
+
+def bf16_unit() -> str | None:
+    """By what the processor computes in bf16; None where it would emulate it, and be slower."""
+    able = torch.cpu.get_capabilities()
+    return next((words for name, words in _BF16.items() if able.get(name)), None)
 
 
 def machine_name(found: Mapping[str, Any]) -> str:
@@ -213,10 +218,9 @@ def chip_words(found: Mapping[str, Any]) -> str:
 
 def _processor() -> str:
     """Its name, where torch knows it, and by what it computes in bf16."""
-    able = torch.cpu.get_capabilities()
-    unit = next((f" with {words}" for name, words in BF16.items() if able.get(name)), "")
-    name = str(able.get("cpu_name") or "").strip()
-    return f"{name or platform.machine()}{unit}"
+    name = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or platform.machine()
+    unit = bf16_unit()
+    return f"{name} with {unit}" if unit else name
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:
