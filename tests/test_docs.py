@@ -18,6 +18,7 @@ from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.comparison import gather_runs
 from probprompt.report.tables import fill_page
+from probprompt.results import page, paper
 from probprompt.results.book import count_tasks, departures, read_entries, read_entry
 from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid, describe
@@ -133,6 +134,16 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
         (np.mean([metrics.average_forgetting(matrix) for matrix in each]), change) for change, each in found.items()
     )
     assert f"least is forgotten of all ({least[0]:.1f})" in text and '"method.reference": "epoch"' in least[1]
+    final = {change: [metrics.final_average_accuracy(matrix) for matrix in each] for change, each in found.items()}
+    assert {len(each) for each in final.values()} == {2}
+    apart = [abs(one - two) for one, two in final.values()]
+    words = " ".join(text.split())
+    assert f"lie {np.mean(apart):.1f} points apart on average and up to {max(apart):.1f}," in words
+    strong = np.array(final['{"method.regularisation": 1.0}']) - np.array(final["{}"])
+    assert f"came out best, by {strong.mean():.1f} points each" in words
+    assert f"led by {strong[0]:.1f} with the first seed and lost {-strong[1]:.1f} with the second" in words
+    best = sorted(final, key=lambda change: -float(np.mean(final[change])))[:2]
+    assert set(best) == {'{"method.regularisation": 1.0}', '{"method.evaluation": "mean"}'}
 
 
 def test_the_words_on_fidelity_tell_the_recorded_runs_on_test(recorded: dict[tuple[str, ...], list[float]]) -> None:
@@ -140,6 +151,30 @@ def test_the_words_on_fidelity_tell_the_recorded_runs_on_test(recorded: dict[tup
     own, rival = ([_told(recorded["cifar100", m, p]) for p in PROTOCOLS] for m in ("probprompt", "vq-prompt"))
     assert f"ends at {own[0]}, VQ-Prompt at {rival[0]};" in text
     assert f"(`published`) at {own[1]} and {rival[1]}." in text
+
+
+def test_the_words_on_fidelity_tell_the_papers_studies_as_run_here() -> None:
+    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    entries = [entry for entry in read_entries(ROOT / "results") if entry.benchmark == "tu-berlin"]
+
+    def told(study: str, column: str) -> dict[str, str]:
+        """By the label of the paper's row."""
+        table, found = paper.find(study), dict[str, str]()
+        for label, ours in page.beside(table, entries).items():
+            ((run,),) = [cells[column] for cells in ours.values()]
+            found[label] = f"{metrics.final_average_accuracy(run.matrix):.1f}"
+        return found
+
+    samples = told("samples", "10")
+    several = [float(samples[count]) for count in ("10", "20", "30", "40")]
+    assert f"{samples['1']} with one and {samples['5']} with five against {min(several)} to {max(several)}" in text
+    assert f"without any sample, is as good ({samples['none']})" in text
+    parts = list(told("ablation", "10").values())
+    assert f"goes {', '.join(parts[:3])} without the loss and {', '.join(parts[3:])} with it" in text
+    ten, five = (", ".join(told("topk", tasks).values()) for tasks in ("10", "5"))
+    assert f"{ten} in 10 tasks and {five} in 5;" in text
+    plain, cosine = told("aggregation", "10").values()
+    assert f"equal weights end at {plain}, the weights by cosine at {cosine}." in text
 
 
 def test_the_words_on_fidelity_tell_how_alike_prompts_are() -> None:
@@ -195,7 +230,7 @@ def test_the_readme_tells_the_recorded_numbers_of_a_larger_backbone() -> None:
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"the flagship ends at {told('probprompt', 'flagship')}, RanPAC at {told('ranpac', 'matched')}, " in readme
     assert f" VQ-Prompt at {told('vq-prompt', 'matched')}, ProbPrompt as in the paper at " in readme
-    rest = f"{told('probprompt', 'matched')}, the linear probe at {told('linear-probe', 'matched')}."
+    rest = f"{told('probprompt', 'matched')} (one seed both), the linear probe at {told('linear-probe', 'matched')}."
     assert f"ProbPrompt as in the paper at {rest}" in readme
 
 
@@ -208,7 +243,17 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
     wide, rival = told("ranpac", "matched", "layers=11"), told("vq-prompt", "ridge")
     assert f"VQ-Prompt ({told('vq-prompt', 'matched', 'alignment.enabled=false')} on CIFAR-100 without" in readme
-    assert f"RanPAC has {wide} on CIFAR-100 (one seed), and VQ-Prompt, adapted alike, {rival}:" in readme
+    assert f"RanPAC has {wide} on CIFAR-100 (one seed), and VQ-Prompt, adapted alike, {rival};" in readme
+    (sketches,), drawn = recorded["tu-berlin", "vq-prompt", "ridge"], recorded["tu-berlin", "probprompt", "flagship"]
+    dino = ROOT / "results" / "cifar100" / "vit-s14-dinov2-224px"
+    large, ours = (
+        metrics.final_average_accuracy(read_entry(ROOT / "results", dino / f"{name}-s0.json").matrix)
+        for name in ("vq-prompt-ridge", "probprompt-flagship")
+    )
+    assert f"has {sketches:.1f} on TU-Berlin and {large:.1f} with the DINOv2, where the flagship has" in readme
+    assert f"where the flagship has {drawn[0]:.1f} and {ours:.1f}:" in readme
+    told_there = f"{sketches:.1f} against {drawn[0]:.1f} on TU-Berlin, and {large:.1f} against {ours:.1f} with a DINOv2"
+    assert told_there in flagship
     assert f"at once ends at {joint}." in readme and f"at once ends at {joint}:" in flagship
     best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
     first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")

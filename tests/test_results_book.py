@@ -430,6 +430,19 @@ def test_a_study_on_another_benchmark_is_shown_as_such_and_never_by_one_row() ->
     assert len(_ours("topk", [exact])) == len(_ours("samples", [exact])) == len(_ours("ablation", [exact])) == 1
 
 
+def test_rows_of_a_study_are_over_the_same_seeds() -> None:
+    """Each seed has its own order of classes: a mean over three against one of them would show the orders."""
+    whole = [_entry("probprompt", final, seed, backbone=TINY) for seed, final in enumerate((80.0, 90.0, 95.0))]
+    few = {"method": {"top_k": 7}}
+    some = [_entry("probprompt", 79.0, seed, backbone=TINY, settings=few) for seed in (0, 1)]
+    lines = _ours("topk", [*whole, *some])
+    assert "| — | 79.00 ± 0.00 (2) | — |" in lines[0] and "| — | 85.00 ± 5.00 (2) | — |" in lines[1]
+    assert "over the seeds that all of them have" in page.paper_table(paper.find("topk"), [*whole, *some])
+    apart = _ours("topk", [whole[2], *some])
+    assert "95.00 (1)" in apart[1] and "(2)" in apart[0], "better shown with their counts than not at all"
+    assert "90.00 (1)" in _ours("table2", whole[1:2])[0] and "(3)" in _ours("table2", whole)[0]
+
+
 def test_marked_results_say_so() -> None:
     (line,) = _ours("table2", [_entry("dual-prompt", 80.0, marks=["predictions depend on the batch"])])
     assert "§" in line

@@ -134,7 +134,8 @@ def _whose(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entr
 def beside(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[Whose, Cells]]:
     """Our runs by the label of the paper's row, by what was run, by column.
 
-    Of a study, runs that fill a single row say nothing and are left to other tables, unless they are the paper's own.
+    Of a study, runs that fill a single row say nothing and are left to other tables, unless they are the paper's own;
+    and its rows are shown over the seeds that all of them have, for each seed has its own order of classes.
     """
     found: dict[str, dict[Whose, Cells]] = {row.label: {} for row in table.rows}
     for row in table.rows:
@@ -147,7 +148,18 @@ def beside(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[Whose
         filled = [whose for ours in found.values() for whose in ours]
         kept = {whose for whose in filled if filled.count(whose) > 1 or not whose.marks}
         found = {label: {who: ours[who] for who in ours if who in kept} for label, ours in found.items()}
+        for whose in kept:
+            _over_shared_seeds([ours[whose] for ours in found.values() if whose in ours])
     return found
+
+
+def _over_shared_seeds(rows: Sequence[Cells]) -> None:
+    """Leave out of each column what not all rows have; where they share no seed at all, leave it as it is."""
+    for key in {key for row in rows for key in row}:
+        filled = [row for row in rows if key in row]
+        shared = set.intersection(*({entry.seed for entry in row[key]} for row in filled))
+        for row in filled if shared else ():
+            row[key] = [entry for entry in row[key] if entry.seed in shared]
 
 
 def missing(table: paper.Table, entries: Sequence[Entry]) -> list[tuple[paper.Row, paper.Column, int]]:
@@ -269,8 +281,10 @@ def _table_notes(table: paper.Table, entries: Sequence[Entry], told: str) -> lis
     marks = [f"{sign} {words}." for sign, words in MARKS.items() if sign in told]
     counts = sum(len(table.seeds(row, column)) for row, column in table.cells())
     there = counts - len(missing(table, entries))
+    shared = "In a study our rows are over the seeds that all of them have: each seed has its own order of classes."
     return [
         *marks,
+        *([shared] if table.study and "ours" in told else []),
         *table.notes,
         f"The paper's numbers: `{table.label}` of its source, lines {table.rows[0].line} to {table.rows[-1].line}.",
         f"With the paper's weights, images and settings: {there} of {counts} runs are here; "
