@@ -379,6 +379,8 @@ def test_every_preset_is_valid(name: str, benchmark_name: str, preset: str) -> N
     assert not config.method.marks(), "a preset never repeats a published mistake"
     if preset == "published":
         assert config.backbone.normalisation == "unit" or name == "hide-prompt"
+        photographs = benchmark_name in ("imagenet-r", "cub200")
+        assert config.data.stored_side == ("full" if photographs else None), "crops are cut from the whole image"
 
 
 def test_matched_is_one_protocol_for_all() -> None:

@@ -498,6 +498,12 @@ def test_other_settings_and_lists_of_ones_own_are_marked() -> None:
     assert "`published` ‡" in _ours("table2", [_entry("probprompt", 80.0, stream=stream)])[0]
 
 
+def test_crops_of_smaller_copies_are_marked_where_published_code_takes_whole_photographs() -> None:
+    small = _entry("probprompt", 80.0, benchmark="imagenet-r", settings={"data": {"stored_side": 256}})
+    assert "`published` ¶" in _ours("table1", [small])[0]
+    assert len(page.missing(paper.find("table1"), [small])) == len(page.missing(paper.find("table1"), []))
+
+
 def test_a_number_that_others_measured_is_run_as_they_did() -> None:
     """The paper's DualPrompt is CODA-Prompt's: what its authors published stands there marked."""
     row = next(row for row in paper.find("table1").rows if row.method == "dual-prompt")

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
+from torchvision import transforms
 
 import probprompt
 from probprompt import api
@@ -289,6 +291,30 @@ def test_the_input_is_normalised_as_set_and_recorded(
     assert recorded["normalisation"] == normalisation
     assert recorded["mean"] == pytest.approx(mean) and recorded["std"] == pytest.approx(std)
     assert workshop.scorer.viewer is workshop.learner.viewer and workshop.scorer.viewer.kernel == "bicubic"
+
+
+@pytest.mark.parametrize("side", [None, "full"])
+@pytest.mark.parametrize("kernel", ["bilinear", "bicubic"])
+def test_large_photographs_are_evaluated_as_torchvision_resizes_them(
+    kernel: str, side: str | None, tmp_path: Path
+) -> None:
+    """Copies that are kept smaller are reduced bilinearly: they would decide, whatever the view asks for."""
+    drawn = np.random.default_rng(0)
+    for place in range(4):
+        path = tmp_path / "photographs" / "ab"[place % 2] / f"{place}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(drawn.integers(0, 256, (90, 120, 3), dtype=np.uint8)).save(path)
+    data = {"interpolation": kernel, "stored_side": side, "tasks": 1, "test_fraction": 0.5}
+    settings = fast(tmp_path / "photographs", data=data, backbone={"normalisation": "unit"})
+    workshop = execute.prepare(parse_config(settings), CPU, Watcher())
+    images = workshop.scorer.images
+    found = workshop.scorer.viewer.evaluation(images.store, torch.arange(len(images.names)))
+    view = transforms.Compose(
+        [transforms.Resize(37, transforms.InterpolationMode(kernel)), transforms.CenterCrop(32), transforms.ToTensor()]
+    )
+    for name, one in zip(images.names, found, strict=True):
+        expected = view(Image.open(tmp_path / "photographs" / name))
+        assert (one - expected).abs().max() < 2 / 255
 
 
 @pytest.fixture

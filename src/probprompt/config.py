@@ -40,10 +40,23 @@ class DataConfig(_Settings):
     """Above 0: hold out this part of the training images (of emoji-r two whole styles) and evaluate on it instead of
     the test set."""
     stored_side: int | Literal["full"] | None = None
-    """Images are kept with the short side at most this long: 256/224 of the input by default."""
+    """Images are kept with the short side at most this long. None: 256/224 of the input, or full where evaluation views
+    are not resized bilinearly, as copies are."""
     skip_unreadable: bool = False
     interpolation: Kernel = "bilinear"
     """How evaluation views are resized; random crops always are bilinearly."""
+
+    def short_side(self, usual: int) -> int | None:
+        """What the short side is reduced to at most when an image is decoded; None leaves it as it is.
+
+        >>> DataConfig().short_side(256), DataConfig(stored_side=100).short_side(256)
+        (256, 100)
+        >>> DataConfig(stored_side="full").short_side(256), DataConfig(interpolation="bicubic").short_side(256)
+        (None, None)
+        """
+        if self.stored_side is None:
+            return usual if self.interpolation == "bilinear" else None
+        return None if self.stored_side == "full" else self.stored_side
 
 
 class BackboneConfig(_Settings):
@@ -59,7 +72,8 @@ class BackboneConfig(_Settings):
     the mean and spread of that set, as HiDe-Prompt does there."""
     precision: Literal["fp32", "bf16"] | None = None
     """What the frozen weights are held and computed in; prompts, statistics and heads always are float32 or more. None:
-    bf16 on a GPU that has it, fp32 elsewhere. A backbone that learns keeps its weights in float32."""
+    bf16 on a GPU or processor that multiplies in it, fp32 elsewhere. A backbone that learns keeps its weights in
+    float32."""
 
 
 class TrainingConfig(_Settings):

@@ -56,6 +56,8 @@ _BENCHMARKS: dict[str, Settings] = {
     "tiny-imagenet": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
     "tu-berlin": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
 }
+_PHOTOS = ("imagenet-r", "cub200")
+"""Published code cuts their random crops from the whole photograph, not from a copy of it that is kept smaller."""
 _EMOJI_R: Settings = {
     "data": {"tasks": 5},
     "backbone": {"name": "demo"},
@@ -90,7 +92,8 @@ def _published(method: str, benchmark: str) -> Settings:
     found = _AUTHORS[method](_protocol(benchmark), benchmark)
     if benchmark not in _BENCHMARKS:  # the user's benchmark, our weights
         found = {name: part for name, part in found.items() if name != "backbone"}
-    return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}}), found)
+    whole = {"data": {"stored_side": "full"}} if benchmark in _PHOTOS else {}
+    return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}, **whole}), found)
 
 
 def _vq_protocol(protocol: str, benchmark: str) -> Settings:

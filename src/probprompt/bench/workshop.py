@@ -159,8 +159,7 @@ def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -
     chosen = config.backbone
     backbone = fresh_backbone(chosen.name, chosen.weights, chosen.image_size)
     size, wanted = backbone.preprocessing.image_size, backbone.preprocessing
-    stored = config.data.stored_side
-    arrays = random_images(STORED[device.type], FULL_SIDE if stored == "full" else stored or enlarged(size))
+    arrays = random_images(STORED[device.type], config.data.short_side(enlarged(size)) or FULL_SIDE)
     loaded = Loaded(ImageStore.of(arrays, device), torch.zeros(len(arrays), dtype=torch.long, device=device), ())
     model = build_model(config, backbone).to(device)
     model.set_precision(chosen.precision or usual_precision(device))

@@ -166,8 +166,7 @@ class Engine:
     @property
     def short_side(self) -> int | None:
         """What the short side of an image is reduced to when it is decoded."""
-        stored = self.config.data.stored_side
-        return None if stored == "full" else stored or enlarged(self.backbone.preprocessing.image_size)
+        return self.config.data.short_side(enlarged(self.backbone.preprocessing.image_size))
 
     @property
     def head_kind(self) -> str:

@@ -95,8 +95,9 @@ def same_data(entry: Entry, column: paper.Column) -> bool:
 
 
 def same_settings(entry: Entry, row: paper.Row) -> bool:
-    """Whether a run has the settings behind the paper's number."""
-    return entry.preset == paper.PRESET and entry.varied == row.as_run
+    """Whether a run has the settings behind the paper's number, its crops cut from images of the same size."""
+    smaller = "data.stored_side" in entry.departures
+    return entry.preset == paper.PRESET and entry.varied == row.as_run and not smaller
 
 
 def is_papers(entry: Entry, row: paper.Row, column: paper.Column) -> bool:

@@ -162,7 +162,8 @@ def _stream_of_views(
     """All that decides which views an epoch meets in which order, and what the backbone says to them."""
     training, chosen = config.training, config.backbone
     weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
-    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    kept = (config.data.stored_side, config.data.interpolation)
+    views = (kept, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
     return (weights, images, order, model.method.joint, views)
 
 
@@ -200,10 +201,9 @@ def prepare(
     backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
-    stored = config.data.stored_side
     for remark in source.remarks():
         watch.note(remark)
-    data = source.load(None if stored == "full" else stored or short_side)
+    data = source.load(config.data.short_side(short_side))
     differences = source.differences(data) if isinstance(source, Dataset) else []
     for difference in differences:
         watch.note(f"{source.name} is not as published: {difference}")

@@ -133,9 +133,8 @@ def _audit_loaded(
 def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, watch: Watcher) -> Sample:
     """Images that the run was evaluated on; others than at its time are refused."""
     config, record = run.config.data, run.record
-    stored = config.stored_side or _stored_side(loaded.note)
     benchmark = benchmarks.find(config.benchmark, config.test, config.test_fraction, config.root)
-    found = benchmark.load(None if isinstance(stored, str) else stored)
+    found = benchmark.load(config.short_side(_stored_side(loaded.note)))
     if config.validation:
         found = benchmark.hold_out(found, config.validation)
     before, now = record["stream"]["split_hash"], found.split_hash()
