@@ -1,8 +1,9 @@
 """Image sets in memory: by way of the cache or not, on the device or on the host, they are the same images."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -343,13 +344,16 @@ def test_images_that_come_from_no_files_are_not_cached(cache: ImageCache) -> Non
     for loaded, images in ((train, data.train), (test, data.test)):
         canvas = loaded.store.canvas(torch.tensor([3, 0])).permute(0, 2, 3, 1).numpy()
         np.testing.assert_array_equal(canvas, np.stack([images.read(3), images.read(0)]))
+    pixels = np.stack([data.train.read(row) for row in range(len(data.train))])
     assert train.describe() == {
         "stored_side": "full",
         "bytes": len(data.train) * 64 * 64 * 3,
         "resident": "host",
         "resident_share": loading.RESIDENT,
-        "pixels_sha256": None,
+        "pixels_sha256": hashlib.sha256(pixels.tobytes()).hexdigest(),
     }
+    arrays = replace(data.train, pixels=pixels)
+    assert load(arrays, CPU, watch.advance).sha256 == train.sha256, "as the published files of CIFAR-100 come"
 
 
 def test_validation_and_test_images_of_a_folder_share_one_entry(cache: ImageCache, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Self
@@ -65,7 +65,7 @@ class Decoded:
     unreadable: dict[int, str]
     """Which could not be read, and why."""
     sha256: str | None = None
-    """Of the pixels, where they are kept on disk."""
+    """Of the pixels, where it is known."""
 
     @classmethod
     def of(cls, images: Pixels) -> Self:
@@ -75,6 +75,10 @@ class Decoded:
         for colour in range(3):  # twice as fast as at once, where colours lie apart
             whole[..., colour] = images[..., colour]
         return cls(whole.reshape(-1), sizes, {})
+
+    def hashed(self) -> Self:
+        """The same with the hash of its pixels."""
+        return replace(self, sha256=hashlib.sha256(memoryview(self.pixels)).hexdigest())
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

@@ -256,7 +256,7 @@ class Loaded:
     stored_side: int | None = None
     """What the short side was reduced to at most."""
     sha256: str | None = None
-    """Of the pixels of all files of the folder, where they are kept on disk."""
+    """Of the pixels: of all files of the folder where they are kept on disk, of the set where it has no files."""
 
     def describe(self) -> dict[str, Any]:
         """What a record says of the images."""
@@ -289,6 +289,8 @@ def load(images: ImageSet, device: torch.device, advance: Advance, workers: int 
     else:
         decoded = Decoded.of(images.pixels)
         advance(len(images))
+    if images.files is None:  # no cache will ever tell
+        decoded = decoded.hashed()
     return _chosen(images, decoded, np.arange(len(images)), device)
 
 

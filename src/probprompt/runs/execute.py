@@ -341,7 +341,7 @@ def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
     for what, before, after in (
         ("tasks", stream["order_hash"], workshop.order_hash),
         ("images", stream["split_hash"], workshop.split_hash),
-        # Pixels have a hash only where they are kept on disk.
+        # Pixels of files have a hash only where they are kept on disk.
         *((f"pixels of the {side} images", pixels[side], now) for side, now in sides.items() if now and pixels[side]),
     ):
         if before != after:
