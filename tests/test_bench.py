@@ -25,6 +25,7 @@ from probprompt.cli.bench import _settings
 from probprompt.config import BackboneConfig, RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Readout, Tokens
+from probprompt.runs.files import sealed
 
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
 CPU = torch.device("cpu")
@@ -477,7 +478,7 @@ def test_a_record_says_all_and_is_read_again(tmp_path: Path) -> None:
     written = made(entry("apt", 10.0))
     record.write_record(tmp_path / "bench.json", written)
     found = record.read_record(tmp_path / "bench.json")
-    assert found == written and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
+    assert found == sealed(written) and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
     assert found["matrix_peak"] == {"fp32": {"flops": 1e9, "size": 512, "precision": "fp32"}}
 
 
@@ -607,6 +608,7 @@ def test_what_is_worse_than_linear_is_said(probprompt: Command, here: Path, monk
         (("--against", "absent.json"), "cannot be read"),
         (("--against", "other.json"), "is no record of probprompt bench"),
         (("--against", "later.json"), "has format 99"),
+        (("--against", "changed.json"), "was changed by hand"),
         (("--set", "sample=3"), "did you mean"),
         (("--preset", "flagship", "--method", "apt"), "for probprompt alone"),
     ],
@@ -616,6 +618,8 @@ def test_mistakes_are_answered_in_words(
 ) -> None:
     (here / "other.json").write_text("[1]")
     (here / "later.json").write_text(json.dumps({"kind": record.KIND, "format": 99}))
+    changed = {**sealed({"kind": record.KIND, "format": record.FORMAT, "seconds": 2.0}), "seconds": 1.0}
+    (here / "changed.json").write_text(json.dumps(changed))
     answer = probprompt("bench", *arguments)
     assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
 

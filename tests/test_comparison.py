@@ -127,6 +127,19 @@ def test_a_book_gives_back_the_same_tables(runs: list[Path], tmp_path: Path) -> 
     assert [one.record for one in again.recorded] == [one.record for one in found.recorded]
 
 
+def test_a_book_that_was_changed_by_hand_is_refused(runs: list[Path], tmp_path: Path) -> None:
+    book = write_book(tmp_path / "book.jsonl", gather_runs(runs).recorded)
+    first, *others = book.read_text().splitlines()
+    changed = json.loads(first)
+    changed["matrix"][0][0] += 1
+    book.write_text("\n".join([json.dumps(changed), *others]))
+    with pytest.raises(UserError, match=rf"the line of {re.escape(changed['where'])} was changed by hand"):
+        gather_runs([book])
+    del changed["sha256"]
+    book.write_text("\n".join([json.dumps(changed), *others]))
+    assert len(gather_runs([book]).results) == len(runs), "books of earlier versions have no hashes"
+
+
 def test_a_folder_of_runs_stands_for_all_of_them(runs: list[Path], tmp_path: Path) -> None:
     for place, run in zip(("b/seed-10", "b/seed-2", "a"), runs, strict=False):
         shutil.copytree(run, tmp_path / "all" / place)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from probprompt.bench.page import PAPER, run_seconds
-from probprompt.bench.record import FORMAT, KIND
+from probprompt.bench.record import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
 from probprompt.errors import UserError
 from probprompt.results import book, page, paper, reproduce
@@ -236,11 +236,11 @@ def test_costs_are_measured_where_the_book_has_none(tmp_path: Path) -> None:
     assert "test_vit" in page.paper_table(cost, [], benches)
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "that was no ViT-B/16"
     text = path.read_text().replace('"backbone": "test_vit"', '"backbone": "vit_base_patch16_224"')
-    path.write_text(text)
+    write_record(path, json.loads(text))
     assert not reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure
-    path.write_text(text.replace('"preset": "published"', '"preset": null'))
+    write_record(path, json.loads(text.replace('"preset": "published"', '"preset": null')))
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "those were other settings"
-    path.write_text(text.replace('"processor": "', '"processor": "not '))
+    write_record(path, json.loads(text.replace('"processor": "', '"processor": "not ')))
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "that was another machine"
 
 

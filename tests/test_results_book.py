@@ -22,6 +22,7 @@ from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.results import book, figures, page, paper
 from probprompt.results.naming import backbone_slug, backbone_words
+from probprompt.runs.files import content_hash, sealed
 from probprompt.runs.grid import nest
 from probprompt.runs.record import Run, config_hash
 
@@ -362,7 +363,7 @@ def _made(
         "time": {"total_s": 60.0},
     }
     content |= changes
-    return {**content, "sha256": book.content_hash(content)}
+    return sealed(content)
 
 
 def _entry(*arguments: Any, **named: Any) -> book.Entry:
@@ -625,3 +626,12 @@ def test_committed_files_lie_where_they_belong_and_name_no_path(path: Path) -> N
     assert book.file_of(entry.content) == entry.path
     text = path.read_text(encoding="utf-8")
     assert not re.search(r'"(?:file:)?/[^"]', text), "a path of a machine"
+
+
+def test_no_committed_record_was_changed_by_hand() -> None:
+    benches, books = (sorted((ROOT / "results").glob(pattern)) for pattern in ("bench/*.json", "*/*.jsonl"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in benches]
+    for path in books:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records += [record for record in map(json.loads, lines) if "book" in record]
+    assert records and all(record["sha256"] == content_hash(record) for record in records)

@@ -11,7 +11,7 @@ import torch
 
 from probprompt.bench.timing import Peak
 from probprompt.errors import UserError
-from probprompt.runs.files import read_json, write_json
+from probprompt.runs.files import is_changed, read_json, sealed, write_json
 from probprompt.runs.record import hardware, versions
 
 KIND, FORMAT = "probprompt bench", 1
@@ -82,7 +82,7 @@ def make_record(
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record."""
-    write_json(path, record)
+    write_json(path, sealed(record))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -92,6 +92,8 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no record of probprompt bench: name a file that --out wrote")
     if found.get("format") != FORMAT:
         raise UserError(f"{path} has format {found.get('format')!r}, this version reads {FORMAT}: measure it again")
+    if is_changed(found):
+        raise UserError(f"{path} was changed by hand: it has not the hash that it records; measure it again")
     return found
 
 

@@ -78,7 +78,7 @@ class Decoded:
 
     def hashed(self) -> Self:
         """The same with the hash of its pixels."""
-        return replace(self, sha256=hashlib.sha256(memoryview(self.pixels)).hexdigest())
+        return replace(self, sha256=hashlib.sha256(self.pixels.data).hexdigest())
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from probprompt.evaluation import metrics
 from probprompt.report.page import write
 from probprompt.results.naming import backbone_slug, backbone_words
 from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
-from probprompt.runs.files import natural_order, read_json
+from probprompt.runs.files import content_hash, natural_order, read_json, sealed
 from probprompt.runs.grid import CUSTOM, describe
 from probprompt.runs.record import Run, settings_hash
 
@@ -228,13 +228,6 @@ def read_entry(book: Path, path: Path) -> Entry:
     return entry
 
 
-def content_hash(content: Mapping[str, Any]) -> str:
-    """The sha256 of what a file of the book says, but for this hash."""
-    said = {name: part for name, part in content.items() if name != "sha256"}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 # Writing
 
 
@@ -301,7 +294,7 @@ def content_of(run: Run) -> dict[str, Any]:
         "similarity": dict(Recorded.of(run, "").similarity),
         "pictures": _pictures(found),
     }
-    return {**content, "sha256": content_hash(content)}
+    return sealed(content)
 
 
 def _pictures(found: Mapping[str, Any]) -> dict[str, Any]:

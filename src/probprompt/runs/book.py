@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.files import read_json, write_bytes
+from probprompt.runs.files import is_changed, read_json, sealed, write_bytes
 from probprompt.runs.record import Run
 
 FORMAT = 1
@@ -38,7 +38,7 @@ class Recorded:
     def line(self) -> str:
         """As a line of a book, without any path of this machine."""
         entry = {"where": self.where, "matrix": metrics.to_json(self.matrix), "similarity": dict(self.similarity)}
-        return json.dumps(without_paths({"book": FORMAT, **entry, "run": self.record}), allow_nan=False)
+        return json.dumps(sealed(without_paths({"book": FORMAT, **entry, "run": self.record})), allow_nan=False)
 
 
 def is_absolute(text: str) -> bool:
@@ -92,4 +92,6 @@ def read_book(path: Path) -> list[Recorded]:
 def _parse(entry: Mapping[str, Any]) -> Recorded:
     if entry["book"] != FORMAT:
         raise ValueError(f"it has format {entry['book']!r}, this version reads {FORMAT}")
+    if is_changed(entry):
+        raise ValueError(f"the line of {entry['where']} was changed by hand: it has not the hash that it records")
     return Recorded(entry["where"], entry["run"], metrics.from_json(entry["matrix"]), entry["similarity"])

@@ -1,11 +1,12 @@
 """Files written whole or not at all."""
 
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,27 @@ def remove_parts(folder: Path) -> None:
         if is_part(path):
             with suppress(OSError):
                 path.unlink()
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """The sha256 of what a record says, but for this hash.
+
+    >>> content_hash({"a": 1}) == content_hash(sealed({"a": 1})) != content_hash({"a": 2})
+    True
+    """
+    said = {name: part for name, part in content.items() if name != "sha256"}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with its hash, by which what is changed by hand is told later."""
+    return {**content, "sha256": content_hash(content)}
+
+
+def is_changed(content: Mapping[str, Any]) -> bool:
+    """Whether a record has another hash than it says; those of earlier versions say none."""
+    return "sha256" in content and content["sha256"] != content_hash(content)
 
 
 def natural_order(path: Path) -> list[str | int]:
