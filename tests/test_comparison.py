@@ -140,6 +140,13 @@ def test_a_book_that_was_changed_by_hand_is_refused(runs: list[Path], tmp_path: 
     assert len(gather_runs([book]).results) == len(runs), "books of earlier versions have no hashes"
 
 
+def test_the_size_of_a_model_is_told_where_runs_know_it(runs: list[Path], tmp_path: Path) -> None:
+    assert "On disk" not in markdown(gather_runs(runs))
+    known = make(tmp_path / "f0", "ranpac", 0, two(90, 70, 80), model_mb={"use": 4.0, "learn": 804.26})
+    text = markdown(gather_runs([*runs, known]))
+    assert "On disk, MB" in text and "804.3" in text and "- On disk: prompts and head, with all that" in text
+
+
 def test_a_folder_of_runs_stands_for_all_of_them(runs: list[Path], tmp_path: Path) -> None:
     for place, run in zip(("b/seed-10", "b/seed-2", "a"), runs, strict=False):
         shutil.copytree(run, tmp_path / "all" / place)

@@ -261,6 +261,11 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     assert f"feature, ended at {best}, the first round's at {first}." in flagship
     assert f"ends at {ranpac}, with" in flagship and f"beside at {wide} (one" in flagship
     assert f"same head ends at {rival}, three" in flagship
+    prompted, probe = (
+        [np.mean(recorded["cub200", method, "matched"]) for method in methods_]
+        for methods_ in (("probprompt", "vq-prompt"), ("linear-probe",))
+    )
+    assert "On CUB-200 neither is more than a point above the linear probe." in readme and max(prompted) < probe[0] + 1
     birds = " ".join((ROOT / "results" / "cub200-flagship.md").read_text(encoding="utf-8").replace("**", "").split())
     own, frozen = (_told(recorded["cub200", *key]) for key in (("probprompt", "flagship"), ("ranpac", "matched")))
     assert f"it ends at {own}, level with RanPAC, the same head on the frozen backbone, at {frozen} (" in birds

@@ -129,6 +129,8 @@ def test_run_json_says_what_was_used(finished: Run, pictures: Path) -> None:
     assert record["hardware"]["device"] == "cpu" and record["hardware"]["threads"] == torch.get_num_threads()
     assert record["hardware"]["processor"]
     assert record["trainable_parameters"] == 2 * (2 * 4 * 4 * 64) + 6 * (64 + 1)
+    sizes = {path.name.partition("-")[0]: path.stat().st_size / 1e6 for path in finished.model.glob("*.safetensors")}
+    assert record["model_mb"] == {"use": sizes["model"], "learn": pytest.approx(sum(sizes.values()))}
     assert record["evaluated_on"] == "test" and record["skipped"] == []
     assert record["time"]["total_s"] == pytest.approx(sum(v for k, v in record["time"].items() if k != "total_s"))
     assert all(name.endswith("_s") for name in record["time"]) and record["peak_memory_mb"] > 0

@@ -84,7 +84,8 @@ SIMILARITY = Measure("similarity", "Similarity", 3, start="initial_similarity")
 RANK = Measure("effective_rank", "Eff. rank", 1, start="initial_effective_rank")
 PARAMETERS, TIME = Measure("trainable_parameters", "Parameters", 0), Measure("seconds", "Time", 0)
 ACCURACY = (FAA, CAA, FORGETTING)
-INSIDE = (SIMILARITY, RANK, PARAMETERS, TIME)
+DISK = Measure("disk_mb", "On disk, MB", 1)
+INSIDE = (SIMILARITY, RANK, PARAMETERS, DISK, TIME)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +129,7 @@ def read_result(run: Recorded, row: Row, place: Place, seed: int) -> Result:
     names = {SIMILARITY.key: "mean", SIMILARITY.start: "initial_mean", RANK.key: RANK.key, RANK.start: RANK.start}
     found = {key: similarity.get(name) for key, name in names.items()} | {
         PARAMETERS.key: record.get("trainable_parameters"),
+        DISK.key: (record.get("model_mb") or {}).get("learn"),
         TIME.key: (record.get("time") or {}).get("total_s"),
         "peak_memory_mb": record.get("peak_memory_mb"),
     }
@@ -336,7 +338,7 @@ class Comparison:
         begun = entry.start(measure)
         return Shown(
             mean,
-            "" if measure is PARAMETERS or len(entry.results) == 1 else std,
+            "" if measure in (PARAMETERS, DISK) or len(entry.results) == 1 else std,
             "" if begun is None else number(begun, measure.digits),
             rank,
             self._signs(entry) if measure is FAA else "",
@@ -349,8 +351,9 @@ class Comparison:
     # What must be said
 
     def _inside_notes(self) -> list[str]:
-        similar = any(entry.value(SIMILARITY) for entry in self.entries.values())
-        return [self._seeds_note(), *([_SIMILARITY] if similar else [])]
+        told = {SIMILARITY: _SIMILARITY, DISK: _DISK}
+        there = [measure for measure in told if any(entry.value(measure) for entry in self.entries.values())]
+        return [self._seeds_note(), *(told[measure] for measure in there)]
 
     def _departures(self) -> list[str]:
         """What was set otherwise than the preset that a group of columns is named after."""
@@ -433,6 +436,7 @@ _MEANING = (
     "FAA: average accuracy over all tasks in the end. CAA: its mean over all steps. "
     "Forgetting: how far earlier tasks ended below their best."
 )
+_DISK = "On disk: prompts and head, with all that learning further classes needs; the backbone is not in it."
 _SIMILARITY = (
     "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
     "these span. In parentheses the mean before training: a low similarity says something only beside it."

@@ -386,6 +386,9 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         whole = run.backbone_size
         share = f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's" if whole else ""
         tiles.append(("Trained parameters", f"{record.trainable_parameters:,}", share))
+    if record.model_mb:
+        use, learn = (f"{number(record.model_mb[part], 1)}\u00a0MB" for part in ("use", "learn"))
+        tiles.append(("On disk", learn, f"{use} to use it, the rest to learn further classes"))
     seconds = _seconds(run)
     if seconds is not None:
         memory = record.peak_memory_mb

@@ -45,6 +45,7 @@ class RunRecord(Record):
     versions: dict[str, Any] = {}
     hardware: dict[str, Any] = {}
     trainable_parameters: int | None = None
+    model_mb: dict[str, float] = {}
     evaluated_on: str = "test"
     skipped: list[Any] = []
     marks: list[str] = []

@@ -32,7 +32,7 @@ from probprompt.heads import make_head
 from probprompt.methods import Method, Shape
 from probprompt.runs.checkpoint import Position, Saved, Saving, learner_tensors, load_checkpoint, save_checkpoint
 from probprompt.runs.files import write_json
-from probprompt.runs.model_folder import find_weights, save_model
+from probprompt.runs.model_folder import disk_sizes, find_weights, save_model
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, bf16_unit, config_hash, hardware, refuse_used, versions
 from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
@@ -400,6 +400,7 @@ class Execution:
             time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
             peak_memory_mb=_peak_memory(self.workshop.device),
             trainable_parameters=self.workshop.learner.parameters(),
+            model_mb=disk_sizes(self.run.model),
         )
 
     def _learn(self, task: TaskImages) -> None:

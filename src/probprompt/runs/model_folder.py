@@ -56,6 +56,13 @@ def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: b
                 raise write_error(stale, problem) from problem
 
 
+def disk_sizes(folder: Path) -> dict[str, float]:
+    """What a written model takes on disk, in MB: to be used, and to learn further classes as well."""
+    note = read_json(folder / "model.json")
+    use, rest = ((folder / note[name]).stat().st_size / 1e6 for name in ("tensors", "statistics"))
+    return {"use": use, "learn": use + rest}
+
+
 def load_model(folder: str | Path, device: torch.device | None = None) -> LoadedModel:
     """Read the model of a run, or a model's own folder; the backbone must be the one it was trained on."""
     given = Path(folder)
