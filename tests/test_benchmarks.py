@@ -5,6 +5,7 @@ import shutil
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 
 from probprompt.config import parse_config
 from probprompt.data.benchmarks import Folder, ImageData, ImageSet, find, registered, stratified_split
+from probprompt.data.datasets import Cifar100
 from probprompt.data.loading import ImageStore, Loaded, load, refuse_unreadable
 from probprompt.errors import UserError
 from probprompt.runs.execute import describe, prepare
@@ -500,6 +502,27 @@ def test_what_is_not_as_published_is_noted_and_recorded(settings: Settings, tmp_
     assert [f"cifar100 is not as published: {text}" for text in found] == heard.notes
     own = prepare(parse_config(settings()), CPU, heard := Listening())
     assert own.differences == heard.notes == []
+
+
+def test_images_of_another_size_and_quality_are_recorded_by_a_run(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many images as published do not make it the published data."""
+    figures = replace(Cifar100.figures, classes=2, train=8, test=8, train_per_class=(4, 4), test_per_class=(4, 4))
+    monkeypatch.setattr(Cifar100, "figures", figures)
+    recorded = {}
+    for ending, size in ((".png", 32), (".jpg", 64)):
+        for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
+            for index in range(4):
+                draw(tmp_path / ending / place / f"{index}{ending}", index, (size, size))
+        data = {"benchmark": "cifar100", "root": str(tmp_path / ending), "tasks": 1}
+        workshop = prepare(parse_config(settings(data=data)), CPU, Watcher())
+        recorded[ending] = describe(workshop, "run")["stream"]["differences"]
+    assert recorded[".png"] == []
+    assert recorded[".jpg"] == [
+        "images are JPEG files, published are images without loss: they were encoded anew",
+        "images have 64 x 64 pixels, published are 32 x 32: they were resized",
+    ]
 
 
 @pytest.mark.parametrize(("side", "words"), [("train", "training"), ("test", "test")])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from probprompt.data import datasets
 from probprompt.data.datasets import Cifar100, ImageNetR, TuBerlin
 from probprompt.data.sources import Figures, Source
 
@@ -48,6 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """CIFAR-100 and TU-Berlin, as if they had been published with two classes."""
     monkeypatch.setattr(Cifar100, "figures", Figures(2, 8, 4, (4, 4), (2, 2), shared=1))
     monkeypatch.setattr(TuBerlin, "figures", Figures(2, 8, 2, (4, 4), (1, 1)))
+    monkeypatch.setattr(TuBerlin, "sources", (Source("https://example.org/sketches_png.zip", "sketches_png.zip"),))
 
 
 # check
@@ -182,6 +184,35 @@ def test_a_tree_that_should_have_lists_is_noted(
     monkeypatch.setattr(ImageNetR, "figures", Figures(2, 8, 4, (4, 4), (2, 2)))
     code, out, _ = probprompt("data", "check", tree(tmp_path / "imagenet-r", classes=("n00000001", "n00000002")))
     assert code == 0 and "note: no lists say which images are for training" in out and "cannot be known" in out
+
+
+@pytest.mark.parametrize("options", [(), ("--quick",)])
+def test_images_that_are_not_as_published_are_noted(
+    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    figures = Figures(2, 8, 4, (4, 4), (2, 2), encoding="lossless", size=(4, 4))
+    monkeypatch.setattr(Cifar100, "figures", figures)
+    root = tree(tmp_path / "cifar100")
+    code, out, _ = probprompt("data", "check", root, *options)
+    assert code == 0 and "note" not in out
+    Image.new("RGB", (9, 7)).save(root / "test" / "dog" / "1.jpg", quality=20)
+    (root / "test" / "dog" / "1.png").unlink()
+    code, out, _ = probprompt("data", "check", root, *options)
+    assert code == 0, "they can be used"
+    assert "note: images are JPEG files, published are images without loss: they were encoded anew" in out
+    assert "note: images have 9 x 7 pixels, published are 4 x 4: they were resized" in out
+
+
+def test_a_single_image_of_another_size_is_found_where_all_are_read(
+    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "_LOOKED", 1)
+    monkeypatch.setattr(Cifar100, "figures", Figures(2, 8, 4, (4, 4), (2, 2), size=(4, 4)))
+    root = tree(tmp_path / "cifar100")
+    Image.new("RGB", (9, 7)).save(root / "train" / "dog" / "1.png")
+    _, out, _ = probprompt("data", "check", root)
+    assert out.count("note: images have 9 x 7 pixels, published are 4 x 4") == 1
+    assert "note" not in probprompt("data", "check", root, "--quick")[1]
 
 
 # get

@@ -666,8 +666,76 @@ def test_images_that_were_encoded_anew_are_told() -> None:
     (told,) = birds.differences(held(birds.class_counts(), suffix=".webp"))
     assert told == "images are WEBP files, published are JPEG files: they were encoded anew"
     assert birds.differences(held(birds.class_counts(), suffix=".JPEG")) == []
-    sketches = {str(label): (64, 16) for label in range(250)}
-    assert published("tu-berlin").differences(held(sketches, suffix=".webp")) == []
+    for name, counts in WHOLE.items():
+        assert published(name).differences(held(counts, suffix=".png")) == []
+        (told,) = published(name).differences(held(counts, suffix=".jpg"))
+        assert told == "images are JPEG files, published are images without loss: they were encoded anew"
+
+
+WHOLE = {
+    "cifar100": {str(label): (500, 100) for label in range(100)},
+    "tu-berlin": {str(label): (64, 16) for label in range(250)},
+}
+
+
+def stored(folder: Path, file: str, side: int, **options: Any) -> Path:
+    """A tree of photographs, each stored in this way."""
+    noise = np.random.RandomState(0)
+    for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (folder / place).mkdir(parents=True)
+        for number in range(2):
+            pixels = noise.randint(0, 256, (side, side, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / place / f"{number}{file}", **options)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, file, side, options, told",
+    [
+        ("cifar100", ".png", 32, {}, []),
+        ("cifar100", ".bmp", 32, {}, []),
+        ("cifar100", ".tif", 32, {"compression": "tiff_lzw"}, []),
+        ("cifar100", ".webp", 32, {"lossless": True}, []),
+        ("cifar100", ".webp", 32, {"lossless": True, "exif": b"Exif\0\0odd"}, []),
+        ("cifar100", ".webp", 32, {"quality": 90}, ["WEBP files, published are images without loss"]),
+        ("cifar100", ".tif", 32, {"compression": "jpeg"}, ["TIFF files, published are images without loss"]),
+        ("cifar100", ".png", 32, {"format": "JPEG"}, ["JPEG files, published are images without loss"]),
+        ("cifar100", ".gif", 32, {}, ["GIF files, published are images without loss"]),
+        (
+            "cifar100",
+            ".jpg",
+            64,
+            {},
+            ["JPEG files, published are images", "have 64 x 64 pixels, published are 32 x 32"],
+        ),
+        ("tu-berlin", ".png", 256, {}, ["have 256 x 256 pixels, published are 1111 x 1111: they were resized"]),
+        ("tiny-imagenet", ".jpg", 64, {}, []),
+        ("tiny-imagenet", ".jpg", 32, {}, ["have 32 x 32 pixels, published are 64 x 64: they were resized"]),
+    ],
+)
+def test_images_stored_in_another_way_are_told(
+    tmp_path: Path, name: str, file: str, side: int, options: dict[str, Any], told: list[str]
+) -> None:
+    """By the files themselves, whatever they are called: as many of another size or quality are other images."""
+    source = find(name, root=str(stored(tmp_path, file, side, **options)))
+    assert isinstance(source, Dataset)
+    found = source.other_ways(source.load(16))
+    assert len(found) == len(told)
+    assert all(text in line for text, line in zip(told, found, strict=True))
+
+
+def test_the_pickles_of_cifar_are_as_published(home: Path) -> None:
+    cifar(home / "cifar100")
+    assert published("cifar100").other_ways(find("cifar100").load(None)) == []
+
+
+def test_a_few_files_of_both_sides_tell_how_all_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "_LOOKED", 2)
+    seen: list[str] = []
+    monkeypatch.setattr(datasets, "read_header", lambda path: seen.append(path.relative_to(tmp_path).as_posix()))
+    source = find("cifar100", root=str(stored(tmp_path, ".png", 4)))
+    assert isinstance(source, Dataset) and source.other_ways(source.load(None)) == []
+    assert seen == ["train/cat/0.png", "train/dog/1.png", "test/cat/0.png", "test/dog/1.png"]
 
 
 def test_classes_of_other_names_are_held_to_the_least_and_the_most() -> None:
@@ -682,7 +750,9 @@ def test_classes_of_other_names_are_held_to_the_least_and_the_most() -> None:
 
 
 def test_missing_classes_and_images_are_told() -> None:
-    told = published("cifar100").differences(held({str(label): (500, 100) for label in range(98)} | {"x": (499, 100)}))
+    told = published("cifar100").differences(
+        held({str(label): (500, 100) for label in range(98)} | {"x": (499, 100)}, suffix=".png")
+    )
     assert told == [
         "99 classes, published are 100",
         "train: 49499 images, published are 50000",
@@ -700,7 +770,7 @@ def test_whether_imagenet_r_is_cut_as_published_is_told() -> None:
     assert told.startswith("no lists say which images are for training") and told.endswith("cannot be known")
     (told,) = source.differences(held(counts, (lists[0], "abc")))
     assert told.startswith("the list of the test images is not the published one (sha256 abc)")
-    assert published("tu-berlin").differences(held({str(label): (64, 16) for label in range(250)})) == []
+    assert published("tu-berlin").differences(held(WHOLE["tu-berlin"], suffix=".png")) == []
 
 
 # What they are ---------------------------------------------------------------------------------------------------

@@ -48,14 +48,19 @@ def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
         return Report(tuple(facts), (), (str(problem),))
     facts += _counts(data)
     troubles = source.miscounts(data) if isinstance(source, Dataset) else []
-    remarks = source.other_ways(data) if isinstance(source, Dataset) else []
-    if not quick:
-        with watch.stage("reading images", len(data.train) + len(data.test)):
-            train, test = (_look(images, within, watch) for images, within in _sides(data))
-        damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
-        troubles += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
-        _shared(train, test, source, remarks, troubles)
+    if quick:
+        return Report(tuple(facts), tuple(_other_ways(source, data)), tuple(troubles))
+    with watch.stage("reading images", len(data.train) + len(data.test)):
+        train, test = (_look(images, within, watch) for images, within in _sides(data))
+    remarks = _other_ways(source, data, train.sizes | test.sizes)
+    damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
+    troubles += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
+    _shared(train, test, source, remarks, troubles)
     return Report(tuple(facts), tuple(remarks), tuple(troubles))
+
+
+def _other_ways(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | None = None) -> list[str]:
+    return source.other_ways(data, sizes) if isinstance(source, Dataset) else []
 
 
 def _counts(data: ImageData) -> list[str]:
@@ -79,6 +84,8 @@ class _Seen:
     names: dict[bytes, list[str]]
     """By the hash of their pixels."""
     unreadable: dict[str, str]
+    sizes: set[tuple[int, int]]
+    """Widths and heights."""
 
 
 def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
@@ -91,27 +98,31 @@ def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
 def _look(images: ImageSet, within: str, watch: Progress) -> _Seen:
     names: dict[bytes, list[str]] = {}
     unreadable: dict[str, str] = {}
+    sizes: set[tuple[int, int]] = set()
     paths = (within + name for name in images.names)
     for name, found in zip(paths, _digests(images), strict=True):
         if isinstance(found, str):
             unreadable[name] = found
         else:
-            names.setdefault(found, []).append(name)
+            content, size = found
+            names.setdefault(content, []).append(name)
+            sizes.add(size)
         watch.advance(1)
-    return _Seen(names, unreadable)
+    return _Seen(names, unreadable, sizes)
 
 
-def _digests(images: ImageSet) -> Iterator[bytes | str]:
-    """The hash of each image's pixels, or why it cannot be read; in order, on several threads."""
+def _digests(images: ImageSet) -> Iterator[tuple[bytes, tuple[int, int]] | str]:
+    """The hash of each image's pixels and its size, or why it cannot be read; in order, on several threads."""
 
-    def digest(index: int) -> bytes | str:
+    def digest(index: int) -> tuple[bytes, tuple[int, int]] | str:
         try:
             pixels = images.read(index)
         except UnreadableImageError as problem:
             return str(problem)
         content = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
         content.update(np.ascontiguousarray(pixels).data)
-        return content.digest()
+        height, width, _ = pixels.shape
+        return content.digest(), (width, height)
 
     workers = decoders()
     with ThreadPoolExecutor(workers) as pool:

@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import ClassVar
@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from probprompt.data import layouts
+from probprompt.data.headers import LOSSLESS, Header, read_header
 from probprompt.data.layouts import Layout
 from probprompt.data.sets import Benchmark, ImageData, ImageSet, benchmark, registered
 from probprompt.data.sources import Figures, Source
@@ -20,6 +21,7 @@ PLACE = "PROBPROMPT_DATA"
 
 _BIRDS = Path(__file__).parent / "cub200.csv"
 _SHOWN = 5
+_LOOKED = 64  # files of each side whose first bytes are read
 _JPEG = {".jpg", ".jpeg"}
 _LISTS = (
     "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
@@ -73,7 +75,7 @@ class Dataset(Benchmark):
         return None
 
     def differences(self, data: ImageData) -> list[str]:
-        """How what was loaded differs from what was published, in words; no image is read."""
+        """How what was loaded differs from what was published, in words; of a few files the first bytes are read."""
         return [*self.miscounts(data), *self.other_ways(data)]
 
     def miscounts(self, data: ImageData) -> list[str]:
@@ -94,17 +96,34 @@ class Dataset(Benchmark):
             found += [f"{side}: {text}" for text in _odd_classes(names, images, due, limits)]
         return found
 
-    def other_ways(self, data: ImageData) -> list[str]:
-        """Where the images are as many, but encoded anew, or not known to be cut by the published lists."""
-        return [*self._other_files(data), *self._other_cut(data)]
+    def other_ways(self, data: ImageData, sizes: Collection[tuple[int, int]] | None = None) -> list[str]:
+        """Where the images are as many, but encoded anew, resized, or not known to be cut by the published lists.
 
-    def _other_files(self, data: ImageData) -> list[str]:
-        if not self.figures.jpeg:
+        ``sizes`` are widths and heights, where all images have been read; else a few files tell.
+        """
+        telling = self.figures.size or self.figures.encoding == "lossless"
+        headers = [header for path in _spread(data) if (header := read_header(path))] if telling else []
+        seen = {header.size for header in headers} if sizes is None else set(sizes)
+        return [*self._other_files(data, headers), *self._other_sizes(seen), *self._other_cut(data)]
+
+    def _other_files(self, data: ImageData, headers: Collection[Header]) -> list[str]:
+        endings = {PurePath(name).suffix.lower() for name in chain(data.train.names, data.test.names)}
+        if self.figures.encoding == "jpeg":
+            due, others = "JPEG files", {_kind(ending) for ending in endings - _JPEG}
+        elif self.figures.encoding == "lossless":
+            due = "images without loss"
+            others = {_kind(ending) for ending in endings - LOSSLESS} | {h.kind for h in headers if not h.lossless}
+        else:
             return []
-        names = chain(data.train.names, data.test.names)
-        others = {PurePath(name).suffix.lower() for name in names} - _JPEG
-        kinds = ", ".join(sorted(suffix.lstrip(".").upper() for suffix in others))
-        return [f"images are {kinds} files, published are JPEG files: they were encoded anew"] if others else []
+        kinds = ", ".join(sorted(others))
+        return [f"images are {kinds} files, published are {due}: they were encoded anew"] if others else []
+
+    def _other_sizes(self, sizes: Collection[tuple[int, int]]) -> list[str]:
+        due = self.figures.size
+        others = [f"{width} x {height}" for width, height in sorted(sizes) if (width, height) != due]
+        if due is None or not others:
+            return []
+        return [f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized"]
 
     def _other_cut(self, data: ImageData) -> list[str]:
         published = self.lists()
@@ -149,6 +168,18 @@ class Dataset(Benchmark):
         )
 
 
+def _spread(data: ImageData) -> Iterator[Path]:
+    """Some files of each side, from its first to its last."""
+    for images in (data.train, data.test):
+        if images.files:
+            for place in np.linspace(0, len(images) - 1, min(len(images), _LOOKED)).astype(int).tolist():
+                yield images.files.root / images.names[place]
+
+
+def _kind(ending: str) -> str:
+    return "JPEG" if ending in _JPEG else ending.lstrip(".").upper()
+
+
 def _odd_classes(
     names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
 ) -> Iterator[str]:
@@ -184,7 +215,7 @@ class Cifar100(Dataset):
     )
     folders = ("cifar-100-python", "CIFAR-100", "cifar-100")
     layouts = (layouts.CIFAR, layouts.tree(layouts.plain_names))
-    figures = Figures(100, 50_000, 10_000, (500, 500), (100, 100), shared=10)
+    figures = Figures(100, 50_000, 10_000, (500, 500), (100, 100), shared=10, encoding="lossless", size=(32, 32))
 
 
 @benchmark
@@ -214,7 +245,7 @@ class ImageNetR(Dataset):
     )
     folders = ("imagenet-r",)
     layouts = (layouts.LISTED, layouts.tree(layouts.wordnet_names))
-    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81), jpeg=True)
+    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81), encoding="jpeg")
 
 
 @benchmark
@@ -232,7 +263,7 @@ class Cub200(Dataset):
     )
     folders = ("CUB_200_2011",)
     layouts = (layouts.CUB, layouts.tree(layouts.numbered_names))
-    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30), jpeg=True)
+    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30), encoding="jpeg")
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
         """By the official split."""
@@ -256,7 +287,7 @@ class TinyImageNet(Dataset):
     )
     folders = ("tiny-imagenet-200",)
     layouts = (layouts.TINY, layouts.tree(layouts.wordnet_names))
-    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7, jpeg=True)
+    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7, encoding="jpeg", size=(64, 64))
 
 
 @benchmark
@@ -266,14 +297,17 @@ class TuBerlin(Dataset):
     name = "tu-berlin"
     summary = "TU-Berlin: sketches of 250 kinds of things, 64 for training and 16 for the test each"
     sources = (
-        Source("https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip", "sketches_png.zip"),
+        Source(
+            "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
+            "sketches_png.zip",
+        ),
     )
     folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
     layouts = (
         layouts.tree(layouts.plain_names),
         layouts.flat("png/ with 250 class folders", "tu-berlin, seed 0", layouts.plain_names),
     )
-    figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16))
+    figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16), encoding="lossless", size=(1111, 1111))
 
 
 def published_lists(name: str) -> set[str | None]:

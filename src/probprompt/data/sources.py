@@ -1,6 +1,7 @@
 """Where published data is obtained, and how it is known to be right."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -32,5 +33,8 @@ class Figures:
     test_per_class: tuple[int, int]
     shared: int | None = None
     """Test images that are among the training images, too, in the data as it was published; None: not known."""
-    jpeg: bool = False
-    """Whether its images are published as JPEG files: in any other format they were encoded anew."""
+    encoding: Literal["jpeg", "lossless"] | None = None
+    """How its images are published: as JPEG files, or with every pixel as it is; in any other way they were encoded
+    anew. None: not known."""
+    size: tuple[int, int] | None = None
+    """Width and height, where all images have the same."""
