@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from probprompt.cli.data import TransferScreen
 from probprompt.data import datasets
-from probprompt.data.datasets import Cifar100, ImageNetR, TuBerlin
+from probprompt.data.datasets import Cifar100, Cub200, Dataset, ImageNetR, TuBerlin
 from probprompt.data.sources import Figures, Source
 
 Answer = tuple[int, str, str]
@@ -100,6 +102,22 @@ def test_images_on_both_sides_are_trouble_beyond_what_was_published(
     code, out, _ = probprompt("data", "check", root)
     assert code == 1 and "TROUBLE: 2 test image(s) are training images, too" in out
     assert "The published data has 1 of them" in out
+
+
+@pytest.mark.parametrize("kind", [Cub200, ImageNetR, TuBerlin], ids=lambda kind: kind.name)
+def test_images_on_both_sides_are_noted_where_nobody_knows_how_many_were_published(
+    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch, kind: type[Dataset]
+) -> None:
+    known = Figures(2, 8, 4, (4, 4), (2, 2), shared=kind.figures.shared)
+    monkeypatch.setattr(kind, "figures", known)
+    root = tree(tmp_path / kind.name)
+    (root / "test" / "dog" / "1.png").write_bytes((root / "train" / "cat" / "3.png").read_bytes())
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 0, out
+    assert (
+        "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png. Whether the published data "
+        "has as many is not known"
+    ) in out
 
 
 def test_a_folder_of_ones_own_is_checked_without_figures(tmp_path: Path, probprompt: Command) -> None:
@@ -243,6 +261,16 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bytes_are_drawn_as_they_are_moved(terminal: bool) -> None:
+    screen, drawn = TransferScreen(), io.StringIO()
+    screen.console = Console(file=drawn, force_terminal=terminal, width=120)
+    with screen.transfer("a.zip", 4000, done=1000):
+        screen.advance(2000)
+    assert ("3.0/4.0 kB" in drawn.getvalue()) is terminal
+    assert ("a.zip: done" in drawn.getvalue()) is not terminal, "a line is enough where there is no terminal"
 
 
 def test_an_archive_at_hand_is_put_in_its_place_and_checked(

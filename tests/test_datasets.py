@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -790,6 +791,39 @@ def test_benchmarks_are_as_the_paper_has_them(name: str) -> None:
         assert sum(len(task.classes) for task in stream) == figures.classes
     config = parse_config(presets.settings("matched", "probprompt", name))
     assert config.data.tasks == 10 and config.backbone.name == ("sup21k" if name == "cub200" else "sup1k")
+
+
+HASHES = {
+    "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
+    "imagenet-r.tar": "a61312130a589d0ca1a8fca1f2bd3337",
+    "CUB_200_2011.tgz": "97eceeb196236b17998738112f37df78",
+    "tiny-imagenet-200.zip": "90528d7ca1a48142e341f4ef8d21d0de",
+    "sketches_png.zip": "023123df86a928a5273e3ba11990d8fd",
+    "imagenet-r_train.yaml": "6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
+    "imagenet-r_test.yaml": "57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
+}
+"""The MD5 of archives and the SHA-256 of lists, as they are known from elsewhere."""
+DOCS = Path(__file__).parents[1] / "docs" / "data.md"
+
+
+def test_everything_that_is_fetched_is_known_by_its_hash() -> None:
+    sources = [source for name in PUBLISHED for source in published(name).sources]
+    assert {source.file: source.md5 if source.unpack else source.sha256 for source in sources} == HASHES
+
+
+def test_the_page_on_data_shows_the_archives_and_their_hashes() -> None:
+    rows = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert len(rows) == len(PUBLISHED)
+    for name in PUBLISHED:
+        archive = published(name).sources[0]
+        (row,) = (line for line in rows if line.startswith(f"| `{name}` |"))
+        assert row.endswith(f"| [{archive.file}]({archive.url}) | MD5 {HASHES[archive.file]} |")
+
+
+def test_the_lists_of_imagenet_r_come_from_a_fixed_commit() -> None:
+    """A branch may change, and then the hashes no longer fit."""
+    for source in published("imagenet-r").sources[1:]:
+        assert re.search(r"/GT-RIPL/CODA-Prompt/[0-9a-f]{40}/", source.url), source.url
 
 
 def test_a_benchmark_by_name_can_be_learned(home: Path, settings: Settings) -> None:

@@ -300,6 +300,7 @@ class TuBerlin(Dataset):
         Source(
             "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
             "sketches_png.zip",
+            md5="023123df86a928a5273e3ba11990d8fd",
         ),
     )
     folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
