@@ -382,9 +382,55 @@ def test_imagenet_r_takes_lists_of_ones_own(tmp_path: Path, numbers: bool) -> No
     assert listing(data.test, data)["n02437616/art_2.jpg"] == "llama"
 
 
-def test_imagenet_r_without_its_lists_says_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not the lists.*probprompt data get imagenet-r.*train.txt"):
-        find("imagenet-r", root=str(renditions(tmp_path))).load(None)
+@pytest.mark.parametrize("within", ["imagenet-r", "imagenet-r/imagenet-r"])
+def test_imagenet_r_without_its_lists_says_how_to_get_them(home: Path, within: str) -> None:
+    renditions(home / within)
+    with pytest.raises(UserError, match=r"not the lists.* with: probprompt data get imagenet-r; or .*train.txt"):
+        find("imagenet-r").load(None)
+
+
+def test_imagenet_r_without_its_lists_in_another_place_is_not_fetched_to_the_usual_one(tmp_path: Path) -> None:
+    """The command is for the folder at hand: there, and there alone, it fetches the lists only."""
+    at_hand = renditions(tmp_path / "my sets" / "imagenet-r")
+    told = f"probprompt data get imagenet-r --to '{tmp_path / 'my sets'}'; or"
+    for root in (at_hand, at_hand.parent):
+        with pytest.raises(UserError, match=re.escape(told)):
+            find("imagenet-r", root=str(root)).load(None)
+    with pytest.raises(UserError) as problem:
+        find("imagenet-r", root=str(renditions(tmp_path / "mine"))).load(None)
+    for source in published("imagenet-r").sources[1:]:
+        assert source.url in str(problem.value)
+    assert f"{tmp_path / 'mine'} has the class folders" in str(problem.value)
+    assert "data get" not in str(problem.value)
+
+
+@pytest.mark.parametrize("missing", [("train",), ("test",), ("train", "test")])
+def test_the_list_whose_image_is_missing_is_named(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    folder = renditions(tmp_path)
+    for side, index in (("train", 0), ("test", 1)):
+        lines = [f"{name}/art_{index}.jpg" for name in NUMBERED]
+        write(folder / f"{side}.txt", *lines, *([f"n01910747/no_{side}.jpg"] if side in missing else []))
+    with pytest.raises(UserError) as problem:
+        find("imagenet-r", root=str(folder)).load(None)
+    assert str(problem.value) == "; ".join(
+        f"1 of 4 images of {folder / side}.txt are not in {folder}: n01910747/no_{side}.jpg" for side in missing
+    )
+
+
+@pytest.mark.parametrize("numbered", ["train", "test"])
+def test_numbers_in_one_list_alone_are_refused(tmp_path: Path, numbered: str) -> None:
+    """To pass over them would put the classes into another order than the user wrote down."""
+    folder = renditions(tmp_path)
+    for side, index in (("train", 0), ("test", 1)):
+        write(
+            folder / f"{side}.txt",
+            *(f"{n}/art_{index}.jpg {NUMBERED[n] if side == numbered else ''}" for n in NUMBERED),
+        )
+    other = {"train": "test", "test": "train"}[numbered]
+    with pytest.raises(
+        UserError, match=rf"/{numbered}.txt gives .*, .*/{other}.txt does not: give them in both, or in"
+    ):
+        find("imagenet-r", root=str(folder)).load(None)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +457,7 @@ def test_a_list_that_gives_a_class_two_numbers_is_refused(tmp_path: Path) -> Non
     folder = renditions(tmp_path)
     write(folder / "train.txt", "n01910747/art_0.jpg 0", "n02437616/art_0.jpg 1")
     write(folder / "test.txt", "n01910747/art_1.jpg 1")
-    with pytest.raises(UserError, match="gives a class two numbers"):
+    with pytest.raises(UserError, match=r"train.txt and .*test.txt give a class two numbers"):
         find("imagenet-r", root=str(folder)).load(None)
 
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path, PurePath
+from shlex import quote
 from typing import ClassVar
 
 import numpy as np
@@ -57,6 +58,8 @@ class Dataset(Benchmark):
     def load(self, short_side: int | None) -> ImageData:
         """List the images, in whichever layout they are."""
         folder, layout = self.locate()
+        if layout is layouts.LISTED and layouts.find_lists(folder) is None:
+            raise UserError(self._unlisted(folder))
         return layout.load(folder, short_side)
 
     def locate(self) -> tuple[Path, Layout]:
@@ -165,6 +168,18 @@ class Dataset(Benchmark):
         return (
             f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
             f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"
+        )
+
+    def _unlisted(self, folder: Path) -> str:
+        """What to do for lists: ``data get`` fetches them alone where it finds the images, else all of it anew."""
+        if self.root is None or folder.name == self.name:
+            to = f" --to {quote(str(folder.parent))}" if self.root else ""
+            way = f"Fetch them alone with: probprompt data get {self.name}{to}"
+        else:
+            way = f"Put {' and '.join(source.url for source in self.sources[1:])} there"
+        return (
+            f"{folder} has the class folders, but not the lists that say which images are for training and which for "
+            f"the test. {way}; or put your own there, as train.txt and test.txt with a path (class/file) in each line"
         )
 
 

@@ -271,7 +271,7 @@ def load_cub(root: Path, short_side: int | None) -> ImageData:
         if training.get(number) not in sides:
             raise UserError(f"{root / 'train_test_split.txt'} says nothing of image {number}: get the lists anew")
         sides[training[number]].append((f"images/{path}", int(labels[number]) - 1))
-    _refuse_missing(root, [name for side in sides.values() for name, _ in side], root / "images.txt")
+    _refuse_missing(root, {root / "images.txt": [name for side in sides.values() for name, _ in side]})
     return assemble(root, short_side, numbered_names(root, folders), sides["1"], sides["0"])
 
 
@@ -309,15 +309,19 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield place, line.strip()
 
 
-def _refuse_missing(root: Path, names: Sequence[str], source: Path) -> None:
-    """All files of a list must be there, and none outside of the folder."""
+def _refuse_missing(root: Path, lists: Mapping[Path, Sequence[str]]) -> None:
+    """All files of lists must be there, and none outside of the folder."""
     there: set[str] = set()
     for folder, _, files in os.walk(root):
         within = Path(folder).relative_to(root).as_posix()
         there.update(file if within == "." else f"{within}/{file}" for file in files)
-    missing = [name for name in names if name not in there]
-    if missing:
-        raise UserError(f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}")
+    told = []
+    for source, names in lists.items():
+        missing = [name for name in names if name not in there]
+        if missing:
+            told.append(f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}")
+    if told:
+        raise UserError("; ".join(told))
 
 
 CUB = Layout(
@@ -380,32 +384,36 @@ def load_listed(root: Path, short_side: int | None) -> ImageData:
     """One folder of class folders, cut by two lists of files; the classes are in the order of their numbers."""
     lists = find_lists(root)
     if lists is None:
-        raise UserError(
-            f"{root} has the class folders, but not the lists that say which images are for training and which for "
-            "the test. Fetch them with: probprompt data get imagenet-r; or put your own there, as train.txt and "
-            "test.txt with a path (class/file) in each line"
-        )
+        raise UserError(f"{root} has no lists of training and test images: put them there, as train.txt and test.txt")
     (train, train_labels), (test, test_labels) = (read_list(path) for path in lists)
     twice = set(train) & set(test)
     if twice or len(set(train)) != len(train) or len(set(test)) != len(test):
         raise UserError(f"{lists[0]} and {lists[1]} name images twice: {shorten(sorted(twice) or ['in one list'], 3)}")
+    if (train_labels is None) != (test_labels is None):
+        with_, without = lists if train_labels else lists[::-1]
+        raise UserError(
+            f"{with_} gives its images the numbers of their classes, {without} does not: give them in both, or in "
+            "neither for the order of the alphabet"
+        )
     labels = train_labels + test_labels if train_labels and test_labels else None
-    folders = _numbered_folders(train + test, labels, lists[0])
-    _refuse_missing(root, train + test, lists[0])
+    folders = _numbered_folders(train + test, labels, lists)
+    _refuse_missing(root, {lists[0]: train, lists[1]: test})
     number = {folder: label for label, folder in enumerate(folders)}
     sides = [[(name, number[name.split("/")[0]]) for name in side] for side in (train, test)]
     data = assemble(root, short_side, wordnet_names(root, folders), sides[0], sides[1])
     return replace(data, lists=tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in lists))
 
 
-def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, source: Path) -> list[str]:
+def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, lists: tuple[Path, Path]) -> list[str]:
     """The folder of each class in the order of the lists' numbers, or by name where they have none."""
     folders = [name.split("/")[0] for name in names]
     if labels is None:
         return in_order(set(folders))
     pairs = sorted(set(zip(labels, folders, strict=True)))
     if [label for label, _ in pairs] != list(range(len(set(folders)))):
-        raise UserError(f"{source} gives a class two numbers, or leaves out one of 0 to {len(set(folders)) - 1}")
+        raise UserError(
+            f"{lists[0]} and {lists[1]} give a class two numbers, or leave out one of 0 to {len(set(folders)) - 1}"
+        )
     return [folder for _, folder in pairs]
 
 
@@ -450,7 +458,7 @@ def load_tiny(root: Path, short_side: int | None) -> ImageData:
                 f"{annotations}, line {place}: a file and one of the classes of train/ are due, not {line!r}"
             )
         test.append((f"val/images/{file}", number[rest[0]]))
-    _refuse_missing(root / "val", [name.removeprefix("val/") for name, _ in test], annotations)
+    _refuse_missing(root / "val", {annotations: [name.removeprefix("val/") for name, _ in test]})
     train = list_classes(root, folders, "train")
     return assemble(root, short_side, wordnet_names(root, folders), train, test)
 
