@@ -1,12 +1,15 @@
 """Datasets brought onto this machine, by a real server on the loopback: cut, resumed, verified, unpacked safely."""
 
+import errno
 import hashlib
 import io
 import json
 import os
 import shutil
+import socket
 import tarfile
 import threading
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from PIL import Image
@@ -228,9 +231,71 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_has_nothing_is_not(se
     assert len(server.requests) == 4 and not (tmp_path / "other").exists()
 
 
+UNREACHABLE = [
+    urllib.error.URLError(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")),
+    urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
+    urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")),
+    urllib.error.URLError(OSError(errno.ENETUNREACH, "Network is unreachable")),
+    urllib.error.URLError(OSError(errno.EHOSTUNREACH, "No route to host")),
+]
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, *problems: urllib.error.URLError | None, slept: list[float] | None = None
+) -> list[urllib.error.URLError | None]:
+    """Connections fail like this, one after the other, where there is a problem; returns those still to come."""
+    opener, left, waited = urllib.request.OpenerDirector.open, list(problems), [] if slept is None else slept
+
+    def connect(self: urllib.request.OpenerDirector, *arguments: Any, **options: Any) -> Any:
+        if left and (problem := left.pop(0)):
+            raise problem
+        return opener(self, *arguments, **options)
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", connect)
+    monkeypatch.setattr("time.sleep", waited.append)
+    return left
+
+
 def test_a_server_that_cannot_be_reached_is_told(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot be reached .*nothing was fetched"):
-        download.download("http://127.0.0.1:9/data.bin", tmp_path / "data.bin", Watch(), pause=0)
+    watch = Watch()
+    with pytest.raises(UserError, match=r"cannot be reached \(Connection refused\): nothing was fetched.*network"):
+        download.download("http://127.0.0.1:9/data.bin", tmp_path / "data.bin", watch)
+    assert watch.notes == [], "nothing was cut"
+
+
+@pytest.mark.parametrize("problem", UNREACHABLE, ids=lambda problem: problem.reason.strerror)
+def test_without_a_network_nobody_waits(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: urllib.error.URLError
+) -> None:
+    slept: list[float] = []
+    left = failing(monkeypatch, problem, None, slept=slept)
+    watch = Watch()
+    with pytest.raises(UserError, match=r"cannot be reached") as told:
+        fetch(server, tmp_path / "data.bin", watch)
+    assert f"({problem.reason.strerror})" in str(told.value) and "urlopen" not in str(told.value)  # type: ignore[union-attr]
+    assert left == [None] and slept == [] and watch.notes == [], "asked once"
+
+
+@pytest.mark.parametrize("problem", UNREACHABLE, ids=lambda problem: problem.reason.strerror)
+def test_a_network_that_is_lost_on_the_way_is_waited_for(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: urllib.error.URLError
+) -> None:
+    server.cuts = [300_000]
+    failing(monkeypatch, None, problem, problem, None)
+    watch = Watch()
+    fetch(server, tmp_path / "data.bin", watch)
+    assert (tmp_path / "data.bin").read_bytes() == CONTENT and len(watch.notes) == 3
+    assert [request.range for request in server.requests] == [None, "bytes=300000-"]
+
+
+def test_a_connection_that_takes_too_long_is_tried_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, urllib.error.URLError(TimeoutError("timed out")), None)
+    watch = Watch()
+    fetch(server, tmp_path / "data.bin", watch)
+    assert (tmp_path / "data.bin").read_bytes() == CONTENT
+    assert watch.notes == ["cut after 0.0 MB (timed out): going on"]
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "cifar100", ""])

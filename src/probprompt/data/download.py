@@ -4,6 +4,8 @@ import errno
 import hashlib
 import http.client
 import json
+import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +29,8 @@ SLACK = 64 * 2**20
 
 _CHUNK = 2**18
 _OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_NOBODY = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 _LATER = (408, 425, 429, 500, 502, 503, 504)  # codes of servers that may well answer next time
 
 
@@ -83,18 +87,34 @@ def download(url: str, target: Path, watch: Progress, pause: float = 1.0, room: 
                 raise UserError(f"{url} answers {problem.code} {problem.reason}: try a mirror with --url") from None
             if problem.__class__ is not _CutError and getattr(problem, "errno", None) in _OWN_DISK:
                 raise UserError(f"{part.path} cannot be written: {problem}") from None
+            nobody = failures == 0 and _nobody_there(problem)
             failures = 1 if part.size > before else failures + 1
-            if failures >= ATTEMPTS:
+            if nobody or failures >= ATTEMPTS:
                 raise UserError(_gave_up(url, problem, part.size)) from None
-            watch.note(f"cut after {part.size / 1e6:.1f} MB ({problem}): going on")
+            watch.note(f"cut after {part.size / 1e6:.1f} MB ({_reason(problem)}): going on")
             time.sleep(pause * 2 ** (failures - 1))
     part.path.replace(target)
     part.forget()
 
 
+def _nobody_there(problem: Exception) -> bool:
+    """Whether no connection came about, for a reason that is still there a moment later."""
+    reason = problem.reason if isinstance(problem, urllib.error.URLError) else None
+    return isinstance(reason, _NOBODY) or getattr(reason, "errno", None) in _NO_WAY
+
+
+def _reason(problem: Exception) -> str:
+    """In the words of the system, without the class of the error around them."""
+    reason = problem.reason if isinstance(problem, urllib.error.URLError) else problem
+    return str(getattr(reason, "strerror", None) or reason)
+
+
 def _gave_up(url: str, problem: Exception, size: int) -> str:
     kept = f"{size / 1e6:.1f} MB are kept, and the same command goes on from there" if size else "nothing was fetched"
-    return f"{url} cannot be reached ({problem}): {kept}. A mirror can be named with --url"
+    return (
+        f"{url} cannot be reached ({_reason(problem)}): {kept}. See that the network is there; a mirror can be named "
+        "with --url, an archive on this machine with --file"
+    )
 
 
 class _Part:
