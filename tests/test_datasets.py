@@ -129,13 +129,20 @@ def test_a_pickle_of_plain_data_is_read_as_python_reads_it(tmp_path: Path) -> No
             np.testing.assert_array_equal(mine[key], value)
 
 
-@pytest.mark.parametrize("protocol", [4, 3])
+@pytest.mark.parametrize("protocol", [4, 3, 2])
 def test_a_pickle_made_anew_in_python_3_is_read(tmp_path: Path, protocol: int) -> None:
-    held = {"data": np.arange(6, dtype=np.uint8).reshape(2, 3), "names": ["a", "b"], "n": -3, "none": None}
+    pixels = np.arange(252, 258).astype(np.uint8).reshape(2, 3)
+    held = {"data": pixels, "names": ["a", "b"], b"bytes": [b"\x00\xff\n", b"c"], "n": -3, "none": None}
     (tmp_path / "p").write_bytes(pickle.dumps(held, protocol))
     mine = read_pickle(tmp_path / "p")
-    np.testing.assert_array_equal(mine["data"], held["data"])
-    assert (mine["names"], mine["n"], mine["none"]) == (["a", "b"], -3, None)
+    np.testing.assert_array_equal(mine.pop("data"), held.pop("data"))
+    assert mine == held
+
+
+def test_an_array_in_a_newer_protocol_is_told_which_are_read(tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(pickle.dumps({"data": np.zeros((2, 3), np.uint8)}, 5))
+    with pytest.raises(UserError, match=r"_frombuffer, which is no plain data of protocol 4 or lower"):
+        read_pickle(tmp_path / "p")
 
 
 class Evil:
@@ -173,6 +180,12 @@ REDUCE_ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n"
         (b"\x80\x02\x82\x01.", r"instruction b'\\x82'"),
         (b"\x80\x02}" + REDUCE_ARRAY + b"cnumpy\ndtype\nK\x00\x85U\x01b\x87Ru.", "calls something"),
         (b"\x80\x02}(U\x01a(U\x05numpyU\x07ndarrayt)Ru.", "calls something"),
+        (b"\x80\x02}(U\x01ac_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86Ru.", "calls something"),
+        (b"\x80\x02}(U\x01ac_codecs\nencode\nU\x01aX\x06\x00\x00\x00latin1\x86Ru.", "calls something"),
+        (b"\x80\x02}(U\x01ac_codecs\nencode\nX\x02\x00\x00\x00\xc4\x80X\x06\x00\x00\x00latin1\x86Ru.", "damaged"),
+        (b"\x80\x02}(U\x01ac_codecs\nencode\n)Ru.", "damaged"),
+        (b"\x80\x02}(U\x01ac_codecs\nencode\nu.", "no plain data"),
+        (b"\x80\x02c_codecs\ndecode\n.", "asks for _codecs.decode"),
         (b"\x80\x02}U\x01b}b.", "gives a state"),
         (b"\x80\x02}]U\x01au.", "damaged"),
         (b"\x80\x02U\x01aU\x01ba.", "as if it were a list"),

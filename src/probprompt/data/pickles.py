@@ -2,7 +2,8 @@
 
 A pickle is a programme, and Python's own reader carries it out. This one knows the instructions that make texts,
 numbers, lists, dictionaries and arrays of bytes, and no other. It imports nothing and calls nothing: the three names
-by which NumPy writes an array are words to it, and whatever else a file asks for is refused.
+by which NumPy writes an array, and the one by which Python 3 writes bytes for Python 2, are words to it, and whatever
+else a file asks for is refused.
 """
 
 import math
@@ -23,6 +24,7 @@ LONGEST = 10**7
 
 _ARRAYS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
 _NDARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
+_ENCODE = ("_codecs", "encode")  # bytes as a text of as many letters, in protocols that have no bytes
 _BYTES = {b"u1", "u1"}
 _PLAIN = {type(None), str, bytes, int, bool}
 _MARK = object()
@@ -205,19 +207,22 @@ class _Machine:
         return self.stack[-1]
 
     def name(self, from_stack: bool) -> None:
-        """The name of something; only those of NumPy's arrays are known."""
+        """The name of something; only those of NumPy's arrays and of bytes are known."""
         module, name = (self.stack.pop(-2), self.stack.pop()) if from_stack else (self._line(), self._line())
-        if (module, name) not in {*_ARRAYS, _NDARRAY, _DTYPE}:
-            raise RefusedPickleError(f"it asks for {module}.{name}, which is no plain data")
+        if (module, name) not in {*_ARRAYS, _NDARRAY, _DTYPE, _ENCODE}:
+            newer = " of protocol 4 or lower" if name == "_frombuffer" else ""  # arrays in protocol 5
+            raise RefusedPickleError(f"it asks for {module}.{name}, which is no plain data{newer}")
         self.push(_Name((module, name)))
 
     def reduce(self) -> None:
-        """An array or its type, which are written as calls."""
+        """An array, its type or bytes, which are written as calls."""
         arguments, called = self.stack.pop(), self.stack.pop()
         if called in _ARRAYS and type(called) is _Name and arguments[0] == _NDARRAY:
             self.push(_Array())
         elif called == _DTYPE and type(called) is _Name and arguments[0] in _BYTES:
             self.push(_Type())
+        elif called == _ENCODE and type(called) is _Name and type(arguments[0]) is str and arguments[1:] == ("latin1",):
+            self.push(arguments[0].encode("latin-1"))
         else:
             raise RefusedPickleError("it calls something, or has an array of other numbers than bytes")
 
