@@ -160,6 +160,29 @@ def test_another_part_of_imagenet_is_a_folder_of_ones_own(tmp_path: Path, probpr
     assert code == 0 and "classes: 200" in out and "imagenet-r" not in out
 
 
+def test_a_folder_that_holds_a_dataset_under_its_name_is_that_dataset(
+    tmp_path: Path, probprompt: Command, small: None
+) -> None:
+    tree(tmp_path / "sets" / "cifar100")
+    code, out, _ = probprompt("data", "check", tmp_path / "sets")
+    assert code == 0, out
+    assert f"cifar100 in {tmp_path / 'sets' / 'cifar100'}" in out and "train: 8 images, 4 of each class" in out
+    tree(tmp_path / "sets" / "tu-berlin")
+    code, _, err = probprompt("data", "check", tmp_path / "sets")
+    assert code == 2 and f"{tmp_path / 'sets'} holds 2 datasets: name one of" in err
+    assert f"{tmp_path / 'sets' / 'cifar100'}, {tmp_path / 'sets' / 'tu-berlin'}" in err.replace("\n", " ")
+    assert probprompt("data", "check", tmp_path / "sets", "--benchmark", "cifar100")[0] == 0
+
+
+def test_imagenet_r_in_a_folder_of_its_name_is_told_without_its_lists(tmp_path: Path, probprompt: Command) -> None:
+    for name in ("n00000001", "n00000002"):
+        (tmp_path / "imagenet-r" / name).mkdir(parents=True)
+        (tmp_path / "imagenet-r" / name / "art_0.jpg").write_bytes(b"")
+    code, out, _ = probprompt("data", "check", tmp_path)
+    assert code == 1 and f"TROUBLE: {tmp_path / 'imagenet-r'} has the class folders, but not the lists" in out
+    assert f"probprompt data get imagenet-r --to {tmp_path};" in out
+
+
 def test_what_cannot_be_listed_at_all_is_trouble(tmp_path: Path, probprompt: Command) -> None:
     code, out, _ = probprompt("data", "check", "cub200")
     assert code == 1 and "TROUBLE: cub200 is not on this machine" in out
@@ -320,8 +343,24 @@ def test_only_published_datasets_can_be_got(probprompt: Command) -> None:
     assert code == 2 and "did you mean 'cub200'?" in err
 
 
-def test_benchmarks_are_listed(probprompt: Command) -> None:
+def test_benchmarks_are_listed_with_what_is_here(home: Path, probprompt: Command) -> None:
+    tree(home / "cifar100")
     code, out, _ = probprompt("list", "benchmarks")
     assert code == 0
-    for name in ("cifar100", "cub200", "emoji-r", "imagenet-r", "tiny-imagenet", "tu-berlin"):
-        assert name in out
+    rows = {line.split()[0]: line.rstrip() for line in out.splitlines()}
+    assert rows["cifar100"].endswith("10 tasks  yes") and rows["emoji-r"].endswith("5 tasks   packaged")
+    for name in ("cub200", "imagenet-r", "tiny-imagenet", "tu-berlin"):
+        assert rows[name].endswith("10 tasks  no")
+    assert "by its path" in rows["FOLDER"] and "Hugging Face" in rows["hf:OWNER/NAME"]
+    assert f"looked for in {home};" in out and "probprompt data get NAME" in out
+
+
+def test_benchmarks_are_listed_without_a_home(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError
+
+    for variable in ("PROBPROMPT_DATA", "XDG_DATA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    code, out, _ = probprompt("list", "benchmarks")
+    assert code == 0 and "cifar100" in out and "name the folder of datasets with PROBPROMPT_DATA" in out

@@ -189,11 +189,9 @@ def run_list(what: str) -> None:
         rows = [(name, method.summary) for name, method in methods.registered().items()]
         screen.listing(("method", "what it is"), rows)
     elif what == "benchmarks":
-        from probprompt.data import benchmarks
+        from probprompt.cli.data import list_benchmarks
 
-        known = benchmarks.registered().items()
-        rows = [(name, f"{source.summary}; {source.tasks} tasks") for name, source in known]
-        screen.listing(("benchmark", "what it is"), [*rows, ("FOLDER", benchmarks.Folder.summary)])
+        list_benchmarks(screen)
     else:
         from probprompt import checkpoints
 

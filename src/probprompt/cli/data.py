@@ -72,6 +72,29 @@ def run_sample(folder: Path, classes: str, images: int, test: bool) -> None:
     Screen().say(f"written: {root} ({', '.join(path.name for path in subfolders(root))})")
 
 
+def list_benchmarks(screen: Screen) -> None:
+    """A table of what can be named as a benchmark, with what is on this machine."""
+    try:
+        place = f"Datasets are looked for in {data_folder()}"
+    except UserError as problem:
+        place = str(problem)
+    rows = [(name, kind.summary, f"{kind.tasks} tasks", _here(kind)) for name, kind in benchmarks.registered().items()]
+    for form, other in (("FOLDER", benchmarks.Folder), ("hf:OWNER/NAME", benchmarks.HubDataset)):
+        rows.append((form, other.summary, f"{other.tasks} tasks", ""))
+    screen.listing(("benchmark", "what it is", "usually", "here"), rows)
+    screen.say(f"{place}; what is not there is fetched with: probprompt data get NAME")
+
+
+def _here(kind: type[Benchmark]) -> str:
+    """Whether the images of a benchmark are on this machine."""
+    if not issubclass(kind, Dataset):
+        return "packaged"
+    try:
+        return "yes" if kind().recognise() else "no"
+    except UserError:  # no folder is named, and there is no home for one
+        return "no"
+
+
 def _named(path: str, name: str | None) -> Benchmark:
     folder = Path(path).expanduser()
     if name is not None:

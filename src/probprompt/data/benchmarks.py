@@ -20,6 +20,7 @@ __all__ = [
     "Benchmark",
     "EmojiR",
     "Folder",
+    "HubDataset",
     "ImageData",
     "ImageSet",
     "benchmark",

@@ -333,8 +333,14 @@ def published_lists(name: str) -> set[str | None]:
 
 
 def recognise(path: Path) -> Dataset | None:
-    """Which dataset lies in a folder, where its layout or a name says so."""
+    """Which dataset lies in a folder, or in a folder of its name inside, where its layout or a name says so."""
     known = [source for source in registered().values() if issubclass(source, Dataset)]
+    inside = [source for source in known if source(path / source.name).recognise()]
+    if len(inside) > 1:
+        places = [str(path / source.name) for source in inside]
+        raise UserError(f"{path} holds {len(inside)} datasets: name one of {shorten(places)}")
+    if inside:
+        return inside[0](path)
     for source in known:
         found = source(path).recognise()
         if found and found[1].telling(found[0]):
