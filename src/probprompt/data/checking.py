@@ -35,7 +35,7 @@ class Report:
 
 
 def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
-    """Look at all images of a dataset or folder; ``quick`` only counts them."""
+    """Look at all images of a dataset or folder; ``quick`` counts them and looks into a few files."""
     facts: list[str] = []
     try:
         if isinstance(source, Dataset):
