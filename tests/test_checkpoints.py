@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from probprompt import checkpoints
-from probprompt.checkpoints import Preprocessing, known, load_backbone
+from probprompt.checkpoints import Preprocessing, fetch, find_file, known, load_backbone
 from probprompt.cli.commands import run_list
 from probprompt.errors import UserError
 
@@ -641,9 +641,23 @@ def test_weights_in_the_cache_of_torch_hub_are_loaded(model: Any, cache: Path, m
 @pytest.mark.parametrize("name", ["sup1k", TAGGED])
 def test_without_a_network_it_says_so_at_once(name: str, cache: Path) -> None:
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"not in the cache.*timm/.*could not be fetched.*weights=FILE"):
+    with pytest.raises(UserError, match=r"not in the cache.*timm/.*could not be fetched.*--weights .*weights=FILE"):
         load_backbone(name)
     assert time.monotonic() - start < 20
+
+
+def test_a_file_of_weights_is_found_or_fetched(
+    model: Any, cache: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fetch("demo") == find_file("demo") == packaged / "demo.safetensors"
+    assert find_file("sup1k") is None and find_file(TAGGED) is None
+    monkeypatch.setattr(checkpoints, "_download", lambda checkpoint: Path(checkpoint.source))
+    assert fetch("sup1k") == Path("timm/vit_base_patch16_224.augreg2_in21k_ft_in1k")
+    put_into_cache(cache, f"timm/{TAGGED}", model.state_dict())
+    assert fetch(TAGGED) == find_file(TAGGED) == next(cache.rglob("model.safetensors"))
+    for name, told in (("ibot1k", "not fetched for you"), ("test_vit", "does not say which"), ("tset", "no backbone")):
+        with pytest.raises(UserError, match=told):
+            find_file(name)
 
 
 def test_offline_mode_is_respected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,7 +744,9 @@ def test_only_what_can_be_prompted_is_listed(cache: Path, packaged: Path) -> Non
 def test_ibot_is_loaded_from_the_authors_file_alone(
     model: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=r"not fetched for you.*checkpoint_teacher\.pth.*bytedance/ibot.*weights=FILE"):
+    with pytest.raises(
+        UserError, match=r"not fetched for you.*checkpoint_teacher\.pth.*bytedance/ibot.*--weights .*weights=FILE"
+    ):
         load_backbone("ibot1k")
     with pytest.raises(UserError, match="for random ones name 'vit_base_patch16_224'"):
         load_backbone("ibot1k", weights="random")
@@ -763,7 +779,7 @@ def test_named_checkpoints_agree_with_timm(name: str) -> None:
         ("vit_bse_patch16_224.dino", "Did you mean vit_base_patch16_224"),
         ("?", "Allowed: demo, sup1k, sup21k, ibot1k, dino1k, a timm name"),
         ("vit_base_patch16_224.dyno", "no weights 'dyno' .*vit_base_patch16_224.dino"),
-        ("test_vit", "does not say which weights: .*test_vit.r160_in1k.*weights=FILE"),
+        ("test_vit", "does not say which weights: .*test_vit.r160_in1k.*--weights .*weights=FILE"),
         ("test_resnet.r160_in1k", "cannot be prompted: the model is a timm.models.resnet.ResNet"),
         ("vit_base_patch16_siglip_224.webli", "cannot be prompted: the model has no class token"),
         ("csatv2.r512_in1k", "cannot be prompted"),

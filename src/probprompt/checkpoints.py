@@ -30,7 +30,9 @@ RANDOM = "random"
 """Given as ``weights``: untrained weights, the same ones each time. For tests and timings only."""
 
 _PACKAGED = Path(__file__).parent / "weights"
+_PACKAGED_FILE = "demo.safetensors"
 _HUB_FILE = "model.safetensors"
+_GIVE_FILE = "give a file with --weights (in Python weights=FILE)"
 _HUB_TIMEOUT = 10.0  # seconds
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
 # What timm calls its plain ViTs with a class token and a tag: told by the name, since building one would need timm.
@@ -153,7 +155,7 @@ def known() -> list[Listing]:
 
     Weights of other names that lie in the cache of torch.hub are found when they are loaded, but not listed.
     """
-    packaged = [_PACKAGED / file for file in ("demo.safetensors", "demo.json")]
+    packaged = [_PACKAGED / file for file in (_PACKAGED_FILE, "demo.json")]
     demo = packaged[0] if all(path.is_file() for path in packaged) else None
     listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
     for name, checkpoint in _NAMED.items():
@@ -181,8 +183,25 @@ def origin(name: str) -> tuple[str, str]:
     """
     if name == "demo":
         return "", "apache-2.0"
-    checkpoint = _NAMED[name] if name in _NAMED else _find_in_timm(name)
+    checkpoint = _by_name(name)
     return checkpoint.source, checkpoint.licence
+
+
+def find_file(name: str) -> Path | None:
+    """The file of weights by name on this machine; None where it has to be fetched from the hub.
+
+    Names of no weights, and weights that are not fetched for anybody, are refused; the network is not asked.
+    """
+    return _PACKAGED / _PACKAGED_FILE if name == "demo" else _found(_by_name(name))[0]
+
+
+def fetch(name: str) -> Path:
+    """Bring weights by name onto this machine, unless they are there; gives their file."""
+    return find_file(name) or _download(_by_name(name))
+
+
+def _by_name(name: str) -> Checkpoint:
+    return _NAMED[name] if name in _NAMED else _find_in_timm(name)
 
 
 def load_backbone(
@@ -203,9 +222,9 @@ def load_backbone(
     """
     if name == "demo":
         if weights is not None:
-            raise UserError("'demo' brings its own weights: leave weights out, or name a timm architecture")
+            raise UserError("'demo' brings its own weights: leave those away, or name a timm architecture")
         return _load_packaged(_PACKAGED, image_size, expected_sha256)
-    checkpoint = _NAMED[name] if name in _NAMED else _find_in_timm(name)
+    checkpoint = _by_name(name)
     if weights is None:
         return _load_by_name(checkpoint, image_size, expected_sha256)
     if weights == RANDOM:
@@ -224,7 +243,7 @@ def _find_in_timm(name: str) -> Checkpoint:
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(
             f"there is no backbone {name!r}. Allowed: {', '.join(['demo', *_NAMED])}, a timm name "
-            f"architecture.tag, or a timm architecture with weights=FILE.{hint}"
+            f"architecture.tag, or a timm architecture with a file: --weights (in Python weights=FILE).{hint}"
         )
     tagged = timm.list_pretrained(f"{architecture}.*")
     if tag and name not in tagged:
@@ -248,7 +267,7 @@ def _find_in_timm(name: str) -> Checkpoint:
 
 
 def _load_packaged(folder: Path, image_size: int | None, expected_sha256: str | None) -> LoadedBackbone:
-    description, weights = folder / "demo.json", folder / "demo.safetensors"
+    description, weights = folder / "demo.json", folder / _PACKAGED_FILE
     if not description.is_file() or not weights.is_file():
         raise UserError(f"the demo weights are missing from {folder}: install the package again")
     content = json.loads(description.read_text(encoding="utf-8"))
@@ -319,22 +338,28 @@ def _refuse_unclear_preprocessing(checkpoint: Checkpoint, path: Path) -> None:
 
 def _load_by_name(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
     """Load weights from a cache of this machine, or else from the hub."""
-    import timm
-
-    name = checkpoint.architecture
     _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
-    if checkpoint.obtain:
-        raise UserError(f"{checkpoint.name!r} is not fetched for you: get {checkpoint.obtain}, and give weights=FILE")
-    path, place = _cached(checkpoint)
+    path, place = _found(checkpoint)
     if path is not None and place == _TORCH_CACHE:
         return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected or checkpoint.sha256)
-    if not checkpoint.source:
+    return _load_hub_file(checkpoint, path or _download(checkpoint), image_size, expected)
+
+
+def _found(checkpoint: Checkpoint) -> tuple[Path | None, str]:
+    """As :func:`_cached`; what is in no cache and cannot be fetched is refused."""
+    path, place = _cached(checkpoint)
+    if path is None and checkpoint.obtain:
+        raise UserError(f"{checkpoint.name!r} is not fetched for you: get {checkpoint.obtain}, and {_GIVE_FILE}")
+    if path is None and not checkpoint.source:
+        import timm
+
+        name = checkpoint.architecture
         tagged = shorten(timm.list_pretrained(f"{name.partition('.')[0]}.*"), 12) or "none"
         raise UserError(
-            f"{name!r} does not say which weights: name one of timm's on the hub ({tagged}), or give "
-            f"weights=FILE or weights={RANDOM!r}"
+            f"{name!r} does not say which weights: name one of timm's on the hub ({tagged}), or {_GIVE_FILE}, or "
+            f"{RANDOM!r} in its place"
         )
-    return _load_hub_file(checkpoint, path or _download(checkpoint), image_size, expected)
+    return path, place
 
 
 def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, expected: str | None) -> LoadedBackbone:
@@ -409,8 +434,8 @@ def _download(checkpoint: Checkpoint) -> Path:
         raise UserError(
             f"the weights of {checkpoint.name!r} are not in the caches of this machine "
             f"({huggingface_hub.constants.HF_HUB_CACHE}, {_torch_cache()}), and {checkpoint.source} could not be "
-            f"fetched from the Hugging Face hub: {error}. Connect to the network, or give weights=FILE with "
-            f"{_HUB_FILE} from there, or use 'demo', which needs no download"
+            f"fetched from the Hugging Face hub: {error}. Connect to the network, or {_GIVE_FILE}: "
+            f"{_HUB_FILE} from there; or use 'demo', which needs no download"
         ) from error
 
 
