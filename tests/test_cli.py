@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 import probprompt as package
-from probprompt import api, methods, presets
+from probprompt import api, checkpoints, methods, presets
 from probprompt.cli.screen import Screen
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError
@@ -95,6 +95,20 @@ def test_the_version_is_the_packages(probprompt: Command) -> None:
 def test_what_there_is_can_be_listed(probprompt: Command, what: str, listed: list[str]) -> None:
     answer = probprompt("list", what)
     assert answer.code == 0 and all(name in answer.out for name in listed)
+    assert max(map(len, answer.out.splitlines()[:-1])) <= 80
+
+
+def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "vit_small_patch14_reg4_dinov2.lvd142m_and_a_tag_that_goes_on_and_on"
+    words = "what it is, in more words than a narrow terminal has room for beside such a name"
+    items = [
+        checkpoints.Listing(name, words, "hub:x", "mit", True, "Hugging Face cache", 10**8) for name in ("a", long)
+    ]
+    monkeypatch.setattr(checkpoints, "known", lambda: items)
+    answer = probprompt("list", "backbones")
+    assert (
+        long in answer.out.split() and "…" not in answer.out and answer.out.count("100.0 MB, Hugging Face cache") == 2
+    )
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
 
 

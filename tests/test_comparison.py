@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -26,12 +27,17 @@ from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.report import figures
 from probprompt.report.comparison import (
+    ACCURACY,
     CAA,
     FAA,
     FORGETTING,
+    NOTHING,
+    SEEDS,
     Comparison,
     Place,
     Row,
+    Shown,
+    Table,
     gather,
     gather_runs,
     read_result,
@@ -710,6 +716,35 @@ def test_a_table_too_wide_for_the_screen_is_shown_place_by_place(tmp_path: Path)
         assert sum(line.startswith("method") for line in lines) == headers
         assert not any("…" in line or len(line) > width for line in lines)
         assert ("±" in text.getvalue()) == (width > 60)
+
+
+@pytest.mark.parametrize(("width", "headers"), [(80, 1), (50, 1), (30, 0)])
+def test_no_number_is_cut_beside_long_names(tmp_path: Path, width: int, headers: int) -> None:
+    comparison = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1)))
+    for table in comparison.tables():
+        more = f"relevance_temperature=sqrt_dim, {'x' * 40}"
+        named = [(replace(row, label=f"{row.label}, {more}"), cells) for row, cells in table.rows]
+        (first, count), *_ = table.places
+        assert all(place == first for place, _ in table.columns[:count])
+        part = Table("", table.columns[:count], [(row, cells[:count]) for row, cells in named])
+        screen, text = Screen(), io.StringIO()
+        screen.console = Console(file=text, width=width, highlight=False, legacy_windows=False)
+        command._show(screen, part)
+        assert "…" not in text.getvalue()
+        assert sum(line.startswith("method") for line in text.getvalue().splitlines()) <= headers
+        assert all(shown.mean in text.getvalue() for _, cells in part.rows for shown in cells)
+
+
+def test_a_row_without_runs_in_a_place_is_not_shown_there(tmp_path: Path) -> None:
+    accuracy = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1))).tables()[0]
+    (place, _), *_ = accuracy.places
+    columns = [*((place, measure) for measure in ACCURACY), (place, SEEDS)]
+    empty = [*(Shown(NOTHING) for _ in ACCURACY), Shown("0")]
+    row = replace(accuracy.rows[0][0], label="x" * 100)
+    screen, text = Screen(), io.StringIO()
+    screen.console = Console(file=text, width=80, highlight=False, legacy_windows=False)
+    command._show(screen, Table("", columns, [(row, empty)]))
+    assert "xxx" not in text.getvalue()
 
 
 def test_documented_examples_hold() -> None:

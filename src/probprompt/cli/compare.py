@@ -16,13 +16,17 @@ from rich.text import Text
 
 from probprompt import api, distributed
 from probprompt.cli import Interrupted
-from probprompt.cli.screen import PLAIN, WIDE, Screen
+from probprompt.cli.screen import PLAIN, WIDE, WORDS, Screen
 from probprompt.config import flatten, parse_value, read_toml
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report.comparison import (
     NOTHING,
+    SEEDS,
     Comparison,
+    Measure,
+    Place,
+    Row,
     Shown,
     Table,
     duration,
@@ -260,18 +264,35 @@ def _present(screen: Screen, comparison: Comparison, out: Path, book: Path | Non
 
 
 def _show(screen: Screen, table: Table) -> None:
-    """The whole table side by side where it fits, else place by place, if need be without standard deviations."""
+    """The whole table side by side where it fits, else place by place."""
     if _fits(screen, _plain(table)):
         screen.console.print(_plain(table))
         return
     for place, _ in table.places:
         chosen = [index for index, (where, _) in enumerate(table.columns) if where == place]
         rows = [(row, [cells[index] for index in chosen]) for row, cells in table.rows]
-        present = [(row, cells) for row, cells in rows if any(shown.mean != NOTHING for shown in cells)]
-        part = Table(place.label, [table.columns[index] for index in chosen], present)
+        columns = [table.columns[index] for index in chosen]
+        present = [(row, cells) for row, cells in rows if _has_runs(columns, cells)]
+        part = Table(place.label, columns, present)
         if len(table.places) > 1:
             screen.say(place.label)
-        screen.console.print(_plain(part) if _fits(screen, _plain(part)) else _plain(part, spread=False))
+        _show_place(screen, part)
+
+
+def _has_runs(columns: Sequence[tuple[Place, Measure]], cells: Sequence[Shown]) -> bool:
+    """Whether a row has any number here, but for that of its seeds, which may be 0."""
+    return any(shown.mean != NOTHING for (_, measure), shown in zip(columns, cells, strict=True) if measure != SEEDS)
+
+
+def _show_place(screen: Screen, part: Table) -> None:
+    """No number is cut: standard deviations go first, then names fold, at last each row takes several lines."""
+    for spread, fold in ((True, None), (False, None), (False, WORDS)):
+        if _fits(screen, _plain(part, spread, fold)):
+            screen.console.print(_plain(part, spread, screen.console.width if fold else None))
+            return
+    for row, cells in part.rows:
+        numbers = zip((measure.heading for _, measure in part.columns), (shown.text for shown in cells), strict=True)
+        screen.entry(_label(row), numbers)
 
 
 def _fits(screen: Screen, table: RichTable) -> bool:
@@ -279,11 +300,15 @@ def _fits(screen: Screen, table: RichTable) -> bool:
     return Measurement.get(screen.console, options, table).maximum <= screen.console.width
 
 
-def _plain(table: Table, spread: bool = True) -> RichTable:
-    """Names on the left, numbers on the right, the best bold and the second underlined."""
+def _label(row: Row) -> str:
+    return row.label + (" (upper bound)" if row.bound else "")
+
+
+def _plain(table: Table, spread: bool = True, fold: int | None = None) -> RichTable:
+    """Names on the left, folded where they are wider than allowed, numbers on the right, the best bold."""
     single = len(table.places) == 1
     made = RichTable(**PLAIN)
-    made.add_column("method", no_wrap=True)
+    made.add_column("method", no_wrap=fold is None, max_width=fold, overflow="fold")
     for place, measure in table.columns:
         heading = measure.heading.replace(" (", "\n(")
         made.add_column(
@@ -291,7 +316,7 @@ def _plain(table: Table, spread: bool = True) -> RichTable:
         )
     for row, cells in table.rows:
         numbers = (shown if spread else replace(shown, std="") for shown in cells)
-        made.add_row(Text(row.label + (" (upper bound)" if row.bound else "")), *map(_styled, numbers))
+        made.add_row(Text(_label(row)), *map(_styled, numbers))
     return made
 
 

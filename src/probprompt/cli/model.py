@@ -140,7 +140,7 @@ def run_history(model: Path, as_json: bool) -> None:
         )
         for one in versions
     ]
-    Screen().listing(("version", "when (UTC)", "what", "classes", "images", "known", "note"), rows)
+    Screen().listing(("version", "when (UTC)", "what", "classes", "images", "known", "note"), rows, (2, 3, 6))
 
 
 # Asking a model ----------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """What the user sees in the terminal: progress bars and tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -15,6 +17,7 @@ from probprompt.runs.record import Run
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
 WIDE = 10_000  # columns: more than any table has
+WORDS = 16  # columns that words need at least to be read
 
 
 class Screen(Watcher):
@@ -71,12 +74,30 @@ class Screen(Watcher):
         """A table of names and numbers."""
         self.console.print(_table(header, rows))
 
-    def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A plain table."""
-        table = Table(*header, **PLAIN)
+    def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (1,)) -> None:
+        """A plain table: in a narrow terminal columns of words fold, names to be typed and numbers stay whole.
+
+        Where words would be left too little room, they stand under the name of their row.
+        """
+        table, least = Table(**PLAIN), 0
+        for place, column in enumerate(zip(header, *rows, strict=True)):
+            longest = max(map(cell_len, column))
+            least += min(longest, WORDS) if place in words else longest
+            table.add_column(header[place], no_wrap=place not in words)
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        if least + PLAIN["padding"][1] * (len(header) - 1) <= self.console.width:
+            self.console.print(table)
+            return
+        for name, *rest in rows:
+            self.entry(name, zip(header[1:], rest, strict=True))
+
+    def entry(self, name: str, parts: Iterable[tuple[str, str]]) -> None:
+        """A row that is too wide for one line: its name, and under it what the columns say."""
+        self.say(name)
+        for heading, text in parts:
+            told = f"{heading}: {text}" if heading else text
+            self.console.print(Padding(told, (0, 0, 0, 2), expand=False))
 
     def show(self, run: Run) -> None:
         """The outcome of a run."""
