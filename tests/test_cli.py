@@ -98,6 +98,11 @@ def test_what_there_is_can_be_listed(probprompt: Command, what: str, listed: lis
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
 
 
+def test_the_help_of_the_book_says_what_it_writes_alone(probprompt: Command) -> None:
+    answer = probprompt("book", "--help")
+    assert answer.code == 0 and "Alone, book writes RESULTS.md and its figures" in " ".join(answer.out.split())
+
+
 def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     long = "vit_small_patch14_reg4_dinov2.lvd142m_and_a_tag_that_goes_on_and_on"
     words = "what it is, in more words than a narrow terminal has room for beside such a name"

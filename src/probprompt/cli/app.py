@@ -383,7 +383,7 @@ def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None
     run_list(what.value)
 
 
-book_app = typer.Typer(help="The results book: our numbers beside the paper's, made from one file per run.")
+book_app = typer.Typer()
 app.add_typer(book_app, name="book")
 Book = Annotated[Path, typer.Option("--book", metavar="FOLDER", help="Where the files of runs are.")]
 
@@ -402,7 +402,10 @@ def book_page(
         Path | None, typer.Option(metavar="FILE", help="The page to write.", show_default="RESULTS.md")
     ] = None,
 ) -> None:
-    """Make RESULTS.md and its figures from the files of runs; with add, put finished runs among them."""
+    """The results book, our numbers beside the paper's.
+
+    Alone, book writes RESULTS.md and its figures anew from the files of runs; book add puts finished runs among these.
+    """
     context.obj = book, page
     if context.invoked_subcommand is None:
         from probprompt.cli.book import run_book
@@ -454,7 +457,10 @@ def reproduce(
         list[str] | None, typer.Option("--method", help="Only rows of this method; may be repeated.")
     ] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; then it is not the paper's.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any setting; all but data.root=DIR make it another experiment."
+        ),
     ] = None,
     weights: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="A file for named weights, such as ibot1k=FILE.")
