@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import save_file
 
+from probprompt import checkpoints
 from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
@@ -99,7 +104,143 @@ def test_tables_share_the_runs_that_they_have_in_common() -> None:
     assert {cell.folder for cell in _cells("aggregation")} & {cell.folder for cell in _cells("ablation")}
 
 
+# What counts as there
+
+
+def _tree(root: Path, images: int = 4) -> Path:
+    """Six made-up classes as folders, with so many training images each."""
+    for side, count in (("train", images), ("test", 2)):
+        for label, name in enumerate(("apple", "baby", "camel", "dolphin", "elm", "fox")):
+            for index in range(count):
+                path = root / side / name / f"{index}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (32, 32), (40 * label, 20 * index, 99)).save(path)
+    return root
+
+
+@pytest.fixture
+def things(table: paper.Table, tmp_path: Path) -> paper.Table:
+    """The same table as of CIFAR-100, of which this machine has a small made-up copy."""
+    _tree(tmp_path / "datasets" / "cifar100")
+    column = table.columns[0].model_copy(update={"benchmark": "cifar100", "seeds": (0,)})
+    return table.model_copy(update={"columns": (column,), "rows": table.rows[:1]})
+
+
+def _stand(table: paper.Table, where: Path, out: str = "runs", **settings: Any) -> reproduce.Plan:
+    wanted = reproduce.wishes(table, where / out, settings=settings)
+    return reproduce.make_plan(table, wanted, where / "book", where / out)
+
+
+def test_a_run_on_other_images_is_not_the_papers(things: paper.Table, tmp_path: Path) -> None:
+    plan = _stand(things, tmp_path)
+    assert plan.papers and (plan.missing, plan.otherwise, plan.to_run) == (1, 0, 1)
+    assert "cifar100: 6 classes, published are 100" in plan.differences
+    (outcome,) = reproduce.carry_out(plan, tmp_path / "book", "cpu")
+    assert outcome.run, outcome.reason
+    entries = book.read_entries(tmp_path / "book")
+    assert len(entries) == len(page.missing(things, entries)) == 1, "the page does not count it either"
+    for out in ("runs", "elsewhere"):
+        again = _stand(things, tmp_path, out)
+        assert (again.missing, again.otherwise, again.to_run) == (1, 1, 0), "it neither counts nor is repeated"
+    _tree(tmp_path / "datasets" / "cifar100", images=5)
+    other = _stand(things, tmp_path, "third")
+    assert (other.missing, other.otherwise, other.to_run) == (1, 0, 1)
+    (told,) = other.problems
+    assert "holds a run with other images" in told and "--book" in told, "adding it would be refused, hours later"
+
+
+def test_the_papers_own_run_is_there_wherever_its_images_are(things: paper.Table, tmp_path: Path) -> None:
+    reproduce.carry_out(_stand(things, tmp_path), tmp_path / "book", "cpu")
+    (entry,) = book.read_entries(tmp_path / "book")
+    stream = {**entry.content["stream"], "differences": [], "train_images": [50_000], "test_images": [10_000]}
+    content = {**entry.content, "stream": {**stream, "test_classes": [2, 2, 2]}}
+    content["sha256"] = book.content_hash(content)
+    (tmp_path / "book" / entry.path).write_text(json.dumps(content))
+    (tmp_path / "datasets").rename(tmp_path / "away")
+    plan = _stand(things, tmp_path, "elsewhere")
+    assert plan.papers and (plan.missing, plan.to_run) == (0, 0)
+    assert not page.missing(things, book.read_entries(tmp_path / "book"))
+    assert _stand(things, tmp_path, "elsewhere", **{"method.samples": 3}).missing == 1
+
+
+def test_with_settings_of_ones_own_images_and_weights_must_be_the_same(things: paper.Table, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    files = [_save_weights(tmp_path / name / weights.name, seed) for seed, name in enumerate(("a", "b"))]
+    own: dict[str, Any] = {"backbone.name": "test_vit.r160_in1k", "backbone.image_size": 32}
+    first, second = ({**own, "backbone.weights": str(file)} for file in files)
+    reproduce.carry_out(_stand(things, tmp_path, **first), tmp_path / "book", "cpu")
+    there = _stand(things, tmp_path, "elsewhere", **first)
+    assert not there.papers and (there.missing, there.to_run) == (0, 0)
+    assert _stand(things, tmp_path, "elsewhere", **second).missing == 1, "a file of the same name, but other weights"
+    moved = tmp_path / "datasets" / "cifar100"
+    moved.rename(tmp_path / "cifar")
+    root = {"data.root": str(tmp_path / "cifar")}
+    assert _stand(things, tmp_path, "elsewhere", **first, **root).missing == 0, "the same images in another place"
+    _tree(tmp_path / "cifar", images=5)
+    assert _stand(things, tmp_path, "elsewhere", **first, **root).missing == 1, "other images"
+
+
+def _save_weights(path: Path, seed: int) -> Path:
+    path.parent.mkdir()
+    torch.manual_seed(seed)
+    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
+    return path
+
+
 # What is told ahead
+
+
+def test_how_images_differ_is_told_before_the_question(
+    things: paper.Table, probprompt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paper, "tables", lambda: (things,))
+    answer = probprompt("reproduce", "samples")
+    assert answer.code == 0 and "the paper's weights, images and settings" in answer.out
+    before, _, after = answer.out.partition("add --yes")
+    assert "not as published: cifar100: train: 24 images, published are 50000" in before and after
+    answer = probprompt("reproduce", "samples", *OPTIONS)
+    assert "the paper's weights, images and settings" not in answer.out and "of your own" in answer.out
+
+
+def test_a_folder_of_images_can_be_named(tmp_path: Path, probprompt: Command) -> None:
+    table, small = ("reproduce", "table2", "--dry-run", "--seed", 0), OPTIONS
+    _tree(tmp_path / "mine" / "cifar100")
+    root = ("--set", f"data.root={tmp_path / 'mine' / 'cifar100'}")
+    answer = probprompt(*table, *small, *root, "--method", "ft")
+    assert "to do first: cifar100" not in answer.out and "not as published: cifar100: 6 classes" in answer.out
+    needed = "goes for cifar100 and cub200: name a folder that holds each of them under its name"
+    assert needed in probprompt(*table, *small, *root, "--method", "probprompt").out
+    _tree(tmp_path / "mine" / "cub200")
+    root = ("--set", f"data.root={tmp_path / 'mine'}")
+    answer = probprompt(*table, *small, *root, "--method", "probprompt")
+    assert "to do first: " not in answer.out and "not as published: cub200: 6 classes" in answer.out
+
+
+def test_weights_on_the_hub_are_fetched_before_the_first_run(
+    things: paper.Table, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = things.columns[0].model_copy(update={"backbone": "dino1k"})
+    table = things.model_copy(update={"columns": (column,)})
+    monkeypatch.setattr(paper, "tables", lambda: (table,))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+
+    def refuse(checkpoint: Any) -> Path:
+        raise UserError(f"{checkpoint.source} could not be fetched")
+
+    monkeypatch.setattr(checkpoints, "_download", refuse)
+    answer = probprompt("reproduce", "samples", "--device", "cpu")
+    assert answer.code == 0 and "to be fetched before the first run: the weights dino1k" in answer.out
+    assert "add --yes" in answer.out and "to do first: " not in answer.out
+    answer = probprompt("reproduce", "samples", "--device", "cpu", "--yes")
+    assert answer.code == 2 and "timm/vit_base_patch16_224.dino could not be fetched" in answer.err
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_hours_of_a_gpu_are_not_those_of_a_processor(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    answer = probprompt("reproduce", "table2", "--dry-run")
+    assert "GPU hours on one NVIDIA H200" in answer.out and "this machine has no GPU: these hours are not" in answer.out
 
 
 def test_all_that_is_missing_is_told_at_once_and_nothing_is_started(tmp_path: Path, probprompt: Command) -> None:
@@ -123,12 +264,20 @@ def test_weights_that_are_not_there_are_told_with_what_to_do() -> None:
     (told,) = lacking(name="sup1k", weights="nowhere.safetensors")
     assert "there is no file nowhere.safetensors" in told
     (told,) = lacking(name="ibot1k")
-    assert "--weights ibot1k=FILE" in told
+    assert "checkpoint_teacher.pth" in told and "--weights ibot1k=FILE" in told
+    (told,) = lacking(name="vit_base_patch16_224")
+    assert "does not say which weights" in told and "--set backbone.weights=FILE" in told
+    assert not lacking(name="sup1k"), "fetched from the hub"
 
 
 def test_a_wrong_option_is_told(probprompt: Command) -> None:
     answer = probprompt("reproduce", "table3", "--weights", "sup1k=file", "--dry-run")
     assert answer.code == 2 and "ibot1k, dino1k" in answer.err
+
+
+def test_settings_that_do_not_exist_are_told_as_such(probprompt: Command) -> None:
+    answer = probprompt("reproduce", "table2", "--dry-run", "--set", "method.nonsense=1")
+    assert answer.code == 2 and "nonsense" in answer.err and "data get" not in answer.err
 
 
 def _bench(path: Path, methods: dict[str, float]) -> Path:

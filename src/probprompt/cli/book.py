@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from probprompt import distributed
 from probprompt.cli import Interrupted
 from probprompt.cli.compare import GridScreen
@@ -17,6 +19,7 @@ from probprompt.results.reproduce import Plan, carry_out, estimate, known_speeds
 from probprompt.runs.carry_out import Where
 from probprompt.runs.execute import pick_device
 from probprompt.runs.grid import Outcome
+from probprompt.runs.record import hardware, machine_name
 
 _BOOK, _PAGE = Path("results"), Path("RESULTS.md")
 
@@ -75,14 +78,13 @@ def run_reproduce(
         table, wishes(table, out, seeds, methods, settings, _files(table, weights)), book, out, pick_device(device)
     )
     _show_plan(screen, plan)
-    _show_estimate(screen, plan, bench or known_speeds(book))
-    for problem in plan.problems:
-        screen.say(f"missing: {problem}")
+    _show_estimate(screen, plan, bench or known_speeds(book), pick_device(device))
+    _show_needs(screen, plan)
     if dry_run:
         return
     if plan.problems:
-        raise UserError(f"{len(plan.problems)} thing(s) are missing on this machine, see above: nothing was started")
-    unadded = any(standing.cells for standing in plan.standings)
+        raise UserError(f"{len(plan.problems)} thing(s) are to do first, see above: nothing was started")
+    unadded = any(standing.finished or standing.waiting for standing in plan.standings)
     if (plan.to_run or plan.measure) and not yes:
         screen.say("nothing was started: add --yes to start, the same command goes on after a stop")
         return
@@ -119,23 +121,41 @@ def _run(plan: Plan, book: Path, device: str | None, screen: GridScreen, where: 
 
 def _show_plan(screen: Screen, plan: Plan) -> None:
     table = plan.table
-    screen.title(f"{table.heading}: the paper's weights, images and settings")
+    asked = "the paper's weights, images and settings" if plan.papers else "with settings or weights of your own"
+    screen.title(f"{table.heading}: {asked}")
     rows = [
         (
             standing.wish.row.label,
             standing.wish.row.method,
             f"{standing.wish.column.benchmark}, {standing.wish.column.tasks} tasks, {standing.wish.column.backbone}",
-            f"{standing.wanted - standing.to_run} of {standing.wanted}",
-            str(standing.to_run),
+            f"{standing.there} of {standing.wanted}",
+            str(standing.missing),
         )
         for standing in plan.standings
     ]
-    screen.listing((table.first.lower(), "run as", "where", "there", "missing"), rows)
+    screen.listing((table.first.lower(), "run as", "where", "there", "missing"), rows, (0, 2))
     wanted = sum(standing.wanted for standing in plan.standings)
-    screen.say(f"{wanted} run(s), {plan.to_run} missing{'; costs are to be measured' if plan.measure else ''}")
+    screen.say(f"{wanted} run(s), {plan.missing} missing{'; costs are to be measured' if plan.measure else ''}")
+    if plan.otherwise:
+        screen.say(
+            f"{plan.otherwise} of the missing were run already, on images or with weights of this machine that are not "
+            "the paper's: they stand in RESULTS.md with their marks, and are not run again"
+        )
 
 
-def _show_estimate(screen: Screen, plan: Plan, bench: Path) -> None:
+def _show_needs(screen: Screen, plan: Plan) -> None:
+    """What the runs would meet here: other images than published, weights to be fetched, and what is to do first."""
+    for difference in plan.differences:
+        screen.say(f"not as published: {difference}")
+    if plan.differences:
+        screen.say("runs on these images are not the paper's: check them with probprompt data check before you start")
+    for name in plan.fetched:
+        screen.say(f"to be fetched before the first run: the weights {name}, from the Hugging Face hub")
+    for problem in plan.problems:
+        screen.say(f"to do first: {problem}")
+
+
+def _show_estimate(screen: Screen, plan: Plan, bench: Path, device: torch.device) -> None:
     if not plan.to_run:
         return
     found = estimate(plan, bench)
@@ -144,6 +164,12 @@ def _show_estimate(screen: Screen, plan: Plan, bench: Path) -> None:
         return
     rest = f", and {found.unknown} run(s) that the record says nothing about" if found.unknown else ""
     screen.say(f"an estimate, not a measurement: {found.hours:.1f} GPU hours on one {found.machine}{rest}")
+    here = machine_name(hardware(device))
+    if device.type == "cpu":
+        why = "--device says cpu" if torch.cuda.is_available() else "this machine has no GPU"
+        screen.say(f"{why}: these hours are not those of its processor ({here}), which takes many times as long")
+    elif here != found.machine:
+        screen.say(f"this machine has another GPU ({here}): it takes longer or shorter")
 
 
 def _conclude(screen: Screen, outcomes: Sequence[Outcome]) -> None:

@@ -5,7 +5,8 @@ number: the preset ``published``, or how others ran the method where the number 
 ``probprompt compare`` runs a grid. Tables share runs: what one has, the others need not run again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,24 @@ from probprompt import api, checkpoints, presets
 from probprompt.bench.measure import Peaks, measure_each
 from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import make_record, read_record, write_record
+from probprompt.checkpoints import find_file
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.data import benchmarks
+from probprompt.data.cache import ImageCache
+from probprompt.data.datasets import Dataset
+from probprompt.data.sets import Benchmark
 from probprompt.errors import UserError, suggest
-from probprompt.results import paper
-from probprompt.results.book import Entry, add_runs, read_entries, same_settings
-from probprompt.results.page import is_base, read_benches
+from probprompt.results import page, paper
+from probprompt.results.book import Entry, add_runs, content_of, file_of, read_entries, same_settings
+from probprompt.results.page import belongs, is_base, is_papers, read_benches, same_data, same_weights
+from probprompt.runs.book import without_paths
 from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
 from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_error
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, nest
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import hardware, machine_name
+from probprompt.weights_files import digest
 
 NETWORK = "vit_base_patch16_224"
 """What the paper's costs are of."""
@@ -113,10 +120,16 @@ class Standing:
     """A number of the paper, and how many of its runs are there."""
 
     wish: Wish
-    booked: int
-    """In the book."""
-    cells: tuple[Cell, ...]
-    """Not in the book: to be run, or finished in their folders and only to be added."""
+    papers: bool
+    """Whether the paper's own experiment is asked for, and not one with other settings or weights."""
+    there: int
+    """As asked for, in the book or finished in their folders."""
+    otherwise: int
+    """Run already with what this machine has, which is not the paper's: they do not count, and are not repeated."""
+    finished: tuple[Cell, ...]
+    """In their folders, and only to be added."""
+    waiting: tuple[Cell, ...]
+    """To be run, or to be finished."""
 
     @property
     def wanted(self) -> int:
@@ -124,14 +137,9 @@ class Standing:
         return len(self.wish.spec.seeds)
 
     @property
-    def waiting(self) -> list[Cell]:
-        """To be run, or to be finished."""
-        return [cell for cell in self.cells if not cell.outcome.run]
-
-    @property
-    def to_run(self) -> int:
-        """How many runs are still missing, also where they cannot be described yet."""
-        return self.wanted - self.booked - (len(self.cells) - len(self.waiting))
+    def missing(self) -> int:
+        """How many runs as asked for there are not."""
+        return self.wanted - self.there
 
 
 @dataclass(frozen=True)
@@ -141,79 +149,269 @@ class Plan:
     table: paper.Table
     standings: tuple[Standing, ...]
     problems: tuple[str, ...]
-    """Images and weights that are not on this machine, with what to do."""
+    """What keeps the runs from being started, with what to do."""
+    differences: tuple[str, ...]
+    """How the images that the runs would meet differ from the published ones."""
+    fetched: tuple[str, ...]
+    """Weights that are fetched from the hub before the first run."""
     out: Path
     measure: bool
     """Whether costs are to be measured."""
 
     @property
+    def papers(self) -> bool:
+        """Whether all that is asked for is the paper's own."""
+        return all(standing.papers for standing in self.standings)
+
+    @property
+    def missing(self) -> int:
+        """How many runs as asked for there are not."""
+        return sum(standing.missing for standing in self.standings)
+
+    @property
+    def otherwise(self) -> int:
+        """How many of these were run with what this machine has, which is not the paper's."""
+        return sum(standing.otherwise for standing in self.standings)
+
+    @property
     def to_run(self) -> int:
-        """How many runs are missing."""
-        return sum(standing.to_run for standing in self.standings)
+        """How many runs are to be started."""
+        return sum(len(standing.waiting) for standing in self.standings)
 
     @property
     def grid(self) -> Cells:
-        """All that is not in the book."""
-        return Cells((cell for standing in self.standings for cell in standing.cells), self.out)
+        """All that is to be run or to be added."""
+        cells = (cell for standing in self.standings for cell in (*standing.finished, *standing.waiting))
+        return Cells(cells, self.out)
 
 
 def make_plan(
     table: paper.Table, wanted: Sequence[Wish], book: Path, out: Path, device: torch.device | None = None
 ) -> Plan:
     """Find out what of a table is there, and what is missing to run the rest; costs are those of a device."""
-    entries, problems = read_entries(book), dict[str, None]()
-    standings = []
-    for wish in wanted:
-        try:
-            cells = Grid(wish.spec, wish.out).cells
-        except UserError as problem:
-            problems[_with_remedy(wish.column.benchmark, str(problem))] = None
-            standings.append(Standing(wish, 0, ()))
-            continue
-        there = [cell for cell in cells if _in_book(cell, entries)]
-        standings.append(Standing(wish, len(there), tuple(cell for cell in cells if cell not in there)))
-    needed = [cell.config for standing in standings for cell in standing.waiting]
-    problems |= dict.fromkeys(lacking(needed))
+    entries, here = read_entries(book), Here()
+    standings = tuple(_standing(table, wish, entries, here) for wish in wanted)
+    waiting = [cell.config for standing in standings for cell in standing.waiting]
+    problems = [*lacking(waiting, here), *_taken(standings, entries, book)]
     measure = bool(table.costs) and not _costs_known(table, read_benches(book), device or pick_device(None))
-    return Plan(table, tuple(standings), tuple(problems), out, measure)
+    differ, fetched = _differences(waiting, here), to_fetch(waiting)
+    return Plan(table, standings, tuple(problems), differ, fetched, out, measure)
 
 
-def _in_book(cell: Cell, entries: Sequence[Entry]) -> bool:
-    near = (entry for entry in entries if (entry.method, entry.seed) == (cell.method, cell.seed))
-    return any(same_settings(entry, cell.config) for entry in near)
+def _standing(table: paper.Table, wish: Wish, entries: Sequence[Entry], here: "Here") -> Standing:
+    there, otherwise, finished, waiting = 0, 0, list[Cell](), list[Cell]()
+    cells = Grid(wish.spec, wish.out).cells
+    papers = all(_asks_for_papers(cell.config, wish) for cell in cells)
+
+    def asked(entry: Entry, cell: Cell) -> bool:
+        if papers:
+            return entry.seed == cell.seed and is_there(table, wish.row, wish.column, entry)
+        return here.would_repeat(entry, cell.config, wish.column)
+
+    for cell in cells:
+        near = [entry for entry in entries if (entry.method, entry.seed) == (cell.method, cell.seed)]
+        run = cell.outcome.run
+        if any(asked(entry, cell) for entry in near):
+            there += 1
+        elif run:
+            as_asked = asked(Entry("", content_of(run)), cell)
+            there, otherwise = there + as_asked, otherwise + (not as_asked)
+            finished.append(cell)
+        elif here.differences(cell.config) and any(here.would_repeat(e, cell.config, wish.column) for e in near):
+            otherwise += 1
+        else:
+            waiting.append(cell)
+    return Standing(wish, papers, there, otherwise, tuple(finished), tuple(waiting))
 
 
-def lacking(configs: Iterable[RunConfig]) -> list[str]:
-    """Images and weights that runs need and this machine has not, each with the command to get it."""
-    found: dict[str, None] = {}
-    every = list(configs)
-    for name, test in dict.fromkeys((config.data.benchmark, config.data.test) for config in every):
-        try:
-            benchmarks.find(name, test).load(None)
-        except UserError as problem:
-            found[_with_remedy(name, str(problem))] = None
-    known = {listing.name: listing for listing in checkpoints.known()}
+def is_there(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
+    """Whether a run is one behind a number of the paper, as the page counts them."""
+    return belongs(table, row, column, entry) and is_papers(entry, row, column)
+
+
+def _asks_for_papers(config: RunConfig, wish: Wish) -> bool:
+    """Whether settings are the paper's, with weights that the paper names: then only images can make a difference."""
+    used = {"name": config.backbone.name, "source": ""}
+    asked = Entry("", {"config": config.model_dump(mode="json"), "backbone": used})
+    same = page.same_settings(asked, wish.row) and same_weights(asked, wish.column.backbone)
+    return same and config.data.tasks == wish.column.tasks
+
+
+def _taken(standings: Iterable[Standing], entries: Sequence[Entry], book: Path) -> list[str]:
+    """Files of the book that hold other runs where the new ones would stand: adding those would be refused."""
+    held = {entry.path for entry in entries}
+    files = (_file(cell.config) for standing in standings for cell in standing.waiting)
+    return [
+        f"{book / file} holds a run with other images, weights or settings, which is not replaced: name another book "
+        "with --book, or move that file away"
+        for file in dict.fromkeys(files)
+        if file in held
+    ]
+
+
+def _file(config: RunConfig) -> str:
+    """Where a run with these settings will stand in the book."""
+    tasks = config.data.tasks
+    count = tasks if isinstance(tasks, int) else len(tasks or ())
+    return file_of({"config": without_paths(config.model_dump(mode="json")), "stream": {"tasks": range(count)}})
+
+
+# What this machine has
+
+
+@dataclass(frozen=True)
+class Images:
+    """What runs would meet, as far as that can be told without reading images; or why they would meet none."""
+
+    source: Benchmark | None = None
+    split_hash: str = ""
+    differences: tuple[str, ...] = ()
+    inside: bool = False
+    """Whether they lie in a folder of their own inside that which the settings name."""
+    problem: str = ""
+
+
+class Here:
+    """Images and weights of this machine, each looked at once."""
+
+    def __init__(self) -> None:
+        self._images: dict[Hashable, Images] = {}
+        self._weights: dict[Hashable, str | None] = {}
+
+    def images(self, config: RunConfig) -> Images:
+        """Those that a run with these settings would meet."""
+        data = config.data
+        key = data.benchmark, data.test, data.test_fraction, data.root, data.validation
+        if key not in self._images:
+            try:
+                self._images[key] = _load_images(config)
+            except UserError as problem:
+                self._images[key] = Images(problem=_with_remedy(data.benchmark, str(problem)))
+        return self._images[key]
+
+    def differences(self, config: RunConfig) -> tuple[str, ...]:
+        """How these differ from the published ones."""
+        return self.images(config).differences
+
+    def would_repeat(self, entry: Entry, config: RunConfig, column: paper.Column) -> bool:
+        """Whether these settings would give this run again: on the same images with the same weights, as far as known.
+
+        Of images that are not here, only the published ones are taken to be the same.
+        """
+        if not same_settings(_anywhere(entry), _without_root(config)) or not self._same_weights(entry, config):
+            return False
+        images, stream = self.images(config), entry.content["stream"]
+        if images.problem:
+            return same_data(entry, column)
+        recorded = tuple(stream.get("differences", images.differences))
+        same = (stream["split_hash"], recorded) == (images.split_hash, images.differences)
+        return same and _same_pixels(entry, images)
+
+    def _same_weights(self, entry: Entry, config: RunConfig) -> bool:
+        used, given = entry.content["backbone"], config.backbone
+        key = given.name, given.weights
+        if key not in self._weights:
+            self._weights[key] = _digest(given.name, given.weights)
+        known = self._weights[key]
+        if known is not None:
+            return bool(used["sha256"] == known)
+        return not str(used["source"]).startswith("file:")
+
+
+def _load_images(config: RunConfig) -> Images:
+    data = config.data
+    source = benchmarks.find(data.benchmark, data.test, data.test_fraction, data.root)
+    loaded = source.load(None)
+    met = source.hold_out(loaded, data.validation) if data.validation else loaded
+    if not isinstance(source, Dataset):
+        return Images(source, met.split_hash())
+    inside = source.locate()[0] != source.place
+    return Images(source, met.split_hash(), tuple(source.differences(loaded)), inside)
+
+
+def _same_pixels(entry: Entry, images: Images) -> bool:
+    """Whether pixels are the same, where a record has their hash and this machine has decoded them before."""
+    cache = ImageCache.usual()
+    for side, told in entry.content.get("data", {}).items():
+        recorded, stored = told.get("pixels_sha256"), told.get("stored_side")
+        if recorded and cache and images.source:
+            loaded = images.source.load(None if stored == "full" else stored)
+            files = (loaded.train if side == "train" else loaded.test).files
+            kept = cache.entry(files) if files else None
+            decoded = kept.read() if kept else None
+            if decoded and decoded.sha256 != recorded:
+                return False
+    return True
+
+
+def _digest(name: str, weights: str | None) -> str | None:
+    """The sha256 of the file of weights that a run would use; None where it has no file, or none yet."""
+    try:
+        file = find_file(name) if weights is None else Path(weights)
+        return digest(file) if file and weights != checkpoints.RANDOM else None
+    except UserError:
+        return None
+
+
+def _without_root(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"data": config.data.model_copy(update={"root": None})})
+
+
+def _anywhere(entry: Entry) -> Entry:
+    """The same run, without the folder that its images lay in."""
+    config = {**entry.config, "data": {**entry.config["data"], "root": None}}
+    return Entry(entry.path, {**entry.content, "config": config})
+
+
+def lacking(configs: Iterable[RunConfig], here: Here | None = None) -> list[str]:
+    """Images and weights that runs need and that nobody fetches for them, each with what to do."""
+    here, every = here or Here(), list(configs)
+    found = [problem for config in every if (problem := here.images(config).problem)]
+    found += _shared_root(every, here)
     for backbone in dict.fromkeys(config.backbone for config in every):
-        listing = known.get(backbone.name)
-        there = listing.available if listing else "." in backbone.name  # any other of timm's is fetched by its run
-        if backbone.weights is None and not there:
-            found[_weights_remedy(backbone.name, listing.source if listing else None)] = None
-        elif backbone.weights not in (None, checkpoints.RANDOM) and not Path(str(backbone.weights)).is_file():
-            found[f"the weights {backbone.name}: there is no file {backbone.weights}"] = None
-    return list(found)
+        try:
+            if backbone.weights is None:
+                find_file(backbone.name)
+            elif backbone.weights != checkpoints.RANDOM and not Path(backbone.weights).is_file():
+                found.append(f"the weights {backbone.name}: there is no file {backbone.weights}")
+        except UserError as problem:
+            found.append(f"the weights {backbone.name}: {problem}. Here: {_option(backbone.name)}")
+    return list(dict.fromkeys(found))
+
+
+def _option(backbone: str) -> str:
+    named = {column.backbone for table in paper.tables() for column in table.columns}
+    return f"--weights {backbone}=FILE" if backbone in named else "--set backbone.weights=FILE"
+
+
+def _shared_root(configs: Sequence[RunConfig], here: Here) -> list[str]:
+    """One folder cannot be several benchmarks: where runs need more than one, each must have its own inside."""
+    needed = {config.data.benchmark: config for config in configs if config.data.root}
+    if len(needed) < 2 or all(here.images(config).inside for config in needed.values()):
+        return []
+    root = next(iter(needed.values())).data.root
+    return [f"data.root={root} goes for {' and '.join(needed)}: name a folder that holds each of them under its name"]
+
+
+def _differences(configs: Iterable[RunConfig], here: Here) -> tuple[str, ...]:
+    told = (f"{config.data.benchmark}: {text}" for config in configs for text in here.differences(config))
+    return tuple(dict.fromkeys(told))
+
+
+def to_fetch(configs: Iterable[RunConfig]) -> tuple[str, ...]:
+    """The named weights of runs that are not on this machine, but on the hub."""
+    names = dict.fromkeys(config.backbone.name for config in configs if config.backbone.weights is None)
+    found = []
+    for name in names:
+        with suppress(UserError):  # which says what is lacking
+            found += [name] if find_file(name) is None else []
+    return tuple(found)
 
 
 def _with_remedy(benchmark: str, problem: str) -> str:
     if "data get" in problem:
         return problem
     return f"the images of {benchmark}: {problem}. Get them with: probprompt data get {benchmark}"
-
-
-def _weights_remedy(name: str, source: str | None) -> str:
-    if not (source or "").startswith("hub:"):
-        return f"the weights {name} are not fetched for you: bring their file, and name it with --weights {name}=FILE"
-    command = f"python -c \"from probprompt.checkpoints import load_backbone; load_backbone('{name}')\""
-    return f"the weights {name} are not on this machine. Get them with: {command}"
 
 
 # What it will cost
@@ -242,9 +440,9 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
         experiment = known.get((column.benchmark, column.tasks))
         if row.method in speeds and experiment:
             epochs = row.protocol.get("training.epochs")
-            seconds += standing.to_run * run_seconds(speeds[row.method], experiment, epochs)
+            seconds += len(standing.waiting) * run_seconds(speeds[row.method], experiment, epochs)
         else:
-            unknown += standing.to_run
+            unknown += len(standing.waiting)
     return Estimate(seconds / 3600, unknown, machine_name(record["hardware"]))
 
 
@@ -254,9 +452,11 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
 def carry_out(
     plan: Plan, book: Path, device: str | None = None, watcher: GridWatcher | None = None, where: Where | None = None
 ) -> list[Outcome]:
-    """Run what is missing; whatever is finished by the end, however that came, is in the book."""
+    """Fetch weights, then run what is missing; whatever is finished by the end, however that came, is in the book."""
     if plan.problems:
         raise UserError("\n".join(plan.problems))
+    for name in plan.fetched:
+        (watcher or GridWatcher()).note(f"the weights {name}: {checkpoints.fetch(name)}")
     grid = plan.grid
     try:
         return run_grid(grid, Way(api.start, api.resume, device), watcher, where)
