@@ -555,7 +555,7 @@ def test_figures_compare_methods_over_the_same_seeds_alone_and_say_which() -> No
     assert all("seed 0" in one[name].caption for name in ("Figure 1c", "Figure 2", "Figure 4"))
     same = drawn(("vq-prompt", 0), ("probprompt", 0))
     assert one["Figure 4"].draw() == same["Figure 4"].draw() != both["Figure 4"].draw()
-    shown = drawn(("l2p", 2), ("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 1))
+    shown = drawn(("l2p++", 2), ("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 1))
     assert "seed 1" in shown["Figure 1c"].caption, "the seed that most methods have; others are left out"
 
 
@@ -575,7 +575,7 @@ def _drawn(monkeypatch: pytest.MonkeyPatch, picture: figures.Picture) -> Figure:
 def test_figures_are_of_ten_tasks_and_groups_of_bars_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     queries = {"embedding": "PCA", "points": [[0.0, 1.0]], "labels": [0], "names": ["a"], "task": 1}
     entries = [_entry(m, 60.0 + k, tasks=k, preset="matched") for k in (5, 10) for m in ("vq-prompt", "probprompt")]
-    entries.append(_entry("l2p", 60.0, tasks=10, preset="matched"))
+    entries.append(_entry("l2p++", 60.0, tasks=10, preset="matched"))
     for entry in entries:
         entry.content["pictures"]["queries"] = queries
     made = {picture.title.partition(":")[0]: picture for picture in figures.pictures(entries)}
@@ -588,7 +588,17 @@ def test_figures_are_of_ten_tasks_and_groups_of_bars_have_no_gaps(monkeypatch: p
     ticks = {text.get_text(): x for x, text in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)}
     assert ticks == pytest.approx({"5 tasks": np.mean(middles[:2]), "10 tasks": np.mean(middles[2:])})
     legend = axes.get_legend()
-    assert legend and [text.get_text() for text in legend.get_texts()] == ["L2P", "VQ-Prompt", "ProbPrompt"]
+    assert legend and [text.get_text() for text in legend.get_texts()] == ["L2P++", "VQ-Prompt", "ProbPrompt"]
+
+
+def test_figures_show_methods_of_the_tables_under_names_of_one_meaning() -> None:
+    assert set(figures.SHOWN) <= {row.method for table in paper.tables() for row in table.rows}
+    runs = ("l2p", "l2p++", "vq-prompt", "probprompt")
+    made = {picture.title.partition(":")[0]: picture for picture in figures.pictures([_entry(m, 60.0) for m in runs])}
+    for name in ("Figure 1c", "Figure 2", "Figure 4"):
+        assert "L2P++ is the L2P of the paper's Table 1." in made[name].caption
+    without = figures.pictures([_entry(m, 60.0) for m in runs if m != "l2p++"])
+    assert not any("L2P" in picture.caption for picture in without)
 
 
 def test_chance_does_not_look_like_a_course(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +21,13 @@ from probprompt.results.naming import backbone_slug, slug
 from probprompt.runs.grid import CUSTOM, describe
 
 SHOWN = {
-    "l2p": "L2P",
+    "l2p++": "L2P++",
     "dual-prompt": "DualPrompt",
     "vq-prompt": "VQ-Prompt",
     "coda-prompt": "CODA-P",
     "probprompt": "ProbPrompt",
 }
-"""The methods of the paper's figures, in the order of its Figure 2."""
+"""The methods of the paper's figures, in the order of its Figure 2. What it calls L2P is L2P++, as in its Table 1."""
 FOLDER = "figures"
 _PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
 _BETWEEN = 0.8  # groups of bars, in bars
@@ -176,11 +176,14 @@ def _over_tasks(scene: Scene) -> list[Picture]:
     over = _over_seeds(*(scene.by_method(tasks) for tasks in counts))
     alike = {tasks: _values(scene, tasks, _similarity) for tasks in counts}
     if any(alike.values()):
-        caption = f"Mean pairwise cosine of the prompts of different classes, {over}."
+        caption = f"Mean pairwise cosine of the prompts of different classes, {over}.{_renamed(*alike.values())}"
         draw = partial(draw_bars, alike, "pairwise similarity", 3)
         found.append(_picture(scene, "1b", "similarity of prompts", caption, draw))
     final = {tasks: _values(scene, tasks, _final) for tasks in counts}
-    caption = f"Average accuracy over all tasks in the end (FAA), {over}; the axis does not begin at 0."
+    caption = (
+        f"Average accuracy over all tasks in the end (FAA), {over}; the axis does not begin at 0."
+        f"{_renamed(*final.values())}"
+    )
     found.append(_picture(scene, "1c", "final average accuracy", caption, partial(draw_bars, final, "FAA, %", 1)))
     return found
 
@@ -192,6 +195,11 @@ def _over_seeds(*groups: Mapping[str, Sequence[Entry]]) -> str:
         seeds = [str(entry.seed) for entry in next(iter(group.values()))]
         told.append(f"seed {seeds[0]}" if len(seeds) == 1 else f"the mean over seeds {', '.join(seeds)}")
     return told[0] if len(set(told)) == 1 else "; ".join(told)
+
+
+def _renamed(*groups: Container[str]) -> str:
+    """What a reader of the paper must know about a name."""
+    return " L2P++ is the L2P of the paper's Table 1." if any("l2p++" in group for group in groups) else ""
 
 
 def _similarity(entry: Entry) -> float | None:
@@ -227,7 +235,7 @@ def _similarities(scene: Scene) -> list[Picture]:
     caption = (
         f"Cosine between the prompts that different classes receive, in the order they were learned "
         f"({scene.tasks} tasks, {_over_seeds({m: [entry] for m, entry in chosen.items()})}{of}); under each name the "
-        "mean over all pairs of classes."
+        f"mean over all pairs of classes.{_renamed(chosen)}"
     )
     return [_picture(scene, "2", "similarity between classes", caption, partial(draw_similarities, chosen))]
 
@@ -239,7 +247,7 @@ def _courses(scene: Scene) -> list[Picture]:
     matrices = {method: np.mean([entry.matrix for entry in entries], axis=0) for method, entries in runs.items()}
     caption = (
         f"Accuracy on each task from the step that learned it to the last, {_over_seeds(runs)}. In parentheses: how "
-        "much each method lost on that task by the end."
+        f"much each method lost on that task by the end.{_renamed(runs)}"
     )
     return [_picture(scene, "4", "accuracy on each task", caption, partial(draw_courses, matrices))]
 
