@@ -17,6 +17,8 @@ from probprompt import checkpoints
 from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
+from probprompt.data import benchmarks
+from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
 from probprompt.results import book, page, paper, reproduce
 from probprompt.runs.carry_out import GridWatcher
@@ -180,6 +182,23 @@ def test_with_settings_of_ones_own_images_and_weights_must_be_the_same(things: p
     assert _stand(things, tmp_path, "elsewhere", **first, **root).missing == 1, "other images"
 
 
+def test_images_of_the_same_names_are_told_apart_by_their_pixels(
+    things: paper.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ImageCache(tmp_path / "cache", worth=0)
+    monkeypatch.setattr(ImageCache, "usual", lambda: cache)
+    reproduce.carry_out(_stand(things, tmp_path, **SMALL), tmp_path / "book", "cpu")
+    (entry,) = book.read_entries(tmp_path / "book")
+    told = entry.content["data"]["train"]
+    assert told["pixels_sha256"] and _stand(things, tmp_path, "elsewhere", **SMALL).missing == 0
+    for path in (tmp_path / "datasets").rglob("*.png"):
+        Image.new("RGB", (32, 32), (1, 2, 3)).save(path)
+    files = benchmarks.find("cifar100").load(told["stored_side"]).train.files
+    place = cache.entry(files) if files else None
+    assert place and place.write(lambda steps: None, lambda text: None)
+    assert _stand(things, tmp_path, "elsewhere", **SMALL).missing == 1
+
+
 def _save_weights(path: Path, seed: int) -> Path:
     path.parent.mkdir()
     torch.manual_seed(seed)
@@ -200,6 +219,7 @@ def test_how_images_differ_is_told_before_the_question(
     assert "not as published: cifar100: train: 24 images, published are 50000" in before and after
     answer = probprompt("reproduce", "samples", *OPTIONS)
     assert "the paper's weights, images and settings" not in answer.out and "of your own" in answer.out
+    assert "cifar100, 3 tasks, test_vit" in answer.out
 
 
 def test_a_folder_of_images_can_be_named(tmp_path: Path, probprompt: Command) -> None:

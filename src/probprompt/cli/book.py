@@ -127,7 +127,7 @@ def _show_plan(screen: Screen, plan: Plan) -> None:
         (
             standing.wish.row.label,
             standing.wish.row.method,
-            f"{standing.wish.column.benchmark}, {standing.wish.column.tasks} tasks, {standing.wish.column.backbone}",
+            standing.wish.where,
             f"{standing.there} of {standing.wanted}",
             str(standing.missing),
         )

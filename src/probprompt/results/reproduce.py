@@ -31,7 +31,7 @@ from probprompt.runs.book import without_paths
 from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
 from probprompt.runs.execute import pick_device
 from probprompt.runs.files import write_error
-from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, nest
+from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import hardware, machine_name
 from probprompt.weights_files import digest
@@ -61,6 +61,12 @@ class Wish:
     column: paper.Column
     spec: GridSpec
     out: Path
+
+    @property
+    def where(self) -> str:
+        """Benchmark, tasks and backbone as they are asked for, in words."""
+        tasks, backbone = (self.spec.settings[name] for name in ("data.tasks", "backbone.name"))
+        return f"{self.column.benchmark}, {brief(tasks)} tasks, {backbone}"
 
 
 def wishes(
