@@ -1,11 +1,14 @@
 """Running a table of the paper again: the right cells, told ahead, resumed, and kept in the book."""
 
 import json
+import pickle
+import shutil
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -20,8 +23,9 @@ from probprompt.config import flatten, parse_config
 from probprompt.data import benchmarks
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
-from probprompt.results import book, page, paper, reproduce
+from probprompt.results import at_hand, book, page, paper, reproduce
 from probprompt.runs.carry_out import GridWatcher
+from probprompt.runs.files import sealed
 from probprompt.runs.grid import Cell, Grid, Outcome
 
 Command = Callable[..., Any]
@@ -156,8 +160,7 @@ def test_the_papers_own_run_is_there_wherever_its_images_are(things: paper.Table
     (entry,) = book.read_entries(tmp_path / "book")
     stream = {**entry.content["stream"], "differences": [], "train_images": [50_000], "test_images": [10_000]}
     content = {**entry.content, "stream": {**stream, "test_classes": [2, 2, 2]}}
-    content["sha256"] = book.content_hash(content)
-    (tmp_path / "book" / entry.path).write_text(json.dumps(content))
+    (tmp_path / "book" / entry.path).write_text(json.dumps(sealed(content)))
     (tmp_path / "datasets").rename(tmp_path / "away")
     plan = _stand(things, tmp_path, "elsewhere")
     assert plan.papers and (plan.missing, plan.to_run) == (0, 0)
@@ -196,6 +199,30 @@ def test_images_of_the_same_names_are_told_apart_by_their_pixels(
     files = benchmarks.find("cifar100").load(told["stored_side"]).train.files
     place = cache.entry(files) if files else None
     assert place and place.write(lambda steps: None, lambda text: None)
+    assert _stand(things, tmp_path, "elsewhere", **SMALL).missing == 1
+
+
+def _pickles(root: Path, shade: int) -> None:
+    """Six made-up classes in files such as CIFAR-100's, in one shade."""
+    root.mkdir(parents=True, exist_ok=True)
+    classes = [f"class_{label}" for label in range(6)]
+    for side, count in (("train", 4), ("test", 2)):
+        labels = [label for label in range(6) for _ in range(count)]
+        said = {
+            b"data": np.full((len(labels), 3072), shade, np.uint8),
+            b"fine_labels": labels,
+            b"filenames": [f"{place}.png".encode() for place in range(len(labels))],
+        }
+        (root / side).write_bytes(pickle.dumps(said, protocol=4))
+    (root / "meta").write_bytes(pickle.dumps({b"fine_label_names": [name.encode() for name in classes]}, protocol=4))
+
+
+def test_images_that_are_no_files_are_told_apart_by_their_pixels_too(things: paper.Table, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "datasets" / "cifar100")
+    _pickles(tmp_path / "datasets" / "cifar100", 1)
+    reproduce.carry_out(_stand(things, tmp_path, **SMALL), tmp_path / "book", "cpu")
+    assert _stand(things, tmp_path, "elsewhere", **SMALL).missing == 0
+    _pickles(tmp_path / "datasets" / "cifar100", 2)
     assert _stand(things, tmp_path, "elsewhere", **SMALL).missing == 1
 
 
@@ -278,7 +305,7 @@ def test_all_that_is_missing_is_told_at_once_and_nothing_is_started(tmp_path: Pa
 
 def test_weights_that_are_not_there_are_told_with_what_to_do() -> None:
     def lacking(**backbone: Any) -> list[str]:
-        return reproduce.lacking([parse_config({"backbone": backbone, "data": {"benchmark": "emoji-r"}})] * 2)
+        return at_hand.lacking([parse_config({"backbone": backbone, "data": {"benchmark": "emoji-r"}})] * 2)
 
     assert not lacking(name="demo") and not lacking(name="test_vit", weights="random")
     (told,) = lacking(name="sup1k", weights="nowhere.safetensors")

@@ -163,16 +163,18 @@ def _over_shared_seeds(rows: Sequence[Cells]) -> None:
             row[key] = [entry for entry in row[key] if entry.seed in shared]
 
 
+def is_there(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
+    """Whether a run is one behind a number of the paper."""
+    return belongs(table, row, column, entry) and is_papers(entry, row, column)
+
+
 def missing(table: paper.Table, entries: Sequence[Entry]) -> list[tuple[paper.Row, paper.Column, int]]:
     """The paper's own runs that the book lacks, by seed."""
     wanted = [(row, column, seed) for row, column in table.cells() for seed in table.seeds(row, column)]
     return [
         (row, column, seed)
         for row, column, seed in wanted
-        if not any(
-            entry.seed == seed and belongs(table, row, column, entry) and is_papers(entry, row, column)
-            for entry in entries
-        )
+        if not any(entry.seed == seed and is_there(table, row, column, entry) for entry in entries)
     ]
 
 

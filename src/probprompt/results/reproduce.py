@@ -5,8 +5,7 @@ number: the preset ``published``, or how others ran the method where the number 
 ``probprompt compare`` runs a grid. Tables share runs: what one has, the others need not run again.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,12 @@ from probprompt import api, checkpoints, presets
 from probprompt.bench.measure import Peaks, measure_each
 from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import make_record, read_record, write_record
-from probprompt.checkpoints import find_file
 from probprompt.config import RunConfig, merge, parse_config
-from probprompt.data import benchmarks
-from probprompt.data.cache import ImageCache
-from probprompt.data.datasets import Dataset
-from probprompt.data.sets import Benchmark
 from probprompt.errors import UserError, suggest
 from probprompt.results import page, paper
-from probprompt.results.book import Entry, add_runs, content_of, file_of, read_entries, same_settings
-from probprompt.results.page import belongs, is_base, is_papers, read_benches, same_data, same_weights
+from probprompt.results.at_hand import Here, lacking, to_fetch, told_differences
+from probprompt.results.book import Entry, add_runs, content_of, file_of, read_entries
+from probprompt.results.page import is_base, is_there, read_benches, same_weights
 from probprompt.runs.book import without_paths
 from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
 from probprompt.runs.execute import pick_device
@@ -34,7 +29,6 @@ from probprompt.runs.files import write_error
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import hardware, machine_name
-from probprompt.weights_files import digest
 
 NETWORK = "vit_base_patch16_224"
 """What the paper's costs are of."""
@@ -200,11 +194,11 @@ def make_plan(
     waiting = [cell.config for standing in standings for cell in standing.waiting]
     problems = [*lacking(waiting, here), *_taken(standings, entries, book)]
     measure = bool(table.costs) and not _costs_known(table, read_benches(book), device or pick_device(None))
-    differ, fetched = _differences(waiting, here), to_fetch(waiting)
+    differ, fetched = told_differences(waiting, here), to_fetch(waiting)
     return Plan(table, standings, tuple(problems), differ, fetched, out, measure)
 
 
-def _standing(table: paper.Table, wish: Wish, entries: Sequence[Entry], here: "Here") -> Standing:
+def _standing(table: paper.Table, wish: Wish, entries: Sequence[Entry], here: Here) -> Standing:
     there, otherwise, finished, waiting = 0, 0, list[Cell](), list[Cell]()
     cells = Grid(wish.spec, wish.out).cells
     papers = all(_asks_for_papers(cell.config, wish) for cell in cells)
@@ -228,11 +222,6 @@ def _standing(table: paper.Table, wish: Wish, entries: Sequence[Entry], here: "H
         else:
             waiting.append(cell)
     return Standing(wish, papers, there, otherwise, tuple(finished), tuple(waiting))
-
-
-def is_there(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
-    """Whether a run is one behind a number of the paper, as the page counts them."""
-    return belongs(table, row, column, entry) and is_papers(entry, row, column)
 
 
 def _asks_for_papers(config: RunConfig, wish: Wish) -> bool:
@@ -260,164 +249,6 @@ def _file(config: RunConfig) -> str:
     tasks = config.data.tasks
     count = tasks if isinstance(tasks, int) else len(tasks or ())
     return file_of({"config": without_paths(config.model_dump(mode="json")), "stream": {"tasks": range(count)}})
-
-
-# What this machine has
-
-
-@dataclass(frozen=True)
-class Images:
-    """What runs would meet, as far as that can be told without reading images; or why they would meet none."""
-
-    source: Benchmark | None = None
-    split_hash: str = ""
-    differences: tuple[str, ...] = ()
-    inside: bool = False
-    """Whether they lie in a folder of their own inside that which the settings name."""
-    problem: str = ""
-
-
-class Here:
-    """Images and weights of this machine, each looked at once."""
-
-    def __init__(self) -> None:
-        self._images: dict[Hashable, Images] = {}
-        self._weights: dict[Hashable, str | None] = {}
-
-    def images(self, config: RunConfig) -> Images:
-        """Those that a run with these settings would meet."""
-        data = config.data
-        key = data.benchmark, data.test, data.test_fraction, data.root, data.validation
-        if key not in self._images:
-            try:
-                self._images[key] = _load_images(config)
-            except UserError as problem:
-                self._images[key] = Images(problem=_with_remedy(data.benchmark, str(problem)))
-        return self._images[key]
-
-    def differences(self, config: RunConfig) -> tuple[str, ...]:
-        """How these differ from the published ones."""
-        return self.images(config).differences
-
-    def would_repeat(self, entry: Entry, config: RunConfig, column: paper.Column) -> bool:
-        """Whether these settings would give this run again: on the same images with the same weights, as far as known.
-
-        Of images that are not here, only the published ones are taken to be the same.
-        """
-        if not same_settings(_anywhere(entry), _without_root(config)) or not self._same_weights(entry, config):
-            return False
-        images, stream = self.images(config), entry.content["stream"]
-        if images.problem:
-            return same_data(entry, column)
-        recorded = tuple(stream.get("differences", images.differences))
-        same = (stream["split_hash"], recorded) == (images.split_hash, images.differences)
-        return same and _same_pixels(entry, images)
-
-    def _same_weights(self, entry: Entry, config: RunConfig) -> bool:
-        used, given = entry.content["backbone"], config.backbone
-        key = given.name, given.weights
-        if key not in self._weights:
-            self._weights[key] = _digest(given.name, given.weights)
-        known = self._weights[key]
-        if known is not None:
-            return bool(used["sha256"] == known)
-        return not str(used["source"]).startswith("file:")
-
-
-def _load_images(config: RunConfig) -> Images:
-    data = config.data
-    source = benchmarks.find(data.benchmark, data.test, data.test_fraction, data.root)
-    loaded = source.load(None)
-    met = source.hold_out(loaded, data.validation) if data.validation else loaded
-    if not isinstance(source, Dataset):
-        return Images(source, met.split_hash())
-    inside = source.locate()[0] != source.place
-    return Images(source, met.split_hash(), tuple(source.differences(loaded)), inside)
-
-
-def _same_pixels(entry: Entry, images: Images) -> bool:
-    """Whether pixels are the same, where a record has their hash and this machine has decoded them before."""
-    cache = ImageCache.usual()
-    for side, told in entry.content.get("data", {}).items():
-        recorded, stored = told.get("pixels_sha256"), told.get("stored_side")
-        if recorded and cache and images.source:
-            loaded = images.source.load(None if stored == "full" else stored)
-            files = (loaded.train if side == "train" else loaded.test).files
-            kept = cache.entry(files) if files else None
-            decoded = kept.read() if kept else None
-            if decoded and decoded.sha256 != recorded:
-                return False
-    return True
-
-
-def _digest(name: str, weights: str | None) -> str | None:
-    """The sha256 of the file of weights that a run would use; None where it has no file, or none yet."""
-    try:
-        file = find_file(name) if weights is None else Path(weights)
-        return digest(file) if file and weights != checkpoints.RANDOM else None
-    except UserError:
-        return None
-
-
-def _without_root(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"data": config.data.model_copy(update={"root": None})})
-
-
-def _anywhere(entry: Entry) -> Entry:
-    """The same run, without the folder that its images lay in."""
-    config = {**entry.config, "data": {**entry.config["data"], "root": None}}
-    return Entry(entry.path, {**entry.content, "config": config})
-
-
-def lacking(configs: Iterable[RunConfig], here: Here | None = None) -> list[str]:
-    """Images and weights that runs need and that nobody fetches for them, each with what to do."""
-    here, every = here or Here(), list(configs)
-    found = [problem for config in every if (problem := here.images(config).problem)]
-    found += _shared_root(every, here)
-    for backbone in dict.fromkeys(config.backbone for config in every):
-        try:
-            if backbone.weights is None:
-                find_file(backbone.name)
-            elif backbone.weights != checkpoints.RANDOM and not Path(backbone.weights).is_file():
-                found.append(f"the weights {backbone.name}: there is no file {backbone.weights}")
-        except UserError as problem:
-            found.append(f"the weights {backbone.name}: {problem}. Here: {_option(backbone.name)}")
-    return list(dict.fromkeys(found))
-
-
-def _option(backbone: str) -> str:
-    named = {column.backbone for table in paper.tables() for column in table.columns}
-    return f"--weights {backbone}=FILE" if backbone in named else "--set backbone.weights=FILE"
-
-
-def _shared_root(configs: Sequence[RunConfig], here: Here) -> list[str]:
-    """One folder cannot be several benchmarks: where runs need more than one, each must have its own inside."""
-    needed = {config.data.benchmark: config for config in configs if config.data.root}
-    if len(needed) < 2 or all(here.images(config).inside for config in needed.values()):
-        return []
-    root = next(iter(needed.values())).data.root
-    return [f"data.root={root} goes for {' and '.join(needed)}: name a folder that holds each of them under its name"]
-
-
-def _differences(configs: Iterable[RunConfig], here: Here) -> tuple[str, ...]:
-    told = (f"{config.data.benchmark}: {text}" for config in configs for text in here.differences(config))
-    return tuple(dict.fromkeys(told))
-
-
-def to_fetch(configs: Iterable[RunConfig]) -> tuple[str, ...]:
-    """The named weights of runs that are not on this machine, but on the hub."""
-    names = dict.fromkeys(config.backbone.name for config in configs if config.backbone.weights is None)
-    found = []
-    for name in names:
-        with suppress(UserError):  # which says what is lacking
-            found += [name] if find_file(name) is None else []
-    return tuple(found)
-
-
-def _with_remedy(benchmark: str, problem: str) -> str:
-    if "data get" in problem:
-        return problem
-    return f"the images of {benchmark}: {problem}. Get them with: probprompt data get {benchmark}"
 
 
 # What it will cost
