@@ -33,7 +33,7 @@ _PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
 _BETWEEN = 0.8  # groups of bars, in bars
 _LEAST = 5.0  # points of accuracy that a panel of Figure 4 spans: less is chance, and must not look like a course
 _TEXTS = 14  # lines of small text that are as high as a panel of Figure 4
-_STEPS = 10  # what Figures 2 and 4 are about, where it is there
+_FEW, _STEPS = 5, 10  # tasks that Figure 1a, and Figures 2 and 4 are about, where they are there
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,10 @@ def _queries(scene: Scene) -> list[Picture]:
     shown = [entry for entry in scene.entries if "queries" in entry.content["pictures"]]
     if not shown:
         return []
-    entry = min(shown, key=lambda entry: (entry.tasks != scene.tasks, entry.tasks, entry.seed))
+    entry = min(shown, key=lambda entry: (entry.tasks != _FEW, entry.tasks != scene.tasks, entry.tasks, entry.seed))
     how = entry.content["pictures"]["queries"]["embedding"]
-    caption = (
-        f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by {how}, coloured by class."
-    )
+    where = f"the first of {entry.tasks} tasks (seed {entry.seed})"
+    caption = f"Queries of test images of {where} by {how}; each class has its colour and shape."
     return [_picture(scene, "1a", "queries of a task", caption, partial(draw_queries, entry))]
 
 
