@@ -7,6 +7,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -730,6 +731,12 @@ def test_images_that_were_encoded_anew_are_told() -> None:
         assert published(name).differences(held(counts, suffix=".png")) == []
         (told,) = published(name).differences(held(counts, suffix=".jpg"))
         assert told == "images are JPEG files, published are images without loss: they were encoded anew"
+    unnamed = held(WHOLE["cifar100"], suffix="")
+    train, test = (
+        replace(part, pixels=np.zeros((len(part), 32, 32, 3), np.uint8)) for part in (unnamed.train, unnamed.test)
+    )
+    packed = replace(unnamed, train=train, test=test)
+    assert published("cifar100").differences(packed) == [], "pixels that came without any file"
 
 
 WHOLE = {

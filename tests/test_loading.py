@@ -150,6 +150,24 @@ def test_views_of_images_on_the_host_are_those_of_resident_ones(sizes: tuple[tup
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
 
 
+@pytest.mark.parametrize("augmentation", ["crop", "crop+colour"])
+def test_a_large_photograph_does_not_make_a_huge_canvas_of_a_batch(
+    augmentation: Augmentation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = stores(((20, 30), (24, 16), (200, 300), (20, 20), (16, 40)))
+    rows = torch.arange(5)
+    given = views(store, rows, augmentation)
+    assert store.groups(rows) == [slice(0, 5)]
+    whole = viewer().evaluation(store, rows), viewer().random(store, rows, given)
+    monkeypatch.setattr(loading, "_CANVAS", 3 * 24 * 40 * 2)
+    assert store.groups(rows) == [slice(0, 2), slice(2, 3), slice(3, 5)]
+    parts = viewer().evaluation(store, rows), viewer().random(store, rows, given)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    same, _ = stores(ONE_SIZE)
+    assert same.groups(rows) == [slice(0, 5)], "of one size, nobody is made larger by others"
+
+
 def test_views_are_normalised_colour_by_colour() -> None:
     store = ImageStore.of([np.full((20, 20, 3), (51, 102, 204), np.uint8)], CPU)
     row = torch.tensor([0])

@@ -202,6 +202,19 @@ def test_images_of_the_same_names_are_told_apart_by_their_pixels(
     assert _stand(things, tmp_path, "elsewhere", **SMALL).missing == 1
 
 
+def test_a_folder_that_holds_another_run_is_told_beside_the_rest(table: paper.Table, tmp_path: Path) -> None:
+    reproduce.carry_out(_stand(table, tmp_path, **SMALL), tmp_path / "book", "cpu")
+    (changed, *_) = sorted((tmp_path / "runs").rglob("run.json"))
+    record = json.loads(changed.read_text())
+    record["config"]["training"]["epochs"] += 1
+    changed.write_text(json.dumps(record))
+    plan = _stand(table, tmp_path, **SMALL)
+    assert len(plan.standings) == 2 and "hold a run with other settings" in plan.problems[0]
+    assert sorted(standing.there for standing in plan.standings) == [0, 2]
+    with pytest.raises(UserError, match="hold a run with other settings"):
+        reproduce.carry_out(plan, tmp_path / "book", "cpu")
+
+
 def _pickles(root: Path, shade: int) -> None:
     """Six made-up classes in files such as CIFAR-100's, in one shade."""
     root.mkdir(parents=True, exist_ok=True)
@@ -436,6 +449,8 @@ def test_costs_are_measured_where_the_book_has_none(tmp_path: Path) -> None:
     assert not reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure
     write_record(path, json.loads(text.replace('"preset": "published"', '"preset": null')))
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "those were other settings"
+    write_record(path, json.loads(text.replace('"stored_side": "full"', '"stored_side": null')))
+    assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "of smaller copies"
     write_record(path, json.loads(text.replace('"processor": "', '"processor": "not ')))
     assert reproduce.make_plan(cost, [], tmp_path / "book", tmp_path / "runs").measure, "that was another machine"
 

@@ -503,6 +503,17 @@ def test_crops_of_smaller_copies_are_marked_where_published_code_takes_whole_pho
     small = _entry("probprompt", 80.0, benchmark="imagenet-r", settings={"data": {"stored_side": 256}})
     assert "`published` ¶" in _ours("table1", [small])[0]
     assert len(page.missing(paper.find("table1"), [small])) == len(page.missing(paper.find("table1"), []))
+    tiny = _entry("probprompt", 80.0, settings={"data": {"stored_side": "full"}})
+    assert "`published` |" in _ours("table2", [tiny])[0], "images of 32 pixels are the same in either way"
+
+
+def test_figures_do_not_mix_crops_of_copies_and_of_whole_photographs() -> None:
+    there = {"benchmark": "imagenet-r", "tasks": 10}
+    small = {"data": {"stored_side": 256}}
+    runs = [_entry(method, 60.0, **there) for method in ("vq-prompt", "probprompt", "coda-prompt")]
+    runs += [_entry(method, 40.0, settings=small, **there) for method in ("dual-prompt", "l2p++")]
+    (picture,) = [picture for picture in figures.pictures(runs) if picture.title.startswith("Figure 2")]
+    assert "L2P++" not in picture.caption, "of the two ways that with more methods is shown"
 
 
 def test_a_number_that_others_measured_is_run_as_they_did() -> None:

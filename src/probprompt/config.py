@@ -40,23 +40,20 @@ class DataConfig(_Settings):
     """Above 0: hold out this part of the training images (of emoji-r two whole styles) and evaluate on it instead of
     the test set."""
     stored_side: int | Literal["full"] | None = None
-    """Images are kept with the short side at most this long. None: 256/224 of the input, or full where evaluation views
-    are not resized bilinearly, as copies are."""
+    """Images are kept with the short side at most this long, bilinearly reduced. None: 256/224 of the input."""
     skip_unreadable: bool = False
     interpolation: Kernel = "bilinear"
-    """How evaluation views are resized; random crops always are bilinearly."""
+    """How evaluation views are resized from what is kept; random crops always are bilinearly."""
 
     def short_side(self, usual: int) -> int | None:
         """What the short side is reduced to at most when an image is decoded; None leaves it as it is.
 
         >>> DataConfig().short_side(256), DataConfig(stored_side=100).short_side(256)
         (256, 100)
-        >>> DataConfig(stored_side="full").short_side(256), DataConfig(interpolation="bicubic").short_side(256)
-        (None, None)
+        >>> DataConfig(stored_side="full").short_side(256) is None
+        True
         """
-        if self.stored_side is None:
-            return usual if self.interpolation == "bilinear" else None
-        return None if self.stored_side == "full" else self.stored_side
+        return None if self.stored_side == "full" else self.stored_side or usual
 
 
 class BackboneConfig(_Settings):

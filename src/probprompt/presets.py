@@ -56,7 +56,7 @@ _BENCHMARKS: dict[str, Settings] = {
     "tiny-imagenet": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
     "tu-berlin": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
 }
-_PHOTOS = ("imagenet-r", "cub200")
+PHOTOS = ("imagenet-r", "cub200")
 """Published code cuts their random crops from the whole photograph, not from a copy of it that is kept smaller."""
 _EMOJI_R: Settings = {
     "data": {"tasks": 5},
@@ -92,7 +92,7 @@ def _published(method: str, benchmark: str) -> Settings:
     found = _AUTHORS[method](_protocol(benchmark), benchmark)
     if benchmark not in _BENCHMARKS:  # the user's benchmark, our weights
         found = {name: part for name, part in found.items() if name != "backbone"}
-    whole = {"data": {"stored_side": "full"}} if benchmark in _PHOTOS else {}
+    whole = {"data": {"stored_side": "full"}} if benchmark in PHOTOS else {}
     return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}, **whole}), found)
 
 

@@ -459,7 +459,7 @@ def reproduce(
     assignments: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any setting; all but data.root=DIR make it another experiment."
+            "--set", metavar="KEY=VALUE", help="Any setting; one that changes results makes it another experiment."
         ),
     ] = None,
     weights: Annotated[

@@ -110,7 +110,8 @@ class Dataset(Benchmark):
         return [*self._other_files(data, headers), *self._other_sizes(seen), *self._other_cut(data)]
 
     def _other_files(self, data: ImageData, headers: Collection[Header]) -> list[str]:
-        endings = {PurePath(name).suffix.lower() for name in chain(data.train.names, data.test.names)}
+        names = chain.from_iterable(images.names for images in (data.train, data.test) if images.pixels is None)
+        endings = {PurePath(name).suffix.lower() for name in names}
         if self.figures.encoding == "jpeg":
             due, others = "JPEG files", {_kind(ending) for ending in endings - _JPEG}
         elif self.figures.encoding == "lossless":

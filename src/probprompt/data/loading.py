@@ -22,6 +22,7 @@ from probprompt.errors import UserError
 Advance = Callable[[int], None]
 RESIDENT = 0.4  # the share of a GPU's free memory that a set may fill; a larger one stays on the host
 _CHUNK = 2**26  # bytes that go to the device at a time
+_CANVAS = 2**27  # bytes of images that are cut together; cutting takes ten times as much
 
 
 def enlarged(size: int) -> int:
@@ -106,6 +107,17 @@ class ImageStore:
             image = pixels[start : start + 3 * high * wide].view(-1, 3).t()  # (3, H W)
             row[:, :high, :wide] = image.reshape(3, high, wide)
         return canvas
+
+    def groups(self, indices: Tensor) -> list[slice]:
+        """Runs of a batch that are put on a canvas together: one large photograph would make it huge for all."""
+        begins, high, wide = [0], 0, 0
+        sizes = () if self.shape is not None else self.sizes[indices].tolist()
+        for place, (height, width) in enumerate(sizes):
+            high, wide = max(high, height), max(wide, width)
+            if 3 * high * wide * (place + 1 - begins[-1]) > _CANVAS and place > begins[-1]:
+                begins.append(place)
+                high, wide = height, width
+        return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
 
     def only(self, rows: Tensor) -> Self:
         """Some of the images, in this order, and no pixel of the others."""
@@ -229,6 +241,11 @@ class Viewer:
         """Given views of images (B, 3, size, size), normalised."""
         if views.draws is None or draws_needed(views.augmentation) == 0:
             return self._cut(store, indices, views.boxes)
+        return torch.cat([self._coloured(store, indices[some], views[some]) for some in store.groups(indices)])
+
+    def _coloured(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
+        """The same where colours are changed, of images whose canvas is not too large."""
+        assert views.draws is not None
         canvas = before_crop(store.canvas(indices), store.sizes[indices], views.draws, views.augmentation)
         images = after_crop(resample(canvas, views.boxes, self.size), views.draws, views.augmentation)
         return self._normalise(images)
@@ -239,7 +256,8 @@ class Viewer:
             from probprompt.kernels.crop import crop  # late: needs Triton
 
             return crop(*store.batch(indices), boxes, self.size, self.mean, self.std, kernel, self.dtype)
-        return self._normalise(resample(store.canvas(indices), boxes, self.size, kernel))
+        cut = [resample(store.canvas(indices[some]), boxes[some], self.size, kernel) for some in store.groups(indices)]
+        return self._normalise(torch.cat(cut))
 
     def _normalise(self, images: Tensor) -> Tensor:
         return (images - self.mean) / self.std

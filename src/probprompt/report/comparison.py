@@ -436,7 +436,7 @@ _MEANING = (
     "FAA: average accuracy over all tasks in the end. CAA: its mean over all steps. "
     "Forgetting: how far earlier tasks ended below their best."
 )
-_DISK = "On disk: prompts and head, with all that learning further classes needs; the backbone is not in it."
+_DISK = "On disk: prompts and head, with all that learning further classes needs; the backbone only where it learns."
 _SIMILARITY = (
     "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
     "these span. In parentheses the mean before training: a low similarity says something only beside it."

@@ -37,6 +37,7 @@ class Here:
     def __init__(self) -> None:
         self._images: dict[Hashable, Images] = {}
         self._weights: dict[Hashable, str | None] = {}
+        self._pixels: dict[Hashable, str | None] = {}
 
     def images(self, config: RunConfig) -> Images:
         """Those that a run with these settings would meet."""
@@ -65,7 +66,21 @@ class Here:
             return same_data(entry, column)
         recorded = tuple(stream.get("differences", images.differences))
         same = (stream["split_hash"], recorded) == (images.split_hash, images.differences)
-        return same and _same_pixels(entry, images)
+        return same and self._same_pixels(entry, images)
+
+    def _same_pixels(self, entry: Entry, images: Images) -> bool:
+        """Whether pixels are the same, where a record has their hash and this machine knows that of its own."""
+        held_out = entry.config["data"].get("validation") or 0.0
+        for side, told in entry.content.get("data", {}).items():
+            recorded, stored = told.get("pixels_sha256"), told.get("stored_side")
+            key = images.split_hash, side, stored, held_out
+            if recorded and images.source and key not in self._pixels:
+                loaded = images.source.load(None if stored == "full" else stored)
+                met = images.source.hold_out(loaded, held_out) if held_out else loaded
+                self._pixels[key] = _pixels_hash(met.train if side == "train" else met.test)
+            if recorded and self._pixels.get(key, recorded) not in (None, recorded):
+                return False
+        return True
 
     def _same_weights(self, entry: Entry, config: RunConfig) -> bool:
         used, given = entry.content["backbone"], config.backbone
@@ -87,20 +102,6 @@ def _load_images(config: RunConfig) -> Images:
         return Images(source, met.split_hash())
     inside = source.locate()[0] != source.place
     return Images(source, met.split_hash(), tuple(source.differences(loaded)), inside)
-
-
-def _same_pixels(entry: Entry, images: Images) -> bool:
-    """Whether pixels are the same, where a record has their hash and this machine knows that of its own."""
-    for side, told in entry.content.get("data", {}).items():
-        recorded, stored = told.get("pixels_sha256"), told.get("stored_side")
-        if recorded and images.source:
-            loaded = images.source.load(None if stored == "full" else stored)
-            if entry.config["data"].get("validation"):
-                loaded = images.source.hold_out(loaded, entry.config["data"]["validation"])
-            known = _pixels_hash(loaded.train if side == "train" else loaded.test)
-            if known and known != recorded:
-                return False
-    return True
 
 
 def _pixels_hash(images: ImageSet) -> str | None:

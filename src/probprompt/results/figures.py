@@ -126,8 +126,10 @@ def _scenes(entries: Sequence[Entry]) -> list[Scene]:
 
 
 def _told(entry: Entry, own: bool) -> str:
-    """What a run has set otherwise than its preset: of its method, or of all else."""
-    return ", ".join(describe(tuple((k, v) for k, v in entry.varied.items() if k.startswith("method.") is own)))
+    """What a run has set otherwise than its preset: of its method, or of all else, the side of its images with it."""
+    kept = {name: value for name, value in entry.departures.items() if name == "data.stored_side"}
+    changes = {**entry.varied, **kept}
+    return ", ".join(describe(tuple((k, v) for k, v in changes.items() if k.startswith("method.") is own)))
 
 
 def _plainest(entries: Sequence[Entry]) -> list[Entry]:

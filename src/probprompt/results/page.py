@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from probprompt import checkpoints
+from probprompt import checkpoints, presets
 from probprompt.bench.page import PAPER, PAPER_METHODS
 from probprompt.bench.record import read_record
 from probprompt.data.datasets import published_lists
@@ -96,7 +96,7 @@ def same_data(entry: Entry, column: paper.Column) -> bool:
 
 def same_settings(entry: Entry, row: paper.Row) -> bool:
     """Whether a run has the settings behind the paper's number, its crops cut from images of the same size."""
-    smaller = "data.stored_side" in entry.departures
+    smaller = entry.benchmark in presets.PHOTOS and "data.stored_side" in entry.departures
     return entry.preset == paper.PRESET and entry.varied == row.as_run and not smaller
 
 

@@ -190,12 +190,20 @@ def make_plan(
 ) -> Plan:
     """Find out what of a table is there, and what is missing to run the rest; costs are those of a device."""
     entries, here = read_entries(book), Here()
-    standings = tuple(_standing(table, wish, entries, here) for wish in wanted)
+    standings, refused = list[Standing](), list[str]()
+    for wish in wanted:
+        try:
+            standings.append(_standing(table, wish, entries, here))
+        except UserError as problem:  # such as a folder that holds another run: the rest can be told all the same
+            refused.append(str(problem))
+            standings.append(Standing(wish, papers=True, there=0, otherwise=0, finished=(), waiting=()))
+    if refused and len(refused) == len(wanted):
+        raise UserError(refused[0])
     waiting = [cell.config for standing in standings for cell in standing.waiting]
-    problems = [*lacking(waiting, here), *_taken(standings, entries, book)]
+    problems = dict.fromkeys([*refused, *lacking(waiting, here), *_taken(standings, entries, book)])
     measure = bool(table.costs) and not _costs_known(table, read_benches(book), device or pick_device(None))
     differ, fetched = told_differences(waiting, here), to_fetch(waiting)
-    return Plan(table, standings, tuple(problems), differ, fetched, out, measure)
+    return Plan(table, tuple(standings), tuple(problems), differ, fetched, out, measure)
 
 
 def _standing(table: paper.Table, wish: Wish, entries: Sequence[Entry], here: Here) -> Standing:
@@ -314,7 +322,9 @@ def _costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], devic
 
 
 def _as_published(entry: Mapping[str, Any]) -> bool:
-    return is_base(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET
+    data = entry["config"]["data"]
+    smaller = data["benchmark"] in presets.PHOTOS and data.get("stored_side") != "full"
+    return is_base(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET and not smaller
 
 
 def measure_costs(

@@ -162,8 +162,7 @@ def _stream_of_views(
     """All that decides which views an epoch meets in which order, and what the backbone says to them."""
     training, chosen = config.training, config.backbone
     weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
-    kept = (config.data.stored_side, config.data.interpolation)
-    views = (kept, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
     return (weights, images, order, model.method.joint, views)
 
 

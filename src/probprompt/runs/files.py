@@ -53,10 +53,13 @@ def content_hash(content: Mapping[str, Any]) -> str:
 
     >>> content_hash({"a": 1}) == content_hash(sealed({"a": 1})) != content_hash({"a": 2})
     True
+    >>> content_hash({"a": {2: 0, 10: 0}}) == content_hash({"a": {"10": 0, "2": 0}})
+    True
     """
     said = {name: part for name, part in content.items() if name != "sha256"}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    kept = json.loads(json.dumps(said, allow_nan=False))  # as it is read again: keys are text there
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
