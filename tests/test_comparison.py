@@ -150,7 +150,7 @@ def test_the_size_of_a_model_is_told_where_runs_know_it(runs: list[Path], tmp_pa
     assert "On disk" not in markdown(gather_runs(runs))
     known = make(tmp_path / "f0", "ranpac", 0, two(90, 70, 80), model_mb={"use": 4.0, "learn": 804.26})
     text = markdown(gather_runs([*runs, known]))
-    assert "On disk, MB" in text and "804.3" in text and "- On disk: prompts and head, with all that" in text
+    assert "On disk, MB" in text and "804.26" in text and "- On disk: prompts and head, with all that" in text
 
 
 def test_a_folder_of_runs_stands_for_all_of_them(runs: list[Path], tmp_path: Path) -> None:

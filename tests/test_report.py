@@ -152,7 +152,7 @@ def make_run(
         "versions": {"torch": "2.11.0"},
         "hardware": {"device": "cpu"},
         "trainable_parameters": 123_456,
-        "model_mb": {"use": 1.25, "learn": 32.04},
+        "model_mb": {"use": 0.125, "learn": 32.04},
         "evaluated_on": "test",
         "skipped": [],
         "time": {"total_s": 754.0, "training_s": 600.0},
@@ -264,7 +264,7 @@ def test_one_run_has_every_section(one: Page) -> None:
     assert "Mean entropy 0.84 :" in one.text
     assert "Even use would be 25 % each" in one.text
     assert "12 min 34 s" in one.text
-    assert "32.0 MB 1.2 MB to use it, the rest to learn further classes" in one.text
+    assert "2.5 % of the backbone's; 125 kB on disk, 32.0 MB to learn on" in one.text
     assert "Comparison" not in one.headings
     assert "skipped file" not in one.text
     assert "unfinished" not in one.text

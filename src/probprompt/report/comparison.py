@@ -84,7 +84,7 @@ SIMILARITY = Measure("similarity", "Similarity", 3, start="initial_similarity")
 RANK = Measure("effective_rank", "Eff. rank", 1, start="initial_effective_rank")
 PARAMETERS, TIME = Measure("trainable_parameters", "Parameters", 0), Measure("seconds", "Time", 0)
 ACCURACY = (FAA, CAA, FORGETTING)
-DISK = Measure("disk_mb", "On disk, MB", 1)
+DISK = Measure("disk_mb", "On disk, MB", 2)
 INSIDE = (SIMILARITY, RANK, PARAMETERS, DISK, TIME)
 
 

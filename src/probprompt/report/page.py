@@ -384,16 +384,22 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         tiles.append(("Forgetting", number(accuracy.forgetting, 2), "points below the best, on earlier tasks"))
     if record.trainable_parameters is not None:
         whole = run.backbone_size
-        share = f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's" if whole else ""
-        tiles.append(("Trained parameters", f"{record.trainable_parameters:,}", share))
-    if record.model_mb:
-        use, learn = (f"{number(record.model_mb[part], 1)}\u00a0MB" for part in ("use", "learn"))
-        tiles.append(("On disk", learn, f"{use} to use it, the rest to learn further classes"))
+        about = [f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's"] if whole else []
+        if record.model_mb:
+            use, learn = (_size(record.model_mb[part]) for part in ("use", "learn"))
+            about.append(f"{use} on disk, {learn} to learn on")
+        tiles.append(("Trained parameters", f"{record.trainable_parameters:,}", "; ".join(about)))
     seconds = _seconds(run)
     if seconds is not None:
         memory = record.peak_memory_mb
         tiles.append(("Time", duration(seconds), "" if memory is None else f"{memory:,.0f} MB at most"))
     return tiles
+
+
+def _size(megabytes: float) -> str:
+    if megabytes < 1:
+        return f"{number(1000 * megabytes, 0)}\u00a0kB"
+    return f"{number(megabytes, 1)}\u00a0MB"
 
 
 def _provenance(run: Run) -> list[tuple[str, list[dict[str, str]]]]:
