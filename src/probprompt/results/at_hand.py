@@ -59,7 +59,7 @@ class Here:
 
         Of images that are not here, only the published ones are taken to be the same.
         """
-        if not same_settings(_anywhere(entry), _without_root(config)) or not self._same_weights(entry, config):
+        if not same_settings(entry, config) or not self._same_weights(entry, config):
             return False
         images, stream = self.images(config), entry.content["stream"]
         if images.problem:
@@ -121,16 +121,6 @@ def _digest(name: str, weights: str | None) -> str | None:
         return digest(file) if file and weights != checkpoints.RANDOM else None
     except UserError:
         return None
-
-
-def _without_root(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"data": config.data.model_copy(update={"root": None})})
-
-
-def _anywhere(entry: Entry) -> Entry:
-    """The same run, without the folder that its images lay in."""
-    config = {**entry.config, "data": {**entry.config["data"], "root": None}}
-    return Entry(entry.path, {**entry.content, "config": config})
 
 
 def lacking(configs: Iterable[RunConfig], here: Here | None = None) -> list[str]:

@@ -192,12 +192,13 @@ def same_settings(entry: Entry, config: RunConfig) -> bool:
 
 
 def _bare(config: Settings) -> Settings | None:
-    """Settings with what later versions added, paths by their names, and without what changes rounding alone."""
+    """Settings with what later versions added, paths by their names, and without what changes no result."""
     found = without_paths(completed(config))
     if found is None:
         return None
     for group, name in (("data", "benchmark"), ("backbone", "weights")):
         found[group][name] = str(found[group][name]).partition("@")[0]
+    found["data"]["root"] = None  # where files lay
     return {name: part for name, part in found.items() if name != "evaluation_batch"}
 
 
