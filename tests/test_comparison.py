@@ -347,6 +347,21 @@ def test_a_mean_over_other_weights_or_images_is_told(tmp_path: Path) -> None:
         assert told in found.tables()[0].notes
 
 
+def test_other_encodings_of_the_same_images_are_told(tmp_path: Path) -> None:
+    """Ranked all the same; of older records, which have no hash of pixels, nothing can be said."""
+    names, hashes = ("apt", "ft", "vq-prompt"), ("a" * 64, "b" * 64, None)
+    made = [
+        make(tmp_path / name, name, 0, two(80, 60, 70 + index), data={"test": {"pixels_sha256": pixels}})
+        for index, (name, pixels) in enumerate(zip(names, hashes, strict=True))
+    ]
+    told = "the same images, but encoded or reduced in more than one way"
+    found = gather_runs(made)
+    expected = f"emoji-r, matched: {told}: {'a' * 12} (apt); {'b' * 12} (ft)."
+    assert expected in found.tables()[0].notes and shown(found)["vq-prompt"][0].startswith("*")
+    for pair in (made[::2], made[1:]):
+        assert not any(told in text for text in gather_runs(pair).tables()[0].notes)
+
+
 def test_runs_on_validation_are_told_apart(tmp_path: Path, runs: list[Path]) -> None:
     held = make(tmp_path / "v", "apt", 0, two(99, 99, 99), evaluated_on="validation")
     note = "Evaluated on held-out training images (validation), not on the test set."

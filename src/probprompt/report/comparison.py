@@ -186,6 +186,12 @@ class Entry:
         return self.held_out, max(len(result.matrix) for result in self.results), *splits
 
     @property
+    def pixels(self) -> list[str]:
+        """Hashes of the pixels that were evaluated on: several where the same images were encoded in several ways."""
+        told = [(result.record.get("data") or {}).get("test") or {} for result in self.results]
+        return sorted({each["pixels_sha256"] for each in told if each.get("pixels_sha256")})
+
+    @property
     def backbone(self) -> str:
         """The name of what learned."""
         return " and ".join(sorted({str((r.record.get("backbone") or {}).get("name")) for r in self.results}))
@@ -420,7 +426,10 @@ class Comparison:
             found.append(f"{place.label}: not ranked, for the rows did not meet the same tasks and images.")
         backbones: dict[str, list[str]] = {}
         seeds: dict[str, list[str]] = {}
+        pixels: dict[str, list[str]] = {}
         for row, entry in self.rivals(place).items():
+            for each in entry.pixels:
+                pixels.setdefault(each[:12], []).append(row.label)
             backbones.setdefault(entry.backbone, []).append(row.label)
             seeds.setdefault(", ".join(str(result.seed) for result in entry.results), []).append(row.label)
         if len(seeds) > 1:
@@ -429,6 +438,9 @@ class Comparison:
         if len(backbones) > 1:
             words = "; ".join(f"{name} ({shorten(rows)})" for name, rows in backbones.items())
             found.append(f"{place.label}: the backbones differ, a cause of differences too: {words}.")
+        if len(pixels) > 1 and self.comparable(place):
+            words = "; ".join(f"{name} ({shorten(rows)})" for name, rows in pixels.items())
+            found.append(f"{place.label}: the same images, but encoded or reduced in more than one way: {words}.")
         return found
 
 
