@@ -139,8 +139,9 @@ def check_tables(page: str) -> Callable[[Path, list[str]], None]:
 
 TABLES = (
     *(f"results/emoji-r{part}.md" for part in ("", "-components", "-projections", "-layers")),
-    "results/cifar100-flagship.md",
-    "results/cub200-flagship.md",
+    *(f"results/cifar100-{part}.md" for part in ("flagship", "sampling", "width")),
+    *(f"results/cub200-{part}.md" for part in ("flagship", "variants")),
+    "results/following.md",
     "docs/fidelity.md",
 )
 CHECKS: dict[str, Callable[[Path, list[str]], None]] = {

@@ -347,6 +347,25 @@ def test_a_mean_over_other_weights_or_images_is_told(tmp_path: Path) -> None:
         assert told in found.tables()[0].notes
 
 
+def test_rows_over_fewer_seeds_are_not_ranked(tmp_path: Path) -> None:
+    """A seed's order of classes may be easier than another's."""
+    ends = {"probprompt": (60, 80), "vq-prompt": (62, 70), "apt": (79,), "ft": (59,)}
+    made = [
+        make(tmp_path / f"{name}{seed}", name, seed, two(end, end, end))
+        for name, found in ends.items()
+        for seed, end in enumerate(found)
+    ]
+    found = gather_runs(made)
+    cells, notes = shown(found), found.tables()[0].notes
+    assert [cells[name][0] for name in ends] == ["*70.00 ± 10.00*", "_66.00 ± 4.00_", "79.00", "59.00"]
+    seeds = "0, 1 (probprompt, vq-prompt); 0 (apt, ft). Ranked are those with 0, 1."
+    assert f"emoji-r, matched: not all rows have the same seeds and orders of classes: {seeds}" in notes
+    assert "4.0 points above vq-prompt, less than the spread" in render(found)
+    alone = gather_runs([made[0], made[1], *made[4:]])
+    assert not any("*" in cell for row in shown(alone).values() for cell in row)
+    assert not any("Ranked are" in text for text in alone.tables()[0].notes)
+
+
 def test_other_encodings_of_the_same_images_are_told(tmp_path: Path) -> None:
     """Ranked all the same; of older records, which have no hash of pixels, nothing can be said."""
     names, hashes = ("apt", "ft", "vq-prompt"), ("a" * 64, "b" * 64, None)

@@ -56,7 +56,11 @@ BOOKS = {
     "docs/demo.md": "emoji-r/demo.jsonl",
     "docs/fidelity.md": "cifar100/fidelity.jsonl",
     "results/cifar100-flagship.md": "cifar100/flagship.jsonl",
+    "results/cifar100-sampling.md": "cifar100/sampling.jsonl",
+    "results/cifar100-width.md": "cifar100/width.jsonl",
     "results/cub200-flagship.md": "cub200/flagship.jsonl",
+    "results/cub200-variants.md": "cub200/variants.jsonl",
+    "results/following.md": "following.jsonl",
     "results/emoji-r.md": "emoji-r/runs.jsonl",
     "results/emoji-r-components.md": "emoji-r/components.jsonl",
     "results/emoji-r-projections.md": "emoji-r/projections.jsonl",
@@ -223,9 +227,7 @@ def test_the_readmes_table_tells_the_recorded_numbers(recorded: dict[tuple[str, 
 
 def test_the_readme_tells_the_recorded_numbers_of_a_larger_backbone() -> None:
     def told(method: str, preset: str) -> str:
-        places = (ROOT / "results" / "cifar100").glob(f"vit-s14-dinov2-224px/{method}-{preset}-s*.json")
-        runs = [read_entry(ROOT / "results", path) for path in places]
-        return _told([metrics.final_average_accuracy(run.matrix) for run in runs])
+        return _told(_dino(method, preset))
 
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"the flagship ends at {told('probprompt', 'flagship')}, RanPAC at {told('ranpac', 'matched')}, " in readme
@@ -243,24 +245,22 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
     wide, rival = told("ranpac", "matched", "layers=11"), told("vq-prompt", "ridge")
     assert f"VQ-Prompt ({told('vq-prompt', 'matched', 'alignment.enabled=false')} on CIFAR-100 without" in readme
-    assert f"RanPAC has {wide} on CIFAR-100 (one seed), and VQ-Prompt, adapted alike, {rival};" in readme
-    (sketches,), drawn = recorded["tu-berlin", "vq-prompt", "ridge"], recorded["tu-berlin", "probprompt", "flagship"]
-    dino = ROOT / "results" / "cifar100" / "vit-s14-dinov2-224px"
-    large, ours = (
-        metrics.final_average_accuracy(read_entry(ROOT / "results", dino / f"{name}-s0.json").matrix)
-        for name in ("vq-prompt-ridge", "probprompt-flagship")
-    )
-    assert f"has {sketches:.1f} on TU-Berlin and {large:.1f} with the DINOv2, where the flagship has" in readme
-    assert f"where the flagship has {drawn[0]:.1f} and {ours:.1f}:" in readme
-    told_there = f"{sketches:.1f} against {drawn[0]:.1f} on TU-Berlin, and {large:.1f} against {ours:.1f} with a DINOv2"
-    assert told_there in flagship
+    reading = "layers=5", "readings=projected"
+    sketches = _told(recorded["tu-berlin", "ranpac", "matched", *reading])
+    assert f"RanPAC has {wide} on CIFAR-100 (one seed) and {sketches} on TU-Berlin; VQ-Prompt, adapted as" in readme
+    drawn, large = _told(recorded["tu-berlin", "vq-prompt", "ridge"]), _told(_dino("vq-prompt", "ridge"))
+    assert f"under its head, has {rival} and {drawn}, and {large} with the DINOv2." in readme
+    followed = told("probprompt", "flagship", *FOLLOWED)
+    assert f"brings CIFAR-100 to {followed}, and sketches nothing." in readme
+    gain = np.mean(recorded["cifar100", "probprompt", "flagship", *FOLLOWED])
+    gain -= np.mean(recorded["cifar100", "probprompt", "flagship"])
+    assert f"gains {gain:.1f} points on the test images, {followed}, but nothing on TU-Berlin's" in flagship
     assert f"at once ends at {joint}." in readme and f"at once ends at {joint}:" in flagship
     best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
     first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")
     assert f"the preset ends at {told('probprompt', 'flagship')} (" in flagship
     assert f"feature, ended at {best}, the first round's at {first}." in flagship
     assert f"ends at {ranpac}, with" in flagship and f"beside at {wide} (one" in flagship
-    assert f"same head ends at {rival}, three" in flagship
     prompted, probe = (
         [np.mean(recorded["cub200", method, "matched"]) for method in methods_]
         for methods_ in (("probprompt", "vq-prompt"), ("linear-probe",))
@@ -271,6 +271,104 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     assert f"it ends at {own}, level with RanPAC, the same head on the frozen backbone, at {frozen} (" in birds
     left = float(joint) - np.mean(recorded["cifar100", "probprompt", "flagship"])
     assert f"{left:.1f} points are left" in flagship
+
+
+def test_the_words_on_the_width_of_the_head_tell_the_recorded_numbers() -> None:
+    words, runs = _words("results/cifar100-width.md"), read_book(ROOT / "results" / "cifar100" / "width.jsonl")
+    ends = {run.record["config"]["head"]["projections"]: metrics.final_average_accuracy(run.matrix) for run in runs}
+    sizes = {run.record["config"]["head"]["projections"]: run.record["model_mb"] for run in runs}
+    assert list(ends) == [0, 1000, 2000, 5000, 10000]
+    narrow, wide = (f"{sizes[width]['learn']:.0f} MB" for width in (1000, 10000))
+    assert f"{ends[1000]:.1f} with 1,000 projections and {narrow}, {ends[10000]:.1f} with the preset's 10,000" in words
+    assert f"preset's 10,000 and {wide}." in words
+    assert f"what predicts is {sizes[1000]['use']:.1f} to {sizes[10000]['use']:.1f} MB." in words
+    more = f"{ends[0] - ends[1000]:.1f} points above a thousand projections of them, {ends[0] - ends[2000]:.1f} above"
+    assert f"ends at {ends[0]:.1f}: {more} two thousand, at as many MB." in words
+    assert abs(sizes[0]["learn"] - sizes[2000]["learn"]) < 3
+    assert 0.9 < (ends[10000] - ends[2000]) / np.log2(5) < 1.3  # a doubling
+
+
+def test_the_words_on_sampling_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
+    words, rows = _words("results/cifar100-sampling.md"), _ends("cifar100/sampling.jsonl")
+    means = [np.mean(values) for values in rows.values()]
+    apart = np.mean([np.ptp(values) for values in rows.values()])
+    assert len(rows) == 9 and all(len(values) == 2 for values in rows.values())
+    assert f"the best row and the worst lie {np.ptp(means):.1f} points; the two seeds of a row lie {apart:.1f}" in words
+    pairs = [
+        (_told(recorded[benchmark, "probprompt", "flagship"]), _told(recorded[benchmark, "vq-prompt", "ridge"]))
+        for benchmark in ("cifar100", "tu-berlin")
+    ]
+    pairs.append((_told(_dino("probprompt", "flagship")), _told(_dino("vq-prompt", "ridge"))))
+    here, sketches, large = pairs
+    assert f"ends at {here[0]} and VQ-Prompt at {here[1]} here; at {sketches[0]} and {sketches[1]} on" in words
+    assert f"at {large[0]} and {large[1]}." in words
+    assert f"on the frozen one, ends at {_told(recorded['cifar100', 'ranpac', 'matched'])} here." in words
+
+
+def test_the_words_on_following_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
+    words, rows = _words("results/following.md"), _ends("following.jsonl")
+    gains = {
+        benchmark: np.subtract(rows[benchmark, "probprompt", *FOLLOWED], rows[benchmark, "probprompt"])
+        for benchmark in ("cifar100", "tu-berlin")
+    }
+    each = [f"{value:.1f}" for value in gains["cifar100"]]
+    assert f"gains {gains['cifar100'].mean():.1f} points on CIFAR-100, with each of three seeds (" in words
+    assert f"({each[0]}, {each[1]} and {each[2]})" in words
+    assert f"two seeds differ by {gains['tu-berlin'][0]:.1f} and {gains['tu-berlin'][1]:.1f} on held-out" in words
+    for benchmark, before in (("cifar100", "on the test images: "), ("tu-berlin", "it ends at ")):
+        found, preset = (_told(recorded[benchmark, "probprompt", "flagship", *more]) for more in (FOLLOWED, ()))
+        assert f"{before}{found} where the preset has {preset}" in words
+    joint, followed = (
+        recorded["cifar100", "joint", "matched"],
+        recorded["cifar100", "probprompt", "flagship", *FOLLOWED],
+    )
+    left = np.mean(joint) - np.mean(followed)
+    assert f"{left:.1f} points below fine-tuning the whole backbone" in words
+
+
+def test_the_words_on_birds_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
+    words, rows = _words("results/cub200-variants.md"), _ends("cub200/variants.jsonl")
+    best = max((key for key, values in rows.items() if len(values) == 3), key=lambda key: float(np.mean(rows[key])))
+    assert best == ("cub200", "probprompt", "layers=0", "follow=true", "adapt_tasks=5", "later_rate_factor=0.2")
+    above = [np.mean(rows[best]) - np.mean(rows["cub200", method]) for method in ("probprompt", "ranpac")]
+    assert f"was {above[0]:.1f} points above the preset over three seeds and {above[1]:.1f} above RanPAC." in words
+    ends = [
+        _told(recorded["cub200", *key])
+        for key in (
+            ("probprompt", "flagship", *best[2:]),
+            ("probprompt", "flagship"),
+            ("ranpac", "matched"),
+            ("ranpac", "matched", "layers=5", "readings=projected"),
+        )
+    ]
+    assert f"test images it ends at {ends[0]}, the preset at {ends[1]}, RanPAC at {ends[2]}, and RanPAC that" in words
+    assert f"as the preset does at {ends[3]} (" in words
+    others = read_book(ROOT / "results" / "cub200" / "flagship.jsonl")
+    (before,) = (run.matrix for run in others if run.record["config"]["training"]["epochs"] == 100)
+    assert f"seed 0, had {metrics.final_average_accuracy(before):.2f} in" in words
+    assert f"and has {rows['cub200', 'probprompt'][0]:.2f} in this one." in words
+
+
+FOLLOWED = ("follow=true", "adapt_tasks=2", "later_rate_factor=0.2")
+
+
+def _words(page: str) -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").replace("**", "").split())
+
+
+def _ends(book: str) -> dict[tuple[str, ...], list[float]]:
+    """Final average accuracy of the runs of a book, by seed: by benchmark, method and what departs from its preset."""
+    found = dict[tuple[str, ...], dict[int, float]]()
+    for run in read_book(ROOT / "results" / book):
+        config = run.record["config"]
+        key = config["data"]["benchmark"], config["method"]["name"], *describe(tuple(_varied(run.record).items()))
+        found.setdefault(key, {})[config["seeds"]["order"]] = metrics.final_average_accuracy(run.matrix)
+    return {key: [ends[seed] for seed in sorted(ends)] for key, ends in found.items()}
+
+
+def _dino(method: str, preset: str) -> list[float]:
+    places = (ROOT / "results" / "cifar100").glob(f"vit-s14-dinov2-224px/{method}-{preset}-s*.json")
+    return [metrics.final_average_accuracy(read_entry(ROOT / "results", path).matrix) for path in places]
 
 
 def _varied(record: Mapping[str, Any]) -> dict[str, Any]:

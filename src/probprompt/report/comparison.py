@@ -186,6 +186,11 @@ class Entry:
         return self.held_out, max(len(result.matrix) for result in self.results), *splits
 
     @property
+    def seeds(self) -> tuple[int, ...]:
+        """Those that there are runs of."""
+        return tuple(result.seed for result in self.results)
+
+    @property
     def pixels(self) -> list[str]:
         """Hashes of the pixels that were evaluated on: several where the same images were encoded in several ways."""
         told = [(result.record.get("data") or {}).get("test") or {} for result in self.results]
@@ -292,11 +297,18 @@ class Comparison:
         """Whether all rivals met the same tasks and images."""
         return len({entry.protocol for entry in self.rivals(place).values()}) <= 1
 
+    def level(self, place: Place) -> dict[Row, Entry]:
+        """Rivals with the most seeds, the same ones: every seed has its own order of classes, easier or harder."""
+        found: dict[tuple[int, ...], dict[Row, Entry]] = {}
+        for row, entry in self.rivals(place).items():
+            found.setdefault(entry.seeds, {})[row] = entry
+        return max(found.values(), key=lambda rows: (len(next(iter(rows.values())).seeds), len(rows)), default={})
+
     def ranks(self, place: Place, measure: Measure) -> dict[Row, int]:
         """Best and second of a column, by the digits that are shown."""
         if not measure.better or not self.comparable(place):
             return {}
-        found = {row: entry.value(measure) for row, entry in self.rivals(place).items()}
+        found = {row: entry.value(measure) for row, entry in self.level(place).items()}
         return ranks({row: measure.better * round(v[0], measure.digits) for row, v in found.items() if v})
 
     @property
@@ -431,10 +443,14 @@ class Comparison:
             for each in entry.pixels:
                 pixels.setdefault(each[:12], []).append(row.label)
             backbones.setdefault(entry.backbone, []).append(row.label)
-            seeds.setdefault(", ".join(str(result.seed) for result in entry.results), []).append(row.label)
+            seeds.setdefault(", ".join(map(str, entry.seeds)), []).append(row.label)
         if len(seeds) > 1:
             words = "; ".join(f"{numbers} ({shorten(rows)})" for numbers, rows in seeds.items())
-            found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {words}.")
+            level = self.level(place)
+            ranked = ""
+            if len(level) > 1 and self.comparable(place):
+                ranked = f" Ranked are those with {', '.join(map(str, next(iter(level.values())).seeds))}."
+            found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {words}.{ranked}")
         if len(backbones) > 1:
             words = "; ".join(f"{name} ({shorten(rows)})" for name, rows in backbones.items())
             found.append(f"{place.label}: the backbones differ, a cause of differences too: {words}.")

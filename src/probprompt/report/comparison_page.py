@@ -74,7 +74,7 @@ def _verdict(comparison: Comparison, place: Place) -> str:
     """Who is ahead, by how much, and whether that is more than the spread over the seeds."""
     if not comparison.comparable(place):
         return ""
-    ranked = [(found, row) for row, entry in comparison.rivals(place).items() if (found := entry.value(FAA))]
+    ranked = [(found, row) for row, entry in comparison.level(place).items() if (found := entry.value(FAA))]
     ranked.sort(key=lambda pair: -pair[0][0])
     if len(ranked) < 2:
         return ""
