@@ -277,11 +277,11 @@ def test_a_number_of_runs_that_differs_is_told(runs: list[Path]) -> None:
     assert [measure.name for _, measure in found.tables()[0].columns][-1] == "Seeds"
     assert [cells[-1] for cells in shown(found).values()] == ["2", "1"]
     assert "the column Seeds says how many" in found.tables()[0].notes[0]
-    told = "emoji-r, matched: not all rows have the same seeds and orders of classes: 0, 1 (probprompt); 0 (vq-prompt)."
-    assert told in found.tables()[0].notes
+    told = "emoji-r, matched: not all rows have the same seeds and orders of classes: seeds 0, 1: "
+    assert f'{told}"probprompt"; seed 0: "vq-prompt".' in found.tables()[0].notes
     apart = gather_runs([runs[0], runs[3]])  # as many, but others
     assert apart.tables()[0].notes[0].startswith("One run each (seed 0, 1)")
-    assert any("0 (probprompt); 1 (vq-prompt)" in note for note in apart.tables()[0].notes)
+    assert any('seed 0: "probprompt"; seed 1: "vq-prompt"' in note for note in apart.tables()[0].notes)
 
 
 # Ranks
@@ -358,27 +358,30 @@ def test_rows_over_fewer_seeds_are_not_ranked(tmp_path: Path) -> None:
     found = gather_runs(made)
     cells, notes = shown(found), found.tables()[0].notes
     assert [cells[name][0] for name in ends] == ["*70.00 ± 10.00*", "_66.00 ± 4.00_", "79.00", "59.00"]
-    seeds = "0, 1 (probprompt, vq-prompt); 0 (apt, ft). Ranked are those with 0, 1."
-    assert f"emoji-r, matched: not all rows have the same seeds and orders of classes: {seeds}" in notes
+    seeds = 'seeds 0, 1: "probprompt", "vq-prompt"; seed 0: "apt", "ft"'
+    assert f"emoji-r, matched: not all rows have the same seeds and orders of classes: {seeds}." in notes
+    assert "Bold: the best of a column among the rows with the most seeds; underlined: the second." in notes
     assert "4.0 points above vq-prompt, less than the spread" in render(found)
     alone = gather_runs([made[0], made[1], *made[4:]])
     assert not any("*" in cell for row in shown(alone).values() for cell in row)
-    assert not any("Ranked are" in text for text in alone.tables()[0].notes)
+    assert not any(text.startswith("Bold") for text in alone.tables()[0].notes)
 
 
 def test_other_encodings_of_the_same_images_are_told(tmp_path: Path) -> None:
-    """Ranked all the same; of older records, which have no hash of pixels, nothing can be said."""
+    """And not ranked; of older records, which have no hash of pixels, nothing can be said."""
     names, hashes = ("apt", "ft", "vq-prompt"), ("a" * 64, "b" * 64, None)
     made = [
         make(tmp_path / name, name, 0, two(80, 60, 70 + index), data={"test": {"pixels_sha256": pixels}})
         for index, (name, pixels) in enumerate(zip(names, hashes, strict=True))
     ]
-    told = "the same images, but encoded or reduced in more than one way"
+    told = "not ranked, for pixels differ in images of the same names"
     found = gather_runs(made)
-    expected = f"emoji-r, matched: {told}: {'a' * 12} (apt); {'b' * 12} (ft)."
-    assert expected in found.tables()[0].notes and shown(found)["vq-prompt"][0].startswith("*")
+    expected = f'emoji-r, matched: {told}: {"a" * 12}: "apt"; {"b" * 12}: "ft".'
+    assert expected in found.tables()[0].notes and not any("*" in row[0] for row in shown(found).values())
+    assert "points above" not in render(found)
     for pair in (made[::2], made[1:]):
-        assert not any(told in text for text in gather_runs(pair).tables()[0].notes)
+        notes = gather_runs(pair).tables()[0].notes
+        assert not any(told in text for text in notes) and any(text.startswith("Bold") for text in notes)
 
 
 def test_runs_on_validation_are_told_apart(tmp_path: Path, runs: list[Path]) -> None:
@@ -406,7 +409,7 @@ def test_other_images_or_tasks_are_not_ranked_with_these(
 def test_backbones_that_differ_are_told(tmp_path: Path, runs: list[Path]) -> None:
     other = make(tmp_path / "o", "apt", 0, two(90, 80, 70), backbone={"name": "vit_large"})
     (note,) = (text for text in gather_runs([runs[0], other]).tables()[0].notes if "backbones" in text)
-    assert note.endswith("vit_tiny (probprompt); vit_large (apt).")
+    assert note.endswith('vit_tiny: "probprompt"; vit_large: "apt".')
 
 
 # Gathering

@@ -176,8 +176,8 @@ def test_the_words_on_fidelity_tell_the_papers_studies_as_run_here() -> None:
     assert f"without any sample, is as good ({samples['none']})" in text
     parts = list(told("ablation", "10").values())
     assert f"goes {', '.join(parts[:3])} without the loss and {', '.join(parts[3:])} with it" in text
-    ten, five = (", ".join(told("topk", tasks).values()) for tasks in ("10", "5"))
-    assert f"{ten} in 10 tasks and {five} in 5;" in text
+    ten, five, twenty = (", ".join(told("topk", tasks).values()) for tasks in ("10", "5", "20"))
+    assert f"{ten} in 10 tasks, {five} in 5 and {twenty} in 20:" in text
     plain, cosine = told("aggregation", "10").values()
     assert f"equal weights end at {plain}, the weights by cosine at {cosine}." in text
 
@@ -245,7 +245,8 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     readme, flagship = (" ".join(text.replace("**", "").split()) for text in pages.values())
     ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
     wide, rival = told("ranpac", "matched", "layers=11"), told("vq-prompt", "ridge")
-    assert f"VQ-Prompt ({told('vq-prompt', 'matched', 'alignment.enabled=false')} on CIFAR-100 without" in readme
+    unaligned = told("vq-prompt", "matched", "alignment.enabled=false")
+    assert f"Without alignment VQ-Prompt has {unaligned} on CIFAR-100 (one seed)." in readme
     reading = "layers=5", "readings=projected"
     sketches = _told(recorded["tu-berlin", "ranpac", "matched", *reading])
     assert f"RanPAC has {wide} on CIFAR-100 (one seed) and {sketches} on TU-Berlin; VQ-Prompt, adapted as" in readme
@@ -256,7 +257,7 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     gain = np.mean(recorded["cifar100", "probprompt", "flagship", *FOLLOWED])
     gain -= np.mean(recorded["cifar100", "probprompt", "flagship"])
     assert f"gains {gain:.1f} points on the test images, {followed}, but nothing on TU-Berlin's" in flagship
-    assert f"at once ends at {joint}." in readme and f"at once ends at {joint}:" in flagship
+    assert all(f"at once ends at {joint} (one seed)" in text for text in (readme, flagship))
     best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
     first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")
     assert f"the preset ends at {told('probprompt', 'flagship')} (" in flagship
@@ -269,7 +270,18 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     assert "On CUB-200 neither is more than a point above the linear probe." in readme and max(prompted) < probe[0] + 1
     birds = " ".join((ROOT / "results" / "cub200-flagship.md").read_text(encoding="utf-8").replace("**", "").split())
     own, frozen = (_told(recorded["cub200", *key]) for key in (("probprompt", "flagship"), ("ranpac", "matched")))
-    assert f"it ends at {own}, level with RanPAC, the same head on the frozen backbone, at {frozen} (" in birds
+    assert f"it ends at {own}, level with RanPAC, as wide a head on the frozen feature alone, at {frozen} (" in birds
+    numbers = {4: "four", 6: "six", 10: "ten", 2: "two"}
+    ahead, back = list[str](), list[str]()
+    for name, reads in (("tu-berlin", reading), ("cifar100", ("layers=11",))):
+        frozen_alone, reader, own_end = (
+            float(np.mean(recorded[name, *key]))
+            for key in (("ranpac", "matched"), ("ranpac", "matched", *reads), ("probprompt", "flagship"))
+        )
+        ahead.append(numbers[round(own_end - frozen_alone)])
+        back.append(numbers[round(reader - frozen_alone)])
+    assert f"it is {ahead[0]} points ahead of that and {ahead[1]}, of which RanPAC with readings takes back" in birds
+    assert f"takes back {back[0]} and {back[1]}." in birds
     left = float(joint) - np.mean(recorded["cifar100", "probprompt", "flagship"])
     assert f"{left:.1f} points are left" in flagship
 
@@ -303,7 +315,8 @@ def test_the_words_on_sampling_tell_the_recorded_numbers(recorded: dict[tuple[st
     here, sketches, large = pairs
     assert f"ends at {here[0]} and VQ-Prompt at {here[1]} here; at {sketches[0]} and {sketches[1]} on" in words
     assert f"at {large[0]} and {large[1]}." in words
-    assert f"on the frozen one, ends at {_told(recorded['cifar100', 'ranpac', 'matched'])} here." in words
+    frozen, reading = (_told(recorded["cifar100", "ranpac", "matched", *more]) for more in ((), ("layers=11",)))
+    assert f"on the frozen feature alone, ends at {frozen} here, and at {reading} with readings of all blocks" in words
 
 
 def test_the_words_on_following_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
@@ -313,8 +326,10 @@ def test_the_words_on_following_tell_the_recorded_numbers(recorded: dict[tuple[s
         for benchmark in ("cifar100", "tu-berlin")
     }
     each = [f"{value:.1f}" for value in gains["cifar100"]]
-    assert f"gains {gains['cifar100'].mean():.1f} points on CIFAR-100, with each of three seeds (" in words
-    assert f"({each[0]}, {each[1]} and {each[2]})" in words
+    assert f"gains {gains['cifar100'].mean():.1f} points on CIFAR-100 over the preset, the first row, with" in words
+    assert f"with each of three seeds ({each[0]}, {each[1]} and {each[2]}); at a tenth of it as much" in words
+    tenth = rows["cifar100", "probprompt", *FOLLOWED[:2], "later_rate_factor=0.1"]
+    assert np.abs(np.subtract(tenth, rows["cifar100", "probprompt", *FOLLOWED][1:])).max() < 0.1
     assert f"two seeds differ by {gains['tu-berlin'][0]:.1f} and {gains['tu-berlin'][1]:.1f} on held-out" in words
     for benchmark, before in (("cifar100", "on the test images: "), ("tu-berlin", "it ends at ")):
         found, preset = (_told(recorded[benchmark, "probprompt", "flagship", *more]) for more in (FOLLOWED, ()))

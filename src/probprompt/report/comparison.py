@@ -1,6 +1,6 @@
 """A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -181,7 +181,7 @@ class Entry:
 
     @property
     def protocol(self) -> tuple[object, ...]:
-        """What must be the same for numbers to be ranked: images, tasks."""
+        """What must be the same for numbers to be ranked: tasks, and which images are on which side."""
         splits = sorted({_split_hash(result.record) for result in self.results})
         return self.held_out, max(len(result.matrix) for result in self.results), *splits
 
@@ -294,8 +294,10 @@ class Comparison:
         return {row: entry for row, entry in here.items() if not row.bound and not entry.marks}
 
     def comparable(self, place: Place) -> bool:
-        """Whether all rivals met the same tasks and images."""
-        return len({entry.protocol for entry in self.rivals(place).values()}) <= 1
+        """Whether all rivals met the same tasks and images, pixel for pixel as far as their records say."""
+        rivals = self.rivals(place).values()
+        pixels = {each for entry in rivals for each in entry.pixels}
+        return len(pixels) <= 1 and len({entry.protocol for entry in rivals}) <= 1
 
     def level(self, place: Place) -> dict[Row, Entry]:
         """Rivals with the most seeds, the same ones: every seed has its own order of classes, easier or harder."""
@@ -396,8 +398,11 @@ class Comparison:
         if usual:
             own = "; none: as the method has it" if None in usual.values() else ""
             found.append(f"Where a row says nothing else: {', '.join(describe(tuple(usual.items())))}{own}.")
-        if any(self.ranks(place, measure) for place in self.places for measure in ACCURACY):
-            found.append("Bold: the best of a column; underlined: the second.")
+        ranked = [place for place in self.places if any(self.ranks(place, measure) for measure in ACCURACY)]
+        if ranked:
+            some = any(len(self.level(place)) < len(self.rivals(place)) for place in ranked)
+            among = " among the rows with the most seeds" if some else ""
+            found.append(f"Bold: the best of a column{among}; underlined: the second.")
         bounds = [row.label for row in self.rows if row.bound]
         if bounds:
             found.append(f"Upper bound, learned all at once, not ranked: {', '.join(bounds)}.")
@@ -433,31 +438,43 @@ class Comparison:
         return found
 
     def _place_caveats(self, place: Place) -> list[str]:
+        rivals = self.rivals(place).items()
         found = []
-        if not self.comparable(place):
-            found.append(f"{place.label}: not ranked, for the rows did not meet the same tasks and images.")
-        backbones: dict[str, list[str]] = {}
-        seeds: dict[str, list[str]] = {}
-        pixels: dict[str, list[str]] = {}
-        for row, entry in self.rivals(place).items():
-            for each in entry.pixels:
-                pixels.setdefault(each[:12], []).append(row.label)
-            backbones.setdefault(entry.backbone, []).append(row.label)
-            seeds.setdefault(", ".join(map(str, entry.seeds)), []).append(row.label)
+        if len({entry.protocol for _, entry in rivals}) > 1:
+            found.append(
+                f"{place.label}: not ranked, for the rows did not meet the same tasks and images, by number and name."
+            )
+        pixels = _grouped((each[:12], row) for row, entry in rivals for each in entry.pixels)
+        if len(pixels) > 1 and not found:
+            found.append(f"{place.label}: not ranked, for pixels differ in images of the same names: {_rows(pixels)}.")
+        seeds = _grouped((f"seed{_many(entry.seeds)}", row) for row, entry in rivals)
         if len(seeds) > 1:
-            words = "; ".join(f"{numbers} ({shorten(rows)})" for numbers, rows in seeds.items())
-            level = self.level(place)
-            ranked = ""
-            if len(level) > 1 and self.comparable(place):
-                ranked = f" Ranked are those with {', '.join(map(str, next(iter(level.values())).seeds))}."
-            found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {words}.{ranked}")
+            found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {_rows(seeds)}.")
+        backbones = _grouped((entry.backbone, row) for row, entry in rivals)
         if len(backbones) > 1:
-            words = "; ".join(f"{name} ({shorten(rows)})" for name, rows in backbones.items())
-            found.append(f"{place.label}: the backbones differ, a cause of differences too: {words}.")
-        if len(pixels) > 1 and self.comparable(place):
-            words = "; ".join(f"{name} ({shorten(rows)})" for name, rows in pixels.items())
-            found.append(f"{place.label}: the same images, but encoded or reduced in more than one way: {words}.")
+            found.append(f"{place.label}: the backbones differ, a cause of differences too: {_rows(backbones)}.")
         return found
+
+
+def _grouped(pairs: Iterable[tuple[str, Row]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, row in pairs:
+        found.setdefault(name, []).append(row.label)
+    return found
+
+
+def _rows(groups: Mapping[str, Sequence[str]]) -> str:
+    """Which rows there are of each; their labels hold commas.
+
+    >>> _rows({"seed 0": ["apt", "ft, epochs=2"]})
+    'seed 0: "apt", "ft, epochs=2"'
+    """
+    quoted = {name: [f'"{label}"' for label in rows] for name, rows in groups.items()}
+    return "; ".join(f"{name}: {shorten(rows)}" for name, rows in quoted.items())
+
+
+def _many(seeds: Sequence[int]) -> str:
+    return f"{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 _MEANING = (

@@ -354,7 +354,9 @@ def _sources(entries: Sequence[Entry]) -> list[str]:
         stream = entry.content["stream"]
         counts = (f"{sum(stream[name]):,}" for name in ("train_images", "test_images"))
         side = "held-out training images" if entry.held_out else "test"
-        return entry.benchmark, *counts, side, f"`{stream['split_hash'][:12]}`"
+        pixels = (entry.content.get("data", {}).get("test") or {}).get("pixels_sha256")
+        hashes = (f"`{text[:12]}`" if text else NOTHING for text in (stream["split_hash"], pixels))
+        return entry.benchmark, *counts, side, *hashes, "; ".join(stream.get("differences") or ()) or NOTHING
 
     def machine(entry: Entry) -> tuple[str, ...]:
         used, versions = entry.content["hardware"], entry.content["versions"]
@@ -365,8 +367,12 @@ def _sources(entries: Sequence[Entry]) -> list[str]:
         "### Weights",
         table(("Backbone", "Name", "Source", "sha256"), weights),
         "### Images",
-        table(("Benchmark", "Training", "Evaluated", "On", "Split"), images),
+        "Split: hash of the names of all images with their classes and sides. Pixels: hash of those evaluated, or of "
+        "all files of the folder. Older files say neither this nor, all of it, how images differ from the published.",
+        table(("Benchmark", "Training", "Evaluated", "On", "Split", "Pixels", "Differs from the published"), images),
         "### Machines",
+        "A revision that ends in `-dirty` is of a working tree with changes that were not committed: what they were is "
+        "not known.",
         table(("Hardware", "torch", "timm", "Revision"), machine),
     ]
 
