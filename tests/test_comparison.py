@@ -742,13 +742,24 @@ def test_the_command_shows_runs_that_are_there(
     assert f"written: {tmp_path / 'out' / 'comparison.html'}" in printed
 
 
+def test_deviations_that_are_left_out_are_told(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "Without the standard deviations, for which this window is too narrow."
+    for width, some, count in (("80", runs, 0), ("60", runs, 1), ("60", runs[:1], 0)):
+        monkeypatch.setenv("COLUMNS", width)
+        command.run_compare(None, {}, [], [], some, tmp_path / "out", None, False)
+        printed = capsys.readouterr().out.partition("Prompts and cost")[0]
+        assert " ".join(printed.split()).count(told) == count
+
+
 def test_a_table_too_wide_for_the_screen_is_shown_place_by_place(tmp_path: Path) -> None:
     comparison = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1)))
     accuracy = comparison.tables()[0]
     for width, headers in ((200, 1), (80, 2), (60, 2)):
         screen, text = Screen(), io.StringIO()
         screen.console = Console(file=text, width=width, highlight=False, legacy_windows=False)
-        command._show(screen, accuracy)
+        assert command._show(screen, accuracy) == (width > 60)
         lines = text.getvalue().splitlines()
         assert sum(line.startswith("method") for line in lines) == headers
         assert not any("…" in line or len(line) > width for line in lines)

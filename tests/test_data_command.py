@@ -123,13 +123,26 @@ def test_images_on_both_sides_are_noted_where_nobody_knows_how_many_were_publish
 def test_a_folder_of_ones_own_is_checked_without_figures(tmp_path: Path, probprompt: Command) -> None:
     root = tree(tmp_path / "mine")
     code, out, _ = probprompt("data", "check", root)
-    assert code == 0 and "classes: 2" in out and "published" not in out
+    assert code == 0 and "classes: 2" in out and "published" not in out and "held out" not in out
     (root / "test" / "cat" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
     (root / "train" / "cat" / "0.png").write_bytes((root / "train" / "cat" / "1.png").read_bytes())
     code, out, _ = probprompt("data", "check", root)
     assert code == 1
     assert "TROUBLE: 1 test image(s) are training images, too: test/cat/0.png = train/dog/0.png" in out
     assert "note: 1 image(s) of train are there more than once" in out
+
+
+def test_a_folder_without_a_test_set_is_told_what_becomes_of_it(tmp_path: Path, probprompt: Command) -> None:
+    root = tree(tmp_path / "mine") / "train"
+    code, out, _ = probprompt("data", "check", root)
+    assert code == 0 and "no test set is here: 20 % of each class are held out as one" in out
+    for name in ("cat", "dog"):
+        for place in ("indoors", "outdoors"):
+            (tmp_path / "deep" / name / place).mkdir(parents=True)
+            for file in (root / name).iterdir():
+                (tmp_path / "deep" / name / place / file.name).write_bytes(file.read_bytes())
+    _, out, _ = probprompt("data", "check", tmp_path / "deep")
+    assert "note: the classes are cat, dog, whose images all lie in folders inside them" in out
 
 
 def test_an_unreadable_file_of_ones_own_folder_is_named_with_its_side(tmp_path: Path, probprompt: Command) -> None:
@@ -187,7 +200,8 @@ def test_what_cannot_be_listed_at_all_is_trouble(tmp_path: Path, probprompt: Com
     code, out, _ = probprompt("data", "check", "cub200")
     assert code == 1 and "TROUBLE: cub200 is not on this machine" in out
     code, out, _ = probprompt("data", "check", tmp_path, "--benchmark", "tu-berlin")
-    assert code == 1 and "holds nothing that looks like it" in out
+    assert code == 1 and f"TROUBLE: {tmp_path} holds nothing that looks like tu-berlin. Accepted: (1)" in out
+    assert "not on this machine" not in out
 
 
 @pytest.mark.parametrize(

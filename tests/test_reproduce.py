@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import tomllib
 from collections.abc import Callable, Sequence
@@ -301,6 +302,13 @@ def test_hours_of_a_gpu_are_not_those_of_a_processor(probprompt: Command, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     answer = probprompt("reproduce", "table2", "--dry-run")
     assert "GPU hours on one NVIDIA H200" in answer.out and "this machine has no GPU: these hours are not" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("study", "first"), [("table2", "method"), ("ablation", "N, mixture, L_DR"), ("topk", "K"), ("samples", "N_s")]
+)
+def test_symbols_of_the_paper_keep_their_case(probprompt: Command, study: str, first: str) -> None:
+    assert re.search(rf"^{first} +run as ", probprompt("reproduce", study, "--dry-run").out, re.MULTILINE)
 
 
 def test_all_that_is_missing_is_told_at_once_and_nothing_is_started(tmp_path: Path, probprompt: Command) -> None:

@@ -592,6 +592,13 @@ def test_figures_are_of_ten_tasks_and_groups_of_bars_have_no_gaps(monkeypatch: p
     made = {picture.title.partition(":")[0]: picture for picture in figures.pictures(entries)}
     assert "the first of 5 tasks" in made["Figure 1a"].caption, "as the paper's"
     assert any("the first of 10 tasks" in picture.caption for picture in figures.pictures(entries[2:]))
+    crowd = {**queries, "names": [str(index) for index in range(43)]}
+    for entry in entries[:2]:
+        entry.content["pictures"]["queries"] = crowd
+    (first, *_) = figures.pictures(entries)
+    assert "the first of 10 tasks" in first.caption and first.caption.endswith("each class has its colour and shape.")
+    (first, *_) = figures.pictures(entries[:2])
+    assert first.caption.endswith("several classes share a colour and shape.")
     (axes,) = _drawn(monkeypatch, made["Figure 1c"]).axes
     bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]

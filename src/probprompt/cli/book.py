@@ -133,7 +133,8 @@ def _show_plan(screen: Screen, plan: Plan) -> None:
         )
         for standing in plan.standings
     ]
-    screen.listing((table.first.lower(), "run as", "where", "there", "missing"), rows, (0, 2))
+    first = table.first.lower() if len(table.first) > 1 and table.first.isalpha() else table.first  # symbols stay
+    screen.listing((first, "run as", "where", "there", "missing"), rows, (0, 2))
     wanted = sum(standing.wanted for standing in plan.standings)
     screen.say(f"{wanted} run(s), {plan.missing} missing{'; costs are to be measured' if plan.measure else ''}")
     if plan.otherwise:

@@ -255,7 +255,8 @@ def _present(screen: Screen, comparison: Comparison, out: Path, book: Path | Non
         files.append(write_page(comparison, page))
     for table in comparison.tables():
         screen.title(f"\n{table.caption}")
-        _show(screen, table)
+        if not _show(screen, table):
+            screen.say("Without the standard deviations, for which this window is too narrow.")
         for note in table.notes:
             screen.say(note)
     screen.say("")
@@ -263,11 +264,12 @@ def _present(screen: Screen, comparison: Comparison, out: Path, book: Path | Non
         screen.say(f"written: {path}")
 
 
-def _show(screen: Screen, table: Table) -> None:
-    """The whole table side by side where it fits, else place by place."""
+def _show(screen: Screen, table: Table) -> bool:
+    """The whole table side by side where it fits, else place by place; whether all of its numbers were shown."""
     if _fits(screen, _plain(table)):
         screen.console.print(_plain(table))
-        return
+        return True
+    whole = True
     for place, _ in table.places:
         chosen = [index for index, (where, _) in enumerate(table.columns) if where == place]
         rows = [(row, [cells[index] for index in chosen]) for row, cells in table.rows]
@@ -276,7 +278,8 @@ def _show(screen: Screen, table: Table) -> None:
         part = Table(place.label, columns, present)
         if len(table.places) > 1:
             screen.say(place.label)
-        _show_place(screen, part)
+        whole &= _show_place(screen, part)
+    return whole
 
 
 def _has_runs(columns: Sequence[tuple[Place, Measure]], cells: Sequence[Shown]) -> bool:
@@ -284,15 +287,17 @@ def _has_runs(columns: Sequence[tuple[Place, Measure]], cells: Sequence[Shown]) 
     return any(shown.mean != NOTHING for (_, measure), shown in zip(columns, cells, strict=True) if measure != SEEDS)
 
 
-def _show_place(screen: Screen, part: Table) -> None:
+def _show_place(screen: Screen, part: Table) -> bool:
     """No number is cut: standard deviations go first, then names fold, at last each row takes several lines."""
+    spreads = any(shown.std for _, cells in part.rows for shown in cells)
     for spread, fold in ((True, None), (False, None), (False, WORDS)):
         if _fits(screen, _plain(part, spread, fold)):
             screen.console.print(_plain(part, spread, screen.console.width if fold else None))
-            return
+            return spread or not spreads
     for row, cells in part.rows:
         numbers = zip((measure.heading for _, measure in part.columns), (shown.text for shown in cells), strict=True)
         screen.entry(_label(row), numbers)
+    return True
 
 
 def _fits(screen: Screen, table: RichTable) -> bool:

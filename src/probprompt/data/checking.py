@@ -47,6 +47,8 @@ def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
     except UserError as problem:
         return Report(tuple(facts), (), (str(problem),))
     facts += _counts(data)
+    if isinstance(source, Folder) and source.test is None:
+        facts.append(f"no test set is here: {100 * source.test_fraction:.0f} % of each class are held out as one")
     troubles = source.miscounts(data) if isinstance(source, Dataset) else []
     if quick:
         return Report(tuple(facts), tuple(_other_ways(source, data)), tuple(troubles))
@@ -60,7 +62,7 @@ def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
 
 
 def _other_ways(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | None = None) -> list[str]:
-    return source.other_ways(data, sizes) if isinstance(source, Dataset) else []
+    return source.other_ways(data, sizes) if isinstance(source, Dataset) else source.remarks()
 
 
 def _counts(data: ImageData) -> list[str]:

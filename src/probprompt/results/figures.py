@@ -15,7 +15,19 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from probprompt.evaluation import metrics
-from probprompt.report.figures import DASHES, DEPTH, INK, MARKERS, MUTED, PAGE, PALETTE, accuracy_floor, spread, styled
+from probprompt.report.figures import (
+    DASHES,
+    DEPTH,
+    INK,
+    MARKERS,
+    MUTED,
+    PAGE,
+    PALETTE,
+    accuracy_floor,
+    label,
+    spread,
+    styled,
+)
 from probprompt.results.book import Entry
 from probprompt.results.naming import backbone_slug, slug
 from probprompt.runs.grid import CUSTOM, describe
@@ -33,6 +45,7 @@ _PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
 _BETWEEN = 0.8  # groups of bars, in bars
 _LEAST = 5.0  # points of accuracy that a panel of Figure 4 spans: less is chance, and must not look like a course
 _TEXTS = 14  # lines of small text that are as high as a panel of Figure 4
+_LINES = 25  # of a legend of classes, in a column
 _FEW, _STEPS = 5, 10  # tasks that Figure 1a, and Figures 2 and 4 are about, where they are there
 
 
@@ -162,10 +175,15 @@ def _queries(scene: Scene) -> list[Picture]:
     shown = [entry for entry in scene.entries if "queries" in entry.content["pictures"]]
     if not shown:
         return []
-    entry = min(shown, key=lambda entry: (entry.tasks != _FEW, entry.tasks != scene.tasks, entry.tasks, entry.seed))
+
+    def many(entry: Entry) -> bool:
+        return len(entry.content["pictures"]["queries"]["names"]) > len(PALETTE) * len(MARKERS)
+
+    entry = min(shown, key=lambda run: (many(run), run.tasks != _FEW, run.tasks != scene.tasks, run.tasks, run.seed))
     how = entry.content["pictures"]["queries"]["embedding"]
     where = f"the first of {entry.tasks} tasks (seed {entry.seed})"
-    caption = f"Queries of test images of {where} by {how}; each class has its colour and shape."
+    looks = "several classes share a colour and shape" if many(entry) else "each class has its colour and shape"
+    caption = f"Queries of test images of {where} by {how}; {looks}."
     return [_picture(scene, "1a", "queries of a task", caption, partial(draw_queries, entry))]
 
 
@@ -273,15 +291,17 @@ def draw_queries(entry: Entry) -> bytes:
     """Queries in the plane, a colour and marker per class."""
     content = entry.content["pictures"]["queries"]
     points, labels = np.asarray(content["points"], dtype=float), np.asarray(content["labels"])
-    figure = Figure(figsize=(5, 4), layout="constrained", facecolor="white")
+    columns = -(-len(content["names"]) // _LINES)
+    figure = Figure(figsize=(5 + 1.4 * columns, 4), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     for index in np.unique(labels):
         own, marker = points[labels == index], MARKERS[index % len(MARKERS)]
         look: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "markeredgecolor": PAGE, "markeredgewidth": 0.5}
-        axes.plot(own[:, 0], own[:, 1], marker, markersize=5, **look)
+        axes.plot(own[:, 0], own[:, 1], marker, markersize=5, label=label(content["names"][index]), **look)
     axes.set(xticks=[], yticks=[])
     axes.set_aspect("equal", adjustable="datalim")
     axes.spines[:].set_visible(True)
+    figure.legend(frameon=False, ncols=columns, fontsize=7, loc="outside right upper", handletextpad=0.2)
     return _png(figure)
 
 
@@ -296,9 +316,7 @@ def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int)
         middles.append(x + (len(group) - 1) / 2)
         for method in filter(group.__contains__, methods):
             bar[method] = axes.bar(x, group[method], 0.92, color=_look(method)[0], zorder=2)[0]
-            axes.text(
-                x, group[method], f"{group[method]:.{digits}f}", ha="center", va="bottom", fontsize=7.5, color=INK
-            )
+            _value(axes, x, group[method], digits)
             x += 1.0
         x += _BETWEEN
     every = [value for group in values.values() for value in group.values()]
@@ -310,6 +328,15 @@ def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int)
     shown, names = [bar[method] for method in methods], [SHOWN[method] for method in methods]
     axes.legend(shown, names, frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
     return _png(figure)
+
+
+def _value(axes: Axes, x: float, height: float, digits: int) -> None:
+    """The number above a bar, on a ground that covers lines of the grid."""
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    look: dict[str, Any] = {"fontsize": 7.5, "color": INK, "bbox": ground, "zorder": 3}
+    axes.annotate(
+        f"{height:.{digits}f}", (x, height), (0, 2), textcoords="offset points", ha="center", va="bottom", **look
+    )
 
 
 @styled

@@ -71,7 +71,8 @@ class Run:
         """Open an existing run."""
         folder = Path(folder)
         if not (folder / "run.json").is_file():
-            raise UserError(f"{folder} is not a run: it has no run.json")
+            why = "is not a run: it has no run.json" if folder.exists() else "does not exist"
+            raise UserError(f"{folder} {why}")
         found = read_json(folder / "run.json")
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             version = found.get("format") if isinstance(found, dict) else None
