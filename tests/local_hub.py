@@ -1,18 +1,27 @@
-"""A stand-in of the hub's API, for models that are sent and fetched over real HTTP without leaving this machine."""
+"""A stand-in of the hub's API: models sent and fetched, and datasets fetched, over real HTTP on this machine alone."""
 
 import base64
 import hashlib
 import json
 import re
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
+from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 YAML: Any = import_module("yaml")  # comes with the hub's client; without types
 
+DATASETS = "datasets/"
+"""What the names of datasets begin with."""
 TOKEN = "hf_of_the_tests"
 """What may write to the repositories of ``me``."""
 
@@ -23,6 +32,8 @@ class Repository:
 
     private: bool = False
     commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """Commits by branch or tag, beside ``main``, which is the newest."""
 
     def commit(self, files: dict[str, bytes]) -> str:
         digest = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
@@ -36,7 +47,7 @@ class Repository:
     def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
         if revision == "main":
             return self.commits[-1]
-        return next((one for one in self.commits if one[0] == revision), None)
+        return next((one for one in self.commits if one[0] == self.names.get(revision, revision)), None)
 
 
 class Hub:
@@ -44,14 +55,18 @@ class Hub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
+        """By name; that of a dataset begins with ``datasets/``."""
         self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.moved: dict[str, str] = {}
+        """Repositories by the name they had before."""
         self.cuts: dict[str, list[int]] = {}
         """By file: after how many bytes the next answers end."""
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 hub.answer(self)
@@ -71,13 +86,18 @@ class Hub:
         self.web.server_close()
 
     def answer(self, to: BaseHTTPRequestHandler) -> None:
-        path = unquote(urlsplit(to.path).path)
-        self.requests.append(f"{to.command} {path}")
+        path = urlsplit(to.path).path
+        self.requests.append(f"{to.command} {unquote(path)}")
         body = to.rfile.read(int(to.headers.get("Content-Length") or 0))
         for pattern, act in ROUTES.items():
             found = re.fullmatch(pattern, path)
             if found:
-                act(self, to, body, **found.groupdict())
+                given = {name: unquote(value) for name, value in found.groupdict("").items()}
+                now = self.moved.get(given.get("repo", ""))
+                if now is None:
+                    act(self, to, body, **given)
+                else:
+                    say(to, 307, {}, {"Location": to.path.replace(given["repo"], now)})
                 return
         say(to, 404, {"error": f"no such page: {path}"})
 
@@ -122,7 +142,26 @@ class Hub:
             say(to, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
             return
         siblings = [{"rfilename": path} for path in commit[1]]
-        say(to, 200, {"id": repo, "sha": commit[0], "private": found.private, "siblings": siblings})
+        say(
+            to,
+            200,
+            {"id": repo.removeprefix(DATASETS), "sha": commit[0], "private": found.private, "siblings": siblings},
+        )
+
+    def tree(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str, path: str) -> None:
+        """What lies in a folder, and below it if that is asked."""
+        found = self.visible(to, repo)
+        if found is None:
+            return
+        _, files = found.at(revision) or ("", {})
+        within = [one for one in map(PurePosixPath, files) if PurePosixPath(path) in one.parents]
+        if not within:
+            say(to, 404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+            return
+        folders = {above for one in within for above in one.parents if PurePosixPath(path) in above.parents}
+        deep = parse_qs(urlsplit(to.path).query)["recursive"] == ["true"]
+        shown = [one for one in sorted({*within, *folders}) if deep or one.parent == PurePosixPath(path)]
+        say(to, 200, [entry(str(one), files.get(str(one))) for one in shown])
 
     def validate(self, to: BaseHTTPRequestHandler, body: bytes) -> None:
         """The hub refuses a card whose front matter it cannot read."""
@@ -206,7 +245,13 @@ class Hub:
             to.wfile.write(content[start : start + cuts.pop(0)] if cuts else content[start:])
 
 
-def say(to: BaseHTTPRequestHandler, code: int, value: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+def entry(path: str, content: bytes | None) -> dict[str, Any]:
+    """A file, or a folder without contents, as the hub lists it."""
+    kind = "directory" if content is None else "file"
+    return {"type": kind, "path": path, "size": len(content or b""), "oid": hashlib.sha1(content or b"").hexdigest()}
+
+
+def say(to: BaseHTTPRequestHandler, code: int, value: Any, headers: dict[str, str] | None = None) -> None:
     data = json.dumps(value).encode()
     to.send_response(code)
     for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
@@ -219,6 +264,7 @@ def say(to: BaseHTTPRequestHandler, code: int, value: dict[str, Any], headers: d
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
+_DATASET = rf"(?P<repo>{DATASETS}(?:[^/]+/)?[^/]+)"
 ROUTES: dict[str, Any] = {
     r"/api/repos/create": Hub.create,
     r"/api/validate-yaml": Hub.validate,
@@ -228,5 +274,34 @@ ROUTES: dict[str, Any] = {
     rf"/api/models/{_REPO}/commit/main": Hub.commit,
     rf"/{_REPO}\.git/info/lfs/objects/batch": Hub.batch,
     r"/lfs/(?P<oid>[0-9a-f]{64})": Hub.upload,
+    rf"/api/{_DATASET}": Hub.info,
+    rf"/api/{_DATASET}/revision/(?P<revision>[^/]+)": Hub.info,
+    rf"/api/{_DATASET}/tree/(?P<revision>[^/]+)(?:/(?P<path>.+))?": Hub.tree,
+    rf"/{_DATASET}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": Hub.resolve,
     rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": Hub.resolve,
 }
+
+
+@contextmanager
+def alone(patch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
+    """A stand-in that the hub's client takes for the hub, with its cache in a folder; nothing else can be reached."""
+    hub, find = Hub(), socket.getaddrinfo
+
+    def only_here(host: Any, *more: Any, **named: Any) -> Any:
+        if host != "127.0.0.1":
+            raise OSError(f"a test must not reach {host}")
+        return find(host, *more, **named)
+
+    patch.setattr(socket, "getaddrinfo", only_here)
+    patch.setenv("HF_ENDPOINT", hub.url)
+    patch.setattr(constants, "ENDPOINT", hub.url)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    patch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    for name in ("HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH", "AGENT_HARNESSES_PATH"):
+        patch.setattr(constants, name, str(folder / "none"), raising=False)
+    try:
+        yield hub
+    finally:
+        hub.close()

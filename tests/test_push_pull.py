@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import save_file
 
-from local_hub import ROUTES, TOKEN, Hub, Repository
+from local_hub import ROUTES, TOKEN, Hub, Repository, alone
 from probprompt import ContinualClassifier, api, load_model
 from probprompt.errors import UserError
 from probprompt.export.bundle import LIST, read_record
@@ -48,23 +48,9 @@ class Notes(Watcher):
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The stand-in, which the hub's client takes for the hub; nothing else can be reached."""
-    made = Hub()
-    find = socket.getaddrinfo
-
-    def only_here(host: Any, *more: Any, **named: Any) -> Any:
-        if host != "127.0.0.1":
-            raise OSError(f"a test must not reach {host}")
-        return find(host, *more, **named)
-
-    monkeypatch.setattr(socket, "getaddrinfo", only_here)
-    monkeypatch.setenv("HF_ENDPOINT", made.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    for name in ("HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH", "AGENT_HARNESSES_PATH"):
-        monkeypatch.setattr(constants, name, str(tmp_path / "none"), raising=False)
-    yield made
-    made.close()
+    with alone(monkeypatch, tmp_path) as made:
+        yield made
 
 
 def some(pictures: Path, first: int, last: int) -> dict[str, list[Path]]:
