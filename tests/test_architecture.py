@@ -135,7 +135,7 @@ def _seconds(*arguments: str) -> float:
 
 
 def test_import_is_quick_and_imports_nothing_heavy() -> None:
-    probe = "import sys, probprompt; print(sorted({'torch', 'timm', 'matplotlib'} & set(sys.modules)))"
+    probe = "import sys, probprompt; print(sorted({'torch', 'timm', 'matplotlib', 'datasets'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
     assert answer.stdout.strip() == "[]"
     assert min(_seconds("-c", "import probprompt") for _ in range(3)) < 1.0

@@ -2,13 +2,11 @@
 
 import os
 import pickle
-import random
 import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -898,28 +896,3 @@ def test_a_benchmark_by_name_can_be_learned(home: Path, settings: Settings) -> N
     workshop = prepare(config, torch.device("cpu"), Watcher())
     assert workshop.class_names == ("apple", "aquarium fish", "baby")
     assert [len(task.rows) for task in workshop.tasks] == [12]
-
-
-# Hugging Face ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(find_spec("datasets") is not None, reason="the package is there")
-def test_without_the_package_a_hub_dataset_says_what_to_install() -> None:
-    with pytest.raises(UserError, match=r"hf:owner/name needs the package 'datasets': pip install"):
-        find("hf:owner/name").load(None)
-
-
-def test_a_hub_dataset_saved_on_disk_is_read(tmp_path: Path) -> None:
-    hub = pytest.importorskip("datasets")
-    features = hub.Features({"img": hub.Image(), "label": hub.ClassLabel(names=["cat", "dog"])})
-    colours = random.Random(0)
-
-    def split(count: int) -> Any:
-        pictures = [Image.new("RGB", (8, 6), (colours.randrange(256), 0, 0)) for _ in range(count)]
-        return hub.Dataset.from_dict({"img": pictures, "label": [i % 2 for i in range(count)]}, features=features)
-
-    hub.DatasetDict({"train": split(6), "validation": split(4)}).save_to_disk(str(tmp_path / "saved"))
-    data = find(f"hf:{tmp_path / 'saved'}").load(3)
-    assert data.class_names == ("cat", "dog") and (len(data.train), len(data.test)) == (6, 4)
-    assert data.test.read(0).shape == (3, 4, 3)
-    assert data.test.names[0].startswith("validation@") and data.test.names[0].endswith("/0000000")

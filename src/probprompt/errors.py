@@ -34,6 +34,17 @@ def shorten(items: Iterable[object], limit: int = 5) -> str:
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
 
 
+def one_line(problem: BaseException, limit: int = 300) -> str:
+    """What an error of another package says, on one line of so many letters at most.
+
+    >>> one_line(ValueError("no such split.\\n  choose train"))
+    'no such split. choose train'
+    >>> one_line(TimeoutError())
+    'TimeoutError'
+    """
+    return (" ".join(str(problem).split()) or type(problem).__name__)[:limit].rstrip(" .")
+
+
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "can't start new thread", "std::bad_alloc")
 
 

@@ -79,6 +79,8 @@ class Benchmark(ABC):
     tasks: ClassVar[int] = 10
     enlarge: ClassVar[bool] = True
     """Whether evaluation resizes to 256/224 of the input before the centre crop (else straight to the input)."""
+    remote: ClassVar[bool] = False
+    """Whether it may have to be fetched before anything can be said of it."""
 
     @abstractmethod
     def load(self, short_side: int | None) -> ImageData:

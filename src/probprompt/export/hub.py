@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from probprompt import weights_files
-from probprompt.errors import UserError, shorten
+from probprompt.errors import UserError, one_line, shorten
 from probprompt.export.bundle import CARD, FORMAT, LIST, OWN, Bundle, Record, bundle, describe, encode, read_record
 from probprompt.export.card import MARK, make_card
 from probprompt.runs.files import write_bytes, write_error
@@ -24,7 +24,6 @@ TIMEOUT = 10.0
 """Seconds until the hub must have answered for the first time."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LARGEST_LIST = 2**24  # bytes of probprompt.json
-_REASON = 300  # letters of what the hub says
 
 
 @dataclass(frozen=True)
@@ -165,14 +164,13 @@ def _talking(hub: Any, repository: str, doing: str) -> Iterator[None]:
 def _reason(problem: Exception) -> str:
     """What happened, and what to do where that is clear."""
     cause = problem.__cause__ if isinstance(problem, RuntimeError) and problem.__cause__ else problem
-    said = " ".join(str(cause).split()) or type(cause).__name__
     code = getattr(getattr(cause, "response", None), "status_code", None)
     hint = {
         401: "the token is not valid: run 'hf auth login' or set HF_TOKEN",
         403: "the token does not allow this: use one that may write to this owner's repositories",
         412: "somebody else changed the repository in the meantime: try again",
     }.get(code or 0, "try again; what arrived already is kept" if code is None else "try again later")
-    return f"{said[:_REASON]}. What to do: {hint}"
+    return f"{one_line(cause)}. What to do: {hint}"
 
 
 # Sending -------------------------------------------------------------------------------------------------------------

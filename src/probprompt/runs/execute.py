@@ -200,7 +200,7 @@ def prepare(
     backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
-    for remark in source.remarks():
+    for remark in _open(source, watch):
         watch.note(remark)
     data = source.load(config.data.short_side(short_side))
     differences = source.differences(data) if isinstance(source, Dataset) else []
@@ -240,6 +240,16 @@ def prepare(
         skipped=skipped,
         world=world,
     )
+
+
+def _open(source: benchmarks.Benchmark, watch: Watcher) -> list[str]:
+    """What a user should know of the images, which may have to be fetched for it."""
+    if not source.remote:
+        return source.remarks()
+    with watch.stage("opening data", 1):
+        found = source.remarks()
+        watch.advance(1)
+    return found
 
 
 def _refuse_empty_classes(data: ImageData, name: str) -> None:
