@@ -481,7 +481,7 @@ def test_another_folder_for_a_resumed_run_is_refused(stopped: Stopped, tmp_path:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, probprompt: Command) -> None:
     (tmp_path / "photo.txt").write_text("mine")
     assert f"{tmp_path} is not a run: it has no run.json" in refused(probprompt, Run(tmp_path))
-    assert "nowhere is not a run" in refused(probprompt, Run(tmp_path / "nowhere"))
+    assert "nowhere does not exist" in refused(probprompt, Run(tmp_path / "nowhere"))
 
 
 def test_a_new_image_since_the_start_is_refused(stopped: Stopped, probprompt: Command) -> None:
