@@ -152,14 +152,14 @@ def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
 
 
 def test_the_words_on_fidelity_tell_the_recorded_runs_on_test(recorded: dict[tuple[str, ...], list[float]]) -> None:
-    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    text = _words("docs/fidelity.md")
     own, rival = ([_told(recorded["cifar100", m, p]) for p in PROTOCOLS] for m in ("probprompt", "vq-prompt"))
     assert f"ends at {own[0]}, VQ-Prompt at {rival[0]};" in text
     assert f"(`published`) at {own[1]} and {rival[1]}." in text
 
 
 def test_the_words_on_fidelity_tell_the_papers_studies_as_run_here() -> None:
-    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    text = _words("docs/fidelity.md")
     entries = [entry for entry in read_entries(ROOT / "results") if entry.benchmark == "tu-berlin"]
 
     def told(study: str, column: str) -> dict[str, str]:
@@ -183,7 +183,7 @@ def test_the_words_on_fidelity_tell_the_papers_studies_as_run_here() -> None:
 
 
 def test_the_words_on_fidelity_tell_how_alike_prompts_are() -> None:
-    text = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    text = _words("docs/fidelity.md")
     for method, words in {"probprompt": "ProbPrompt", "vq-prompt": "VQ-Prompt", "coda-prompt": "CODA-Prompt"}.items():
         means = list[str]()
         for benchmark in ("cifar100", "cub200", "tu-berlin"):
@@ -230,7 +230,7 @@ def test_the_readme_tells_the_recorded_numbers_of_a_larger_backbone() -> None:
     def told(method: str, preset: str) -> str:
         return _told(_dino(method, preset))
 
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    readme = _words("README.md")
     assert f"the flagship ends at {told('probprompt', 'flagship')}, RanPAC at {told('ranpac', 'matched')}, " in readme
     assert f" VQ-Prompt at {told('vq-prompt', 'matched')}, ProbPrompt as in the paper at " in readme
     rest = f"{told('probprompt', 'matched')} (one seed both), the linear probe at {told('linear-probe', 'matched')}."
@@ -241,8 +241,7 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     def told(*key: str) -> str:
         return _told(recorded["cifar100", *key])
 
-    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/cifar100-flagship.md")}
-    readme, flagship = (" ".join(text.replace("**", "").split()) for text in pages.values())
+    readme, flagship = _words("README.md"), _words("results/cifar100-flagship.md")
     ranpac, joint = told("ranpac", "matched"), told("joint", "matched")
     wide, rival = told("ranpac", "matched", "layers=11"), told("vq-prompt", "ridge")
     unaligned = told("vq-prompt", "matched", "alignment.enabled=false")
@@ -268,7 +267,7 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
         for methods_ in (("probprompt", "vq-prompt"), ("linear-probe",))
     )
     assert "On CUB-200 neither is more than a point above the linear probe." in readme and max(prompted) < probe[0] + 1
-    birds = " ".join((ROOT / "results" / "cub200-flagship.md").read_text(encoding="utf-8").replace("**", "").split())
+    birds = _words("results/cub200-flagship.md")
     own, frozen = (_told(recorded["cub200", *key]) for key in (("probprompt", "flagship"), ("ranpac", "matched")))
     assert f"it ends at {own}, level with RanPAC, as wide a head on the frozen feature alone, at {frozen} (" in birds
     numbers = {4: "four", 6: "six", 10: "ten", 2: "two"}
@@ -500,7 +499,7 @@ def test_every_other_example_is_a_grid_that_could_be_run(path: Path, tmp_path: P
 
 def test_the_load_that_the_service_bears_is_the_recorded_one() -> None:
     found = json.loads((ROOT / "results" / "serve-load.json").read_text(encoding="utf-8"))
-    page = " ".join((ROOT / "docs" / "serve.md").read_text(encoding="utf-8").split())
+    page = _words("docs/serve.md")
     served, offline, waits = found["images_per_s"], found["offline"]["images_per_s"], found["ms"]
     assert found["clients"] == 32 and found["errors"] == 0 and served >= 0.6 * offline
     assert f"{found['clients']} clients" in page

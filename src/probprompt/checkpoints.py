@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probprompt import weights_files
+from probprompt.data.hub_client import TIMEOUT, failures
 from probprompt.errors import UserError, says_out_of_memory, shorten
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ _PACKAGED = Path(__file__).parent / "weights"
 _PACKAGED_FILE = "demo.safetensors"
 _HUB_FILE = "model.safetensors"
 _GIVE_FILE = "give a file with --weights (in Python weights=FILE)"
-_HUB_TIMEOUT = 10.0  # seconds
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
 # What timm calls its plain ViTs with a class token and a tag: told by the name, since building one would need timm.
 _PLAIN = re.compile(
@@ -422,15 +422,13 @@ def _hash_of_blob(path: Path) -> str | None:
 
 def _download(checkpoint: Checkpoint) -> Path:
     import huggingface_hub
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    # The hub's client uses another HTTP library from one version to the next: this is the one it uses.
-    http_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     try:
         # Asked first because it answers at once: without a network the download itself retries for a minute.
-        get_hf_file_metadata(hf_hub_url(checkpoint.source, _HUB_FILE), timeout=_HUB_TIMEOUT)
+        get_hf_file_metadata(hf_hub_url(checkpoint.source, _HUB_FILE), timeout=TIMEOUT)
         return Path(hf_hub_download(checkpoint.source, _HUB_FILE))
-    except (OSError, http_error) as error:
+    except failures() as error:
         raise UserError(
             f"the weights of {checkpoint.name!r} are not in the caches of this machine "
             f"({huggingface_hub.constants.HF_HUB_CACHE}, {_torch_cache()}), and {checkpoint.source} could not be "

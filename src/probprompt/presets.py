@@ -58,6 +58,13 @@ _BENCHMARKS: dict[str, Settings] = {
 }
 PHOTOS = ("imagenet-r", "cub200")
 """Published code cuts their random crops from the whole photograph, not from a copy of it that is kept smaller."""
+
+
+def are_smaller(data: Mapping[str, Any]) -> bool:
+    """Whether a run's images are such copies, by its settings of data."""
+    return data["benchmark"] in PHOTOS and data.get("stored_side") != "full"
+
+
 _EMOJI_R: Settings = {
     "data": {"tasks": 5},
     "backbone": {"name": "demo"},

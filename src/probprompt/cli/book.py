@@ -74,11 +74,10 @@ def run_reproduce(
     distributed.refuse_several("a reproduction")
     screen, table = GridScreen(), paper.find(name)
     settings: dict[str, Any] = flatten(apply_assignments({}, assignments))
-    plan = make_plan(
-        table, wishes(table, out, seeds, methods, settings, _files(table, weights)), book, out, pick_device(device)
-    )
+    picked = pick_device(device)
+    plan = make_plan(table, wishes(table, out, seeds, methods, settings, _files(table, weights)), book, out, picked)
     _show_plan(screen, plan)
-    _show_estimate(screen, plan, bench or known_speeds(book), pick_device(device))
+    _show_estimate(screen, plan, bench or known_speeds(book), picked)
     _show_needs(screen, plan)
     if dry_run:
         return
@@ -90,7 +89,7 @@ def run_reproduce(
         return
     outcomes = _run(plan, book, device, screen, Where(workers)) if unadded else []
     if plan.measure:
-        screen.say(f"written: {measure_costs(table, book, pick_device(device), screen)}")
+        screen.say(f"written: {measure_costs(table, book, picked, screen)}")
     screen.title(f"\n{table.heading}")
     screen.say(paper_table(table, read_entries(book), read_benches(book)))
     if assignments:

@@ -51,17 +51,18 @@ def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
         facts.append(f"no test set is here: {100 * source.test_fraction:.0f} % of each class are held out as one")
     troubles = source.miscounts(data) if isinstance(source, Dataset) else []
     if quick:
-        return Report(tuple(facts), tuple(_other_ways(source, data)), tuple(troubles))
+        return Report(tuple(facts), tuple(_remarks(source, data)), tuple(troubles))
     with watch.stage("reading images", len(data.train) + len(data.test)):
         train, test = (_look(images, within, watch) for images, within in _sides(data))
-    remarks = _other_ways(source, data, train.sizes | test.sizes)
+    remarks = _remarks(source, data, train.sizes | test.sizes)
     damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
     troubles += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
     _shared(train, test, source, remarks, troubles)
     return Report(tuple(facts), tuple(remarks), tuple(troubles))
 
 
-def _other_ways(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | None = None) -> list[str]:
+def _remarks(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | None = None) -> list[str]:
+    """How a dataset differs from the published one, or what one should know of any other source."""
     return source.other_ways(data, sizes) if isinstance(source, Dataset) else source.remarks()
 
 

@@ -165,9 +165,9 @@ class Dataset(Benchmark):
 
     def _missing(self) -> str:
         forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
-        state = "holds nothing that looks like it" if self.place.is_dir() else "does not exist"
         if self.root and self.place.is_dir():
             return f"{self.place} holds nothing that looks like {self.name}. Accepted: {forms}"
+        state = "holds nothing that looks like it" if self.place.is_dir() else "does not exist"
         return (
             f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
             f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probprompt.data.hub_client import TIMEOUT, asking_for, failures, without_bars
 from probprompt.data.images import Pixels, UnreadableImageError, read_image
 from probprompt.data.layouts import SIDES
 from probprompt.data.sets import Benchmark, ImageData, ImageSet, stratified_split
 from probprompt.errors import UserError, one_line, shorten
 
 PREFIX = "hf:"
-TIMEOUT = 10.0
-"""Seconds until the hub must have answered for the first time."""
 _FORM = "hf:owner/name or hf:name, :configuration and @revision behind it where needed, or hf:FOLDER"
 _NAMED = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _TRAIN = "train"
@@ -126,16 +125,14 @@ def _open(where: str) -> tuple[Mapping[str, Any], list[str]]:
 def _quiet(datasets: Any) -> Iterator[None]:
     """Keep bars and remarks of the package, and of the hub's client, off the screen."""
     packages = (datasets.utils, import_module("huggingface_hub.utils"))
-    before = [(one, one.are_progress_bars_disabled(), one.logging.get_verbosity()) for one in packages]
+    before = [(one, one.logging.get_verbosity()) for one in packages]
     for one in packages:
-        one.disable_progress_bars()
         one.logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with without_bars(*packages):
+            yield
     finally:
-        for one, without_bars, verbosity in before:
-            if not without_bars:
-                one.enable_progress_bars()
+        for one, verbosity in before:
             one.logging.set_verbosity(verbosity)
 
 
@@ -175,21 +172,13 @@ def _ask(datasets: Any, asked: _Named) -> tuple[str, str]:
     if datasets.config.HF_HUB_OFFLINE:
         raise _UnreachedError("HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set")
     errors: Any = import_module("huggingface_hub.errors")
-    # The hub's client uses another HTTP library from one version to the next: this is the one it uses.
-    http_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     api = import_module("huggingface_hub").HfApi(endpoint=datasets.config.HF_ENDPOINT, library_name="probprompt")
     try:
-        found = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{asked.where}: there is no such revision; name a branch, a tag or a commit of it") from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"the hub has no dataset {asked.name}, or it is private and not shown to you: check the name, and run "
-            "'hf auth login' or set HF_TOKEN"
-        ) from None
+        with asking_for("dataset", asked.name, f"{asked.where}: there is no such revision;"):
+            found = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
     except errors.HFValidationError as problem:
         raise UserError(f"{asked.where} is no name of a dataset: {one_line(problem)}") from None
-    except (OSError, http_error) as problem:
+    except failures() as problem:
         raise _UnreachedError(one_line(problem)) from None
     return str(found.id), str(found.sha)
 

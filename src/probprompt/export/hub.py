@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from probprompt import weights_files
+from probprompt.data.hub_client import TIMEOUT, asking_for, failures, without_bars
 from probprompt.errors import UserError, one_line, shorten
 from probprompt.export.bundle import CARD, FORMAT, LIST, OWN, Bundle, Record, bundle, describe, encode, read_record
 from probprompt.export.card import MARK, make_card
@@ -20,8 +21,6 @@ from probprompt.runs.files import write_bytes, write_error
 from probprompt.runs.progress import Watcher
 from probprompt.runs.tensors import check_name
 
-TIMEOUT = 10.0
-"""Seconds until the hub must have answered for the first time."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LARGEST_LIST = 2**24  # bytes of probprompt.json
 
@@ -140,25 +139,12 @@ def _check_name(repository: str) -> None:
 @contextmanager
 def _talking(hub: Any, repository: str, doing: str) -> Iterator[None]:
     """Say in plain words what went wrong between here and the hub, and draw no bars of the client's own."""
-    errors, bars = hub.errors, hub.utils
-    # The hub's client uses another HTTP library from one version to the next: this is the one it uses.
-    http_error: type[Exception] = getattr(errors, "HTTPError", OSError)
-    shown = not bars.are_progress_bars_disabled()
-    bars.disable_progress_bars()
+    expected: tuple[type[Exception], ...] = (*failures(), RuntimeError, ValueError)
     try:
-        yield
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{repository} has no such revision: name a branch, a tag or a commit of it") from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"the hub has no model {repository}, or it is private and not shown to you: check the name, and run "
-            "'hf auth login' or set HF_TOKEN"
-        ) from None
-    except (OSError, http_error, RuntimeError, ValueError) as problem:
+        with without_bars(hub.utils), asking_for("model", repository, f"{repository} has no such revision:"):
+            yield
+    except expected as problem:
         raise UserError(f"{repository} could not be {doing} the hub: {_reason(problem)}") from problem
-    finally:
-        if shown:
-            bars.enable_progress_bars()
 
 
 def _reason(problem: Exception) -> str:

@@ -1,5 +1,6 @@
 """A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,8 +194,7 @@ class Entry:
     @property
     def pixels(self) -> list[str]:
         """Hashes of the pixels that were evaluated on: several where the same images were encoded in several ways."""
-        told = [(result.record.get("data") or {}).get("test") or {} for result in self.results]
-        return sorted({each["pixels_sha256"] for each in told if each.get("pixels_sha256")})
+        return sorted({told for result in self.results if (told := pixels_hash(result.record))})
 
     @property
     def backbone(self) -> str:
@@ -301,10 +301,10 @@ class Comparison:
 
     def level(self, place: Place) -> dict[Row, Entry]:
         """Rivals with the most seeds, the same ones: every seed has its own order of classes, easier or harder."""
-        found: dict[tuple[int, ...], dict[Row, Entry]] = {}
-        for row, entry in self.rivals(place).items():
-            found.setdefault(entry.seeds, {})[row] = entry
-        return max(found.values(), key=lambda rows: (len(next(iter(rows.values())).seeds), len(rows)), default={})
+        rivals = self.rivals(place)
+        rows = Counter(entry.seeds for entry in rivals.values())
+        most = max(rows, key=lambda seeds: (len(seeds), rows[seeds]), default=())
+        return {row: entry for row, entry in rivals.items() if entry.seeds == most}
 
     def ranks(self, place: Place, measure: Measure) -> dict[Row, int]:
         """Best and second of a column, by the digits that are shown."""
@@ -447,7 +447,7 @@ class Comparison:
         pixels = _grouped((each[:12], row) for row, entry in rivals for each in entry.pixels)
         if len(pixels) > 1 and not found:
             found.append(f"{place.label}: not ranked, for pixels differ in images of the same names: {_rows(pixels)}.")
-        seeds = _grouped((f"seed{_many(entry.seeds)}", row) for row, entry in rivals)
+        seeds = _grouped((_seeds(entry.seeds), row) for row, entry in rivals)
         if len(seeds) > 1:
             found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {_rows(seeds)}.")
         backbones = _grouped((entry.backbone, row) for row, entry in rivals)
@@ -473,8 +473,8 @@ def _rows(groups: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{name}: {shorten(rows)}" for name, rows in quoted.items())
 
 
-def _many(seeds: Sequence[int]) -> str:
-    return f"{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+def _seeds(numbers: Sequence[int]) -> str:
+    return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 _MEANING = (
@@ -588,6 +588,12 @@ def _settings(runs: Sequence[Recorded]) -> list[dict[str, Any]]:
 def _sha256(record: Mapping[str, Any]) -> str:
     """Of the weights."""
     return str((record.get("backbone") or {}).get("sha256", ""))
+
+
+def pixels_hash(record: Mapping[str, Any]) -> str | None:
+    """Of the images that a run was evaluated on, or of all files of their folder; older records have none."""
+    found: str | None = ((record.get("data") or {}).get("test") or {}).get("pixels_sha256")
+    return found
 
 
 def _split_hash(record: Mapping[str, Any]) -> str:

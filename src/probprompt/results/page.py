@@ -13,7 +13,7 @@ from probprompt.bench.page import PAPER, PAPER_METHODS
 from probprompt.bench.record import read_record
 from probprompt.data.datasets import published_lists
 from probprompt.evaluation import metrics
-from probprompt.report.comparison import NOTHING, Comparison, Place, read_result
+from probprompt.report.comparison import NOTHING, Comparison, Place, pixels_hash, read_result
 from probprompt.report.comparison import Row as MethodRow
 from probprompt.report.page import number, write
 from probprompt.report.tables import markdown
@@ -96,7 +96,7 @@ def same_data(entry: Entry, column: paper.Column) -> bool:
 
 def same_settings(entry: Entry, row: paper.Row) -> bool:
     """Whether a run has the settings behind the paper's number, its crops cut from images of the same size."""
-    smaller = entry.benchmark in presets.PHOTOS and "data.stored_side" in entry.departures
+    smaller = presets.are_smaller(entry.config["data"])
     return entry.preset == paper.PRESET and entry.varied == row.as_run and not smaller
 
 
@@ -354,8 +354,8 @@ def _sources(entries: Sequence[Entry]) -> list[str]:
         stream = entry.content["stream"]
         counts = (f"{sum(stream[name]):,}" for name in ("train_images", "test_images"))
         side = "held-out training images" if entry.held_out else "test"
-        pixels = (entry.content.get("data", {}).get("test") or {}).get("pixels_sha256")
-        hashes = (f"`{text[:12]}`" if text else NOTHING for text in (stream["split_hash"], pixels))
+        known = stream["split_hash"], pixels_hash(entry.content)
+        hashes = (f"`{text[:12]}`" if text else NOTHING for text in known)
         return entry.benchmark, *counts, side, *hashes, "; ".join(stream.get("differences") or ()) or NOTHING
 
     def machine(entry: Entry) -> tuple[str, ...]:

@@ -322,8 +322,7 @@ def _costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], devic
 
 
 def _as_published(entry: Mapping[str, Any]) -> bool:
-    data = entry["config"]["data"]
-    smaller = data["benchmark"] in presets.PHOTOS and data.get("stored_side") != "full"
+    smaller = presets.are_smaller(entry["config"]["data"])
     return is_base(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET and not smaller
 
 
