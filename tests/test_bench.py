@@ -123,6 +123,25 @@ def test_a_method_s_own_prompts_are_counted() -> None:
     assert count == flops.flops(backbone, {1: prefix(3), 2: prefix(3)})
 
 
+@pytest.mark.parametrize(
+    "groups",
+    (
+        {"head": {"kind": "ridge", "projections": 0, "mirrored": True}},
+        {"method": {"evaluation_draws": 3, "blocks": [0, 1, 2]}},
+    ),
+    ids=("mirrored", "drawn"),
+)
+def test_all_passes_of_a_prediction_are_counted(groups: dict[str, Any]) -> None:
+    site = build("probprompt", **groups)
+    count = measure.count_flops(site)
+    once = count.query + count.prompted
+    assert count.inference == (2 * once if "head" in groups else once + 2 * count.prompted)
+    images = torch.zeros(1, 3, 32, 32)
+    assert (
+        abs(counted(lambda: site.model.look(images)) / count.inference - 1) < 0.1
+    )  # a pass that is missing would be a quarter
+
+
 # Time -----------------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "ridge and query": {
         "method": {"name": "probprompt", **SMALL["probprompt"]},
-        "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1},
+        "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1, "mirrored": True},
     },
 }
 """What learns in both ways. A task has 21 images, so that most have parts of 10 and 11."""

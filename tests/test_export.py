@@ -41,7 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 HEADS: dict[str, dict[str, Any]] = {
     "probprompt": {"kind": "ridge", "projections": 30, "with_query": True, "layers": 1},
-    "coda-prompt": {"kind": "lda"},
+    "coda-prompt": {"kind": "lda", "mirrored": True},
     "l2p": {"kind": "nearest-mean"},
 }
 # The same graph as that of linear-probe or ft, under heads that others have.

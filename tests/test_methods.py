@@ -444,16 +444,40 @@ def test_a_head_may_read_the_blocks_before_the_last(
     assert workshop.learner.look(task, lambda _: None).shape == (len(task), model.head.width)
 
 
+@pytest.mark.parametrize("name", ("probprompt", "evo-prompt", "ranpac"))
+def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
+    name: str, few: Path, loading: None, tmp_path: Path
+) -> None:
+    """At every place where it learns or predicts: an image and its mirror image are then the same to it."""
+    plain = {"kind": "ridge", "layers": 1, "ridge": 1.0, "projections": 50}
+    run = execute.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
+    workshop = restored(run)
+    model, scorer, task = workshop.learner.model, workshop.scorer, workshop.tasks[-1]
+    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
+    model.head.mirrored = False
+    both = (model.look(images) + model.look(images.flip(-1))) / 2
+    seen, apart = workshop.learner.look(task, lambda _: None), model.predict(images)
+    model.head.mirrored, workshop.learner._frozen = True, None
+    by_hand = model.head(both)
+    torch.testing.assert_close(model.predict(images), by_hand)
+    torch.testing.assert_close(model.predict(images.flip(-1)), by_hand)
+    torch.testing.assert_close(scorer.logits(torch.arange(6)), by_hand)
+    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
+    assert not torch.allclose(apart, by_hand)
+    assert not torch.allclose(workshop.learner.look(task, lambda _: None), seen)
+    once = learn(configure(few, "narrow", name, head=plain)).learner.model
+    assert not torch.allclose(once.head(both), by_hand)  # it learned something else too
+
+
 @pytest.mark.parametrize(
     ("head", "message"),
     (
         ({"kind": "linear", "layers": 1}, "head.layers is for heads in closed form"),
+        ({"kind": "linear", "mirrored": True}, "head.mirrored is for heads in closed form"),
         ({"kind": "ridge", "layers": 9}, "head.layers is 9, but the backbone has"),
     ),
 )
-def test_layers_that_no_head_could_read_are_refused(
-    head: dict[str, Any], message: str, few: Path, loading: None
-) -> None:
+def test_what_no_head_could_read_is_refused(head: dict[str, Any], message: str, few: Path, loading: None) -> None:
     with pytest.raises(UserError, match=message):
         execute.prepare(configure(few, "narrow", "probprompt", head=head), CPU, Watcher())
 

@@ -45,6 +45,9 @@ class HeadConfig(BaseModel):
     under prompts and each normalised."""
     readings: Literal["beside", "projected"] = "beside"
     """Whether the ridge head takes them as they are, beside its projections, or projects them with the feature."""
+    mirrored: bool = False
+    """Whether a head in closed form is given the mean of what is read of an image and of its mirror image, wherever it
+    learns or predicts: twice the work of both, and less chance in a feature. The query is the image's own."""
     follow: bool = False
     """Whether the sums of a head in closed form follow where prompts that learn in several tasks
     (``training.adapt_tasks``) move the features: by the linear map from what the head made of the new task's images
@@ -60,6 +63,8 @@ class Head(nn.Module):
     """Whether it learns by gradient."""
     layers: int = 0
     """How many blocks before the last it reads, beside what is read out of the last."""
+    mirrored: bool = False
+    """Whether it is given the mean of what is read of an image and of its mirror image."""
     learning_only: ClassVar[frozenset[str]] = frozenset()
     """Saved tensors that prediction does not need."""
 
@@ -584,12 +589,12 @@ def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head
     """
     kind = config.kind or preferred
     if HEADS[kind].trained:
-        for name in ("with_query", "layers"):
+        for name in ("with_query", "layers", "mirrored"):
             if getattr(config, name):
                 closed = ", ".join(other for other, head in HEADS.items() if not head.trained)
                 raise UserError(f"head.{name} is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
     head = HEADS[kind].create(config, width, seed)
-    head.layers = config.layers
+    head.layers, head.mirrored = config.layers, config.mirrored
     return head
 
 

@@ -58,11 +58,15 @@ class Count:
     """The pass with prompts (or without, for a method that has none)."""
     backward: int
     """The way back from the features to the prompts, through frozen weights."""
+    draws: int = 1
+    """How many passes with prompts a prediction takes the mean of."""
+    looks: int = 1
+    """How many views of an image it looks at."""
 
     @property
     def inference(self) -> int:
         """What a prediction costs."""
-        return self.query + self.prompted
+        return self.looks * (self.query + self.draws * self.prompted)
 
     @property
     def training(self) -> int:

@@ -122,7 +122,8 @@ def count_flops(workshop: Workshop) -> Count:
     query = torch.zeros(1, model.backbone.width, device=workshop.device) if model.method.needs_query else None
     prompts = model.method.prompts(query, EVALUATION).prompts
     learns = model.method.trains_backbone and not model.static
-    return flops(model.backbone, prompts, model.method.needs_query, model.method.readout, learns)
+    count = flops(model.backbone, prompts, model.method.needs_query, model.method.readout, learns)
+    return replace(count, draws=model.method.draws, looks=2 if model.head.mirrored else 1)
 
 
 class Peaks:
@@ -216,7 +217,8 @@ def _efficiency(workshop: Workshop, trained: Training | None, predicted: Rate, p
     if trained and not workshop.model.static:  # else no image passes through the backbone while the head learns
         needed["training"], done["training"] = count.training, trained.rate.images_per_s
     shares = {name: operations * done[name] / peak.flops for name, operations in needed.items()}
-    return {"flops_per_image": {**asdict(count), **needed}, "share_of_peak": shares}
+    parts = {name: getattr(count, name) for name in ("query", "prompted", "backward")}
+    return {"flops_per_image": {**parts, **needed}, "share_of_peak": shares}
 
 
 def _cost(entry: dict[str, Any]) -> dict[str, Any]:

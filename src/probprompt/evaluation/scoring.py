@@ -58,11 +58,12 @@ class Scorer:
         """Features of these images as the head reads them (n, D or more), from the cache where nothing changes them."""
 
         def compute(some: Tensor) -> Tensor:
-            seen = self.model.embed(self.viewer.evaluation(self.images.store, some))
+            images = self.viewer.evaluation(self.images.store, some)
+            seen = self.model.embed(images)
             query = None
             if self.model.method.needs_query:
                 query = self._queries.get(some, lambda new: self._ask(new, seen if len(new) == len(some) else None))
-            return self.model.evaluated(seen, query=query)
+            return self.model.evaluated(images, seen, query=query)
 
         return self._features.get(rows, compute) if self.model.static else compute(rows)
 

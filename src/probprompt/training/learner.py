@@ -284,6 +284,7 @@ class Learner:
     def _summary(self, task: TaskImages, advance: Advance) -> TaskSummary:
         """What the model makes of the task's images."""
         features, queries = self._pass(task, None, advance)
+        features = features[:, : self.model.backbone.width]  # what else a head reads is its own
         logits = self._logits(features, task.first).detach()
         return TaskSummary(task.index, task.first, task.classes, task.labels, queries, features, logits)
 
@@ -405,7 +406,7 @@ class Learner:
             if query is not None:
                 queries.append(query)
             if not only_queries:
-                features.append(self.model.evaluated(seen, context, query))
+                features.append(self.model.evaluated(images, seen, context, query))
             advance(1)
         nothing = torch.empty(0, self.model.backbone.width, device=self.device)
         found = torch.cat(features) if features else nothing.repeat(1, 1 + 2 * self.model.head.layers)

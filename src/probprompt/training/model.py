@@ -90,14 +90,23 @@ class PromptedModel(nn.Module):
             return self.backbone.features(images, prompted.prompts, self.method.readout, layers), prompted.loss
 
     def evaluated(
-        self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None
+        self,
+        images: Tensor,
+        seen: Tensor | Embedded,
+        context: Context = EVALUATION,
+        query: Tensor | None = None,
     ) -> Tensor:
         """Features of images with all that the head reads of the pass (B, D or more); see :meth:`head_input`.
 
-        Where a method makes its prompts from several draws of noise, the mean over all of them.
+        ``seen`` is what :meth:`embed` made of them. Where a method makes its prompts from several draws of noise, the
+        mean over all of them; where the head wants it, that over images and their mirror images.
         """
         contexts = [replace(context, draw=draw) for draw in range(self.method.draws)]
-        found = [self.features(images, each, query, self.head.layers)[0] for each in contexts]
+        found = [self.features(seen, each, query, self.head.layers)[0] for each in contexts]
+        if self.head.mirrored:
+            mirrors = self.embed(images.flip(-1))
+            asked = self.query(mirrors)
+            found += [self.features(mirrors, each, asked, self.head.layers)[0] for each in contexts]
         return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
@@ -122,7 +131,7 @@ class PromptedModel(nn.Module):
     def _look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         seen = self.embed(images)
         query = self.query(seen) if query is None else query
-        return self.head_input(self.evaluated(seen, EVALUATION, query), query)
+        return self.head_input(self.evaluated(images, seen, EVALUATION, query), query)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_replays": None}  # a copy has memory of its own
