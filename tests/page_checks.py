@@ -142,6 +142,7 @@ TABLES = (
     *(f"results/cifar100-{part}.md" for part in ("flagship", "sampling", "width")),
     *(f"results/cub200-{part}.md" for part in ("flagship", "variants")),
     "results/following.md",
+    "results/further.md",
     "docs/fidelity.md",
 )
 CHECKS: dict[str, Callable[[Path, list[str]], None]] = {

@@ -160,9 +160,9 @@ def test_features_of_prompts_that_are_fixed_are_computed_once(
     model, rows = workshop.learner.model, everything(workshop)[0]
     passes, original = list[int](), model.evaluated
 
-    def counting(images: Tensor, **more: Any) -> Tensor:
+    def counting(images: Tensor, *more: Any, **named: Any) -> Tensor:
         passes.append(len(images))
-        return original(images, **more)
+        return original(images, *more, **named)
 
     monkeypatch.setattr(model, "evaluated", counting)
     scorer = scorer_of(workshop, 100)

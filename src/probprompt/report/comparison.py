@@ -39,7 +39,7 @@ class Row:
     """The method, as it is shown."""
     varied: Varied = field(default=(), compare=False)
     usual: Varied = field(default=(), compare=False)
-    """Of what is varied, that which most rows share and the label leaves out."""
+    """Of what is varied, that which is as usual and the label leaves out."""
 
     @property
     def bound(self) -> bool:
@@ -394,10 +394,7 @@ class Comparison:
     def _accuracy_notes(self) -> list[str]:
         backbones = dict.fromkeys(str(result.record["backbone"]["name"]) for result in self.results)
         found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
-        usual = {name: value for row in self.rows for name, value in row.usual}
-        if usual:
-            own = "; none: as the method has it" if None in usual.values() else ""
-            found.append(f"Where a row says nothing else: {', '.join(describe(tuple(usual.items())))}{own}.")
+        found += self._usual_note()
         ranked = [place for place in self.places if any(self.ranks(place, measure) for measure in ACCURACY)]
         if ranked:
             some = any(len(self.level(place)) < len(self.rivals(place)) for place in ranked)
@@ -407,6 +404,20 @@ class Comparison:
         if bounds:
             found.append(f"Upper bound, learned all at once, not ranked: {', '.join(bounds)}.")
         return found + self._caveats()
+
+    def _usual_note(self) -> list[str]:
+        """What labels leave out; it may be another on each benchmark."""
+        usual: dict[str, list[Any]] = {}
+        for result in self.results:
+            for name, value in result.row.usual:
+                if value not in usual.setdefault(name, []):
+                    usual[name].append(value)
+        if not usual:
+            return []
+        names = describe(tuple((name, values[0]) for name, values in usual.items()))
+        told = [" or ".join((name, *map(brief, more))) for name, (_, *more) in zip(names, usual.values(), strict=True)]
+        own = "; none: as the method has it" if any(None in values for values in usual.values()) else ""
+        return [f"Where a row says nothing else: {', '.join(told)}{own}."]
 
     def _seeds_note(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
@@ -491,25 +502,30 @@ _SIMILARITY = (
 # Gathering
 
 MANY = 3
-"""From so many settings on that differ between rows, rows name only those in which most others differ from them."""
+"""From so many settings on that differ between rows, rows name only those that are not as usual."""
 
 
 def _departures(result: Result) -> list[str]:
     """Settings of a run that are neither its preset's, nor varied, nor its seed or task; as ``key=value``."""
-    config, place = result.record["config"], result.place
-    data: Mapping[str, Any] = {"tasks": None, **config["data"]}
-    if place.preset not in presets.NAMES:
-        return []
-    try:
-        preset = presets.settings(place.preset, config["method"]["name"], data["benchmark"], data["tasks"])
-    except UserError:  # a method or preset of another version
-        return []
+    config, usual = result.record["config"], _preset_settings(result.record)
     own = flatten(without_paths(completed(config) or config))  # settings younger than the record were as by default
-    usual = flatten(parse_config(preset).model_dump(mode="json"))
     expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
     expected |= {"evaluation_batch"}  # changes rounding alone
     differ = [key for key in own if own[key] != usual.get(key, own[key]) and key not in expected]
     return [f"{key}={brief(own[key])}" for key in differ if not key.startswith("seeds.")]
+
+
+def _preset_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the preset of a run sets, by whole names; nothing where it has none, or that of another version."""
+    config, preset = record["config"], _preset(record)
+    data: Mapping[str, Any] = {"tasks": None, **config["data"]}
+    if preset not in presets.NAMES:
+        return {}
+    try:
+        found = presets.settings(preset, config["method"]["name"], data["benchmark"], data["tasks"])
+        return flatten(parse_config(found).model_dump(mode="json"))
+    except UserError:
+        return {}
 
 
 def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
@@ -539,10 +555,12 @@ def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied =
     return Row(", ".join((name, *describe(told))), method, name, varied, usual)
 
 
-def _usual(varied: Varied, flat: Sequence[Mapping[str, Any]]) -> Varied:
-    """Where many settings are varied, mostly one at a time: those of a row that most runs share."""
+def _usual(varied: Varied, record: Mapping[str, Any], flat: Sequence[Mapping[str, Any]]) -> Varied:
+    """Where many settings are varied, those of a row that are as its preset has them; without one, as most runs do."""
     if len(varied) < MANY:
         return ()
+    if preset := _preset_settings(record):
+        return tuple((name, value) for name, value in varied if name in preset and preset[name] == value)
     return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))
 
 
@@ -555,7 +573,7 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
     configs = [run.record["config"] for run in runs]
     flat = _settings(runs)
     for run, config, varied in zip(runs, configs, _apart(flat), strict=True):
-        row = _row(config["method"]["name"], varied, {}, _usual(varied, flat))
+        row = _row(config["method"]["name"], varied, {}, _usual(varied, run.record, flat))
         place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
         result = read_result(run, row, place, config["seeds"]["order"])
         for other in results:
@@ -623,15 +641,22 @@ def _preset(record: Mapping[str, Any]) -> str:
 
 
 def _apart(flat: Sequence[Mapping[str, Any]]) -> list[Varied]:
-    """For each run, the settings in which runs of its method, preset and benchmark differ, other than by seed."""
-    groups = [tuple(str(own.get(key)) for key in ("method.name", "preset", "data.benchmark")) for own in flat]
-    found = []
-    for own, group in zip(flat, groups, strict=True):
-        peers = [other for other, where in zip(flat, groups, strict=True) if where == group]
-        names = [name for name in own if not name.startswith("seeds.")]
-        differ = [name for name in names if any(peer.get(name) != own[name] for peer in peers)]
-        found.append(tuple((name, own[name]) for name in differ))
-    return found
+    """For each run, the settings in which runs of its method and preset differ on some benchmark, other than by seed.
+
+    What a preset has otherwise from benchmark to benchmark is not among them, and a row has one name on all.
+    """
+    differ: dict[tuple[str, ...], dict[str, None]] = {}
+    first: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for own in flat:
+        *kind, benchmark = (str(own.get(key)) for key in ("method.name", "preset", "data.benchmark"))
+        peer = first.setdefault((*kind, benchmark), own)
+        names = [name for name in own if not name.startswith("seeds.") and peer.get(name) != own[name]]
+        differ.setdefault(tuple(kind), {}).update(dict.fromkeys(names))
+    kinds = [tuple(str(own.get(key)) for key in ("method.name", "preset")) for own in flat]
+    return [
+        tuple((name, value) for name, value in own.items() if name in differ[kind])
+        for own, kind in zip(flat, kinds, strict=True)
+    ]
 
 
 # Writing
