@@ -206,6 +206,36 @@ def test_what_most_rows_share_is_told_once(tmp_path: Path) -> None:
     }
 
 
+def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tmp_path: Path) -> None:
+    """Even if most rows share it, and if fewer settings vary on one benchmark; presets may differ between them."""
+
+    def changed(benchmark: str, name: str, head: dict[str, Any], **training: Any) -> Path:
+        config = parse_config(presets.settings("flagship", "probprompt", benchmark)).model_dump(mode="json")
+        whole = {"head": {**config["head"], **head}, "training": {**config["training"], **training}}
+        place = tmp_path / f"{benchmark}-{name}"
+        return make(place, "probprompt", 0, two(90, 80, 70), benchmark=benchmark, config={**config, **whole})
+
+    mirrored = {"mirrored": True}
+    found = gather_runs([
+        changed("cifar100", "mirrored", mirrored),
+        changed("cifar100", "longer", mirrored, epochs=7),
+        changed("cifar100", "layers", {**mirrored, "layers": 1}),
+        changed("cifar100", "preset", {}),
+        changed("emoji-r", "mirrored", mirrored),
+        changed("emoji-r", "preset", {}),
+    ])  # fmt: skip
+    both = {place.benchmark for place in found.places}
+    where = {row.label: {result.place.benchmark for result in found.results if result.row == row} for row in found.rows}
+    assert where == {
+        "probprompt": both,
+        "probprompt, mirrored=true": both,
+        "probprompt, mirrored=true, epochs=7": {"cifar100"},
+        "probprompt, layers=1, mirrored=true": {"cifar100"},
+    }
+    (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
+    assert told == "Where a row says nothing else: layers=5 or 3, epochs=40 or 12, mirrored=false."
+
+
 def test_weights_are_the_same_wherever_their_file_lies(tmp_path: Path) -> None:
     def weighed(seed: int, place: str, sha256: str) -> Path:
         own = {"name": "vit", "weights": place}
