@@ -14,6 +14,7 @@ from PIL import Image
 import probprompt
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, novelty, sums
+from probprompt.data.loading import ImageStore
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
 from probprompt.runs.progress import Watcher
 
@@ -152,6 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain ridge": {"method": "ranpac", "projections": 0},
     "blocks before the last": {"method": "probprompt", "head.layers": 2},
     "these alone": {"method": "ranpac", "projections": 0, "head.layers": 1},
+    "mirror images": {"method": "probprompt", "head.with_mirrors": True},
 }
 
 
@@ -248,6 +250,27 @@ def test_refining_equals_having_had_all_images_at_once() -> None:
     every["d"] = every["d"] + paint("d", 5, seed=6)["d"]
     torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-4, atol=1e-5)
     assert made.predictor.state.classes[1].images == 17
+
+
+@pytest.mark.parametrize("images", [10, 120], ids=["kept one by one", "kept as sums"])
+def test_mirror_images_are_learned_refined_and_forgotten_with_their_images(images: int) -> None:
+    few = {"projections": 0} if images > 100 else {}
+    made = taught(paint("abc", images), paint("de", 6), **{"head.with_mirrors": True, **few})
+    made.learn(paint("b", 7, seed=5), known="refine")
+    made.forget("c")
+    every = {**paint("ab", images), **paint("de", 6)}
+    every["b"] = every["b"] + paint("b", 7, seed=5)["b"]
+    pictures = ImageStore.of([picture for group in every.values() for picture in group], torch.device("cpu"))
+    views = made.predictor.viewer.evaluation(pictures, torch.arange(len(pictures)))
+    labels = torch.tensor([made.classes.index(name) for name, group in every.items() for _ in group])
+    head = joint(made, every)  # of the images alone
+    assert not torch.allclose(weight(made), head.weight, rtol=1e-2)
+    head.learn(made.predictor.look_at(views.flip(-1)), labels, 0, 1)
+    torch.testing.assert_close(weight(made), head.weight, rtol=1e-3, atol=1e-5)
+    state = made.predictor.state
+    assert [known.images for known in state.classes] == [len(every[name]) for name in made.classes]
+    held = sum(len(known.held.tensors["rows"]) for known in state.classes)
+    assert state.calibration.images == held < sum(len(group) for group in every.values()) / 4
 
 
 def test_refining_is_refused_where_it_would_do_silent_damage() -> None:

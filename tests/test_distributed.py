@@ -53,6 +53,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "method": {"name": "probprompt", **SMALL["probprompt"]},
         "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1, "mirrored": True},
     },
+    "mirror images": {
+        "method": {"name": "ranpac"},
+        "head": {"kind": "ridge", "projections": 20, "with_mirrors": True},
+    },
 }
 """What learns in both ways. A task has 21 images, so that most have parts of 10 and 11."""
 
@@ -256,7 +260,7 @@ def test_two_processes_learn_as_one(worked: Worked, case: str) -> None:
 
 def test_the_cases_have_gradients_to_compare(worked: Worked) -> None:
     compared = {case for case in CASES if any(name.startswith("gradient") for name in worked.of(case, 0))}
-    assert set(CASES) - compared == {"nearest-mean", "lda", "ranpac"}
+    assert set(CASES) - compared == {"nearest-mean", "lda", "ranpac", "mirror images"}
     assert min(worked.of("clipped", 0)["result.0.0"].shape) == 2
     norm = sum(value.square().sum() for name, value in worked.of("clipped", 0).items() if name.startswith("gradient"))
     assert float(norm) ** 0.5 == pytest.approx(0.01, rel=1e-3)  # clipped for all processes together

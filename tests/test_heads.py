@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -555,6 +555,31 @@ def test_the_strengths_are_compared_by_their_true_solutions(images: int) -> None
 
 
 EVERY = HeadConfig(projections=12, ridge_choice="every")
+
+
+@pytest.mark.parametrize("kind", ["ridge", "lda", "nearest-mean"])
+def test_all_views_of_an_image_are_learned_as_images(kind: str) -> None:
+    config = HeadConfig(projections=12, ridge=1.0)
+    (features, labels), (others, _) = some_images((9, 7, 12), 1.0), some_images((9, 7, 12), 3.0)
+    seen, apart = closed(kind, config), closed(kind, config)
+    seen.learn(torch.stack([features, others], dim=1), labels, 3, task_key=0)
+    apart.learn(torch.cat([features, others]), torch.cat([labels, labels]), 3, task_key=0)
+    for name, value in apart.state_dict().items():
+        torch.testing.assert_close(seen.state_dict()[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("choice", ["first", "every"])
+def test_no_view_of_an_image_that_judges_a_strength_is_learned_before(choice: Literal["first", "every"]) -> None:
+    """Classes are given out by lot, so that nothing can be known of an image but by its own views."""
+    source = torch.Generator().manual_seed(5)
+    features, labels = torch.randn(60, WIDTH, generator=source), torch.randint(3, (60,), generator=source)
+    config = HeadConfig(projections=400, ridge_choice=choice)
+    once, twice, leaking = (closed("ridge", config) for _ in range(3))
+    once.learn(features, labels, 3, task_key=0)
+    twice.learn(torch.stack([features, features], dim=1), labels, 3, task_key=0)
+    leaking.learn(torch.cat([features, features]), torch.cat([labels, labels]), 3, task_key=0)
+    found = [float(head.get_buffer("strength")) for head in (once, twice, leaking)]
+    assert found[1] in (found[0], 10 * found[0]) and found[2] * 100 <= found[1]
 
 
 def parts_of(counts: Sequence[int], noise: float) -> list[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ from probprompt.backbone import FrozenViT
 from probprompt.checkpoints import LoadedBackbone, Preprocessing
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
+from probprompt.heads import ClosedFormHead, HeadConfig, make_head
 from probprompt.methods import EVALUATION, Context, Shape
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
 from probprompt.randomness import Noise
@@ -469,10 +470,32 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
     assert not torch.allclose(once.head(both), by_hand)  # it learned something else too
 
 
+@pytest.mark.parametrize("name", ("probprompt", "ranpac"))
+@pytest.mark.parametrize("head", ("ridge", "lda"))
+def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path, loading: None) -> None:
+    """As more images, with their own queries; a prediction looks at the image alone."""
+    wanted = {"kind": head, "ridge": 1.0, "projections": 40, "layers": 1, "with_query": name == "probprompt"}
+    workshop = learn(configure(few, "narrow", name, head={**wanted, "with_mirrors": True}))
+    learner = workshop.learner
+    model, store = learner.model, learner.images.store
+    by_hand = make_head(HeadConfig(**wanted), head, model.backbone.width, workshop.config.seeds.init)
+    assert isinstance(by_hand, ClosedFormHead)
+    with torch.no_grad():
+        for task in workshop.tasks:
+            images = learner.viewer.evaluation(store, task.rows)
+            for seen in (images, images.flip(-1)):
+                by_hand.learn(model.look(seen), task.labels, 0 if seen is not images else task.classes, task.index)
+        torch.testing.assert_close(model.head.weight, by_hand.weight, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(model.predict(images), by_hand(model.look(images)), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(model.predict(images), model.predict(images.flip(-1)))
+
+
 @pytest.mark.parametrize(
     ("head", "message"),
     (
         ({"kind": "linear", "layers": 1}, "head.layers is for heads in closed form"),
+        ({"kind": "linear", "with_mirrors": True}, "head.with_mirrors is for heads in closed form"),
+        ({"kind": "ridge", "with_mirrors": True, "mirrored": True}, "set it or head.with_mirrors, not both"),
         ({"kind": "linear", "mirrored": True}, "head.mirrored is for heads in closed form"),
         ({"kind": "ridge", "layers": 9}, "head.layers is 9, but the backbone has"),
     ),

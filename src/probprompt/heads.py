@@ -48,6 +48,9 @@ class HeadConfig(BaseModel):
     mirrored: bool = False
     """Whether a head in closed form is given the mean of what is read of an image and of its mirror image, wherever it
     learns or predicts: twice the work of both, and less chance in a feature. The query is the image's own."""
+    with_mirrors: bool = False
+    """Whether a head in closed form also learns the mirror image of every image, as one more image of its class: twice
+    the passes of learning, and no more work at prediction."""
     follow: bool = False
     """Whether the sums of a head in closed form follow where prompts that learn in several tasks
     (``training.adapt_tasks``) move the features: by the linear map from what the head made of the new task's images
@@ -234,8 +237,11 @@ class ClosedFormHead(Head):
         """Grow by so many classes and learn images: features (n, D), labels (n,) counting all classes seen.
 
         With no new class, the images refine known ones. ``task_key`` keys what is drawn at random for this task.
+        Features may also be of several views of each image, (n, V, D): all count as images, but what is chosen on
+        held-out images is judged by the first view of images of which no view was learned.
         """
         self._check_complete()
+        features = features if features.ndim == 3 else features[:, None]
         if not bool(features.isfinite().all()):
             raise ValueError("features are not all finite: sums over them would be lost for good")
         found = labels.unique().tolist()
@@ -304,7 +310,7 @@ class ClosedFormHead(Head):
             self.register_buffer(name, None if value is None else value.to(device, self._dtype(name), copy=True))
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
-        """Add the sums over these images."""
+        """Add the sums over these images (n, V, D)."""
         raise NotImplementedError
 
     def _solve(self) -> None:
@@ -406,7 +412,7 @@ class RidgeHead(ClosedFormHead):
         if self.every and len(self) > 1:
             held_out = self._held_out(labels, task_key)
             self._add_sums(self.gram, self.correlation, features[~held_out], labels[~held_out])
-            self._try(features[held_out], labels[held_out])
+            self._try(features[held_out, 0], labels[held_out])
             features, labels = features[held_out], labels[held_out]
         elif bool(self.strength.isnan()):
             self._choose(features, labels, self._held_out(labels, task_key))
@@ -436,8 +442,8 @@ class RidgeHead(ClosedFormHead):
         """Choose lambda, if images of two classes or more are held out (n,)."""
         if len(labels[held_out].unique()) < 2:
             return
-        weights = self._candidates(features[~held_out], labels[~held_out])  # (L, C) each
-        images = _chunks(features[held_out], labels[held_out], self.inner)
+        weights = self._candidates(*_one_by_one(features[~held_out], labels[~held_out]))  # (L, C) each
+        images = _chunks(features[held_out, 0], labels[held_out], self.inner)
         errors = torch.cat([self._errors(some, of, weights) for some, of in images], dim=1)  # (strengths, held out)
         self.strength.fill_(STRENGTHS[_largest_good(errors)])
 
@@ -527,7 +533,7 @@ class LDAHead(ClosedFormHead):
         for some, of in _chunks(features, labels, self.width):
             self.sums += self._class_sums(some, of)
             self.moment += some.T @ some
-        self.counts += labels.bincount(minlength=len(self))
+        self.counts += features.shape[1] * labels.bincount(minlength=len(self))
 
     def _solve(self) -> None:
         mean = self.sums / self.counts.clamp(min=1)[:, None]  # (C, D)
@@ -589,10 +595,14 @@ def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head
     """
     kind = config.kind or preferred
     if HEADS[kind].trained:
-        for name in ("with_query", "layers", "mirrored"):
+        for name in ("with_query", "layers", "mirrored", "with_mirrors"):
             if getattr(config, name):
                 closed = ", ".join(other for other, head in HEADS.items() if not head.trained)
                 raise UserError(f"head.{name} is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
+    if config.mirrored and config.with_mirrors:
+        raise UserError(
+            "head.mirrored makes an image and its mirror image the same: set it or head.with_mirrors, not both"
+        )
     head = HEADS[kind].create(config, width, seed)
     head.layers, head.mirrored = config.layers, config.mirrored
     return head
@@ -658,9 +668,16 @@ def symmetric(rows: Tensor) -> Tensor:
     return found
 
 
+def _one_by_one(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """All views of images (n, V, D) as images of their own, (n V, D), with their labels."""
+    return features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
+
+
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images in float64, so few at a time that (images, width) stays small."""
+    """Images (n, D), or all their views (n, V, D), in float64, so few at a time that (images, width) stays small."""
     size = max(1, CHUNK // width)
+    if features.ndim == 3:
+        features, labels = _one_by_one(features, labels)
     for some, of in zip(features.split(size), labels.split(size), strict=True):
         yield some.double(), of
 

@@ -24,7 +24,7 @@ class KnownClass:
     """Which task brought it."""
     images: int
     held: Part
-    """``rows``: the features of the images that are held out (h, D)."""
+    """``rows``: the features of the images that are held out (h, D); ``mirrors``: of their mirror images."""
     rest: Part
     """Of the other images: ``rows`` (n, D), or sums over them."""
 

@@ -19,6 +19,8 @@ from probprompt.heads import symmetric
 from probprompt.runs.tensors import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
+VIEWS = ("rows", "mirrors")
+"""Features that are kept one by one: of images, and of their mirror images where the head learns them, too."""
 Views = Mapping[str, Callable[[Tensor], Tensor]]
 """How features (n, D) are seen before they are added up, (n, L), by name."""
 
@@ -155,7 +157,9 @@ class Sums:
     def add_class(self, label: int, kept: Mapping[str, Tensor], views: Views) -> None:
         """Add what is kept of a class: features, or sums."""
         if "rows" in kept:
-            self.add_rows(label, kept["rows"].to(self.solved.moment.device), views)
+            for view in VIEWS:
+                if view in kept:
+                    self.add_rows(label, kept[view].to(self.solved.moment.device), views)
             return
         for name, moments in self.of.items():
             moments.counts[label] += kept["count"].to(moments.counts)[0]

@@ -16,7 +16,7 @@ from probprompt.classifier.novelty import Gaussians, Scale
 from probprompt.classifier.pictures import Labelled, refuse_empty, same_name, unreadable
 from probprompt.classifier.retention import at_risk
 from probprompt.classifier.state import KnownClass, LearnedTask, State
-from probprompt.classifier.sums import Part, Sums, Views, compact, hold_out
+from probprompt.classifier.sums import VIEWS, Part, Sums, Views, compact, hold_out
 from probprompt.data.loading import Loaded, load
 from probprompt.errors import UserError, shorten
 from probprompt.heads import ClosedFormHead, Head, RidgeHead
@@ -73,7 +73,7 @@ def learn(
     classes = _extended(engine, state, lesson, features, index, views)
     rest = rest.grown(len(new))
     for label in lesson.labels.unique().tolist():
-        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held], views)
+        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held].flatten(0, 1), views)
     tasks = state.tasks
     if new:
         of_new = int((lesson.labels >= first).sum())
@@ -152,15 +152,16 @@ def _lesson(
 
 
 def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: int, watch: Watcher) -> Tensor:
-    """Train what is to be trained, and solve or refit the head; returns what it is given of all images (n, D or more).
+    """Train what is to be trained, and solve or refit the head.
 
+    Returns what it is given of all images, (n, V, D or more): of each the views that a head in closed form learns.
     What is trained by gradient never sees the held-out images; a head in closed form is solved with them.
     """
     every = lesson.task(index, first, torch.arange(len(lesson.labels), device=engine.device))
     seen = lesson.task(index, first, (~lesson.held).nonzero().flatten())
     learner.begin(seen)
     epochs = learner.epochs(seen) if lesson.new else 0
-    batches = -(-len(every) // engine.config.images_at_a_time(engine.device.type))
+    batches = learner.looks * -(-len(every) // engine.config.images_at_a_time(engine.device.type))
     with watch.stage("learning", epochs * learner.steps(seen) + batches):
         optimiser = learner.optimiser(seen) if epochs else None
         for epoch in range(epochs):
@@ -172,7 +173,7 @@ def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: 
             assert features is not None
             return features
         learner.finish(seen, lambda _: None)
-        return learner.look(every, watch.advance)
+        return learner.look(every, watch.advance)[:, None]
 
 
 def _extended(
@@ -183,17 +184,17 @@ def _extended(
     order = (*state.names, *lesson.new)
     for label in lesson.labels.unique().tolist():
         own = lesson.labels == label
-        held, rest = features[own & lesson.held], features[own & ~lesson.held]
+        rest, held = features[own & ~lesson.held], dict(zip(VIEWS, features[own & lesson.held].unbind(1), strict=False))
         before = classes[label] if label < len(classes) else None
-        kept = compact(rest, before.rest.tensors if before else None, views, engine.widths)
+        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else None, views, engine.widths)
         if before is not None:
-            held = torch.cat([before.held.tensors["rows"].to(held), held])
+            held = {view: torch.cat([before.held.tensors[view].to(rows), rows]) for view, rows in held.items()}
         known = KnownClass(
             uid=before.uid if before else state.next_uid + label - len(state.classes),
             name=order[label],
             task=before.task if before else index,
             images=(before.images if before else 0) + int(own.sum()),
-            held=Part.of({"rows": held.float()}),
+            held=Part.of({view: rows.float() for view, rows in held.items()}),
             rest=kept,
         )
         if before is not None:

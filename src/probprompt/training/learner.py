@@ -215,7 +215,7 @@ class Learner:
     def finish(self, task: TaskImages, advance: Advance) -> Tensor | None:
         """Tell the method that the task is trained; then solve the head, or realign it to all classes.
 
-        Returns what a head in closed form was given of the images: (n, D or more).
+        Returns what a head in closed form was given of the images: (n, V, D or more), of each the views that it learns.
         """
         seen = None
         self._current = None  # what captured steps hold is free for what follows
@@ -223,9 +223,9 @@ class Learner:
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
-            seen = self.look(task, advance)  # (n, D or more)
+            seen = self._looks(task, advance)  # (n, V, D or more)
             if self.before is not None:
-                self.model.head.follow(self.before, seen, task.index)
+                self.model.head.follow(self.before, seen[:, 0], task.index)
                 self.before = None
             self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
@@ -246,6 +246,18 @@ class Learner:
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""
         return self.model.head_input(*self._evaluation_pass(task, advance))
+
+    @property
+    def looks(self) -> int:
+        """How many views of an image a head in closed form learns."""
+        return 2 if self.config.head.with_mirrors else 1
+
+    def _looks(self, task: TaskImages, advance: Advance) -> Tensor:
+        """The same of all views that it learns, the mirror image after the image itself: (n, V, D or more)."""
+        found = [self.look(task, advance)]
+        if self.looks > 1:
+            found.append(self.model.head_input(*self._pass(task, None, advance, mirrored=True)))
+        return torch.stack(found, dim=1)
 
     def _agree(self) -> None:
         """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
@@ -388,8 +400,12 @@ class Learner:
         advance: Advance,
         only_queries: bool = False,
         context: Context | None = None,
+        mirrored: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Features of all the task's images with the prompts of evaluation, as the head reads them, and queries."""
+        """Features of all the task's images with the prompts of evaluation, as the head reads them, and queries.
+
+        Or of their mirror images.
+        """
         method = self.model.method
         if context is None:
             context = method.statistics_context(task.index) if self.adapts(task) else EVALUATION
@@ -401,6 +417,7 @@ class Learner:
                 images = self.viewer.evaluation(store, indices)
             else:
                 images = self.viewer.random(store, indices, views[rows])
+            images = images.flip(-1) if mirrored else images
             seen = self.model.embed(images)
             query = self.model.query(seen)
             if query is not None:
