@@ -366,7 +366,9 @@ def test_the_words_on_going_further_tell_the_recorded_numbers(recorded: dict[tup
     assert min(birds) > 0 and min(sketches) > 0 and (len(birds), len(sketches)) == (3, 2)
     assert f"CUB-200 gains {np.mean(birds):.1f} points and TU-Berlin {np.mean(sketches):.1f}, with" in words
     small = [f"{np.mean(rows['emoji-r', 'probprompt', *more]):.1f}" for more in ((), ("mirrored=true",))]
-    assert small[0] == small[1] and f"they change nothing ({small[0]} both)." in words
+    assert small[0] == small[1] and f"they change nothing ({small[0]} both), and learning" in words
+    learned = np.mean(rows["emoji-r", "probprompt", "with_mirrors=true"])
+    assert f"costs a point ({learned:.1f})." in words and round(float(small[0]) - learned) == 1
     (once,), thrice = gains("cifar100"), gains("cifar100", *FOLLOWED)
     assert len(thrice) == 3 and f"{once:.1f}" == f"{np.mean(thrice):.1f}"
     assert f"CIFAR-100 gains {once:.1f}, with the preset (one seed) as where" in words
