@@ -233,7 +233,33 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         "probprompt, layers=1, mirrored=true": {"cifar100"},
     }
     (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
+    other = parse_config(presets.settings("ridge", "vq-prompt", "cifar100")).model_dump(mode="json")
+    other["head"]["layers"] = 1
+    rival = make(tmp_path / "rival", "vq-prompt", 0, two(90, 80, 70), benchmark="cifar100", config=other)
+    fewer = presets.settings("flagship", "probprompt", "cifar100", 5)
+    short = make(
+        tmp_path / "five", "probprompt", 0, two(90, 80, 70), benchmark="cifar100",
+        config=parse_config(fewer).model_dump(mode="json"),
+    )  # fmt: skip
+    more = gather_runs([*(tmp_path / f"cifar100-{name}" for name in ("mirrored", "longer", "layers")), rival, short])
+    assert [row.label for row in more.rows] == [
+        "probprompt, tasks=10, mirrored=true",
+        "probprompt, tasks=10, mirrored=true, epochs=7",
+        "probprompt, tasks=10, layers=1, mirrored=true",
+        "vq-prompt, tasks=10, layers=1",
+        "probprompt, tasks=5",
+    ]
     assert told == "Where a row says nothing else: layers=5 or 3, epochs=40 or 12, mirrored=false."
+
+
+def test_a_setting_that_only_the_first_record_has_keeps_it_apart(tmp_path: Path) -> None:
+    """One of another version, which this one cannot complete."""
+    known = {"preset": "matched", "data": {"benchmark": "emoji-r", "test": None}, "method": {"name": "lda"}}
+    seeds = {"order": 0, "init": 0, "data": 0}
+    novel = {**known, "head": {"novel": 5}, "seeds": seeds}
+    runs = [make(tmp_path / "a", "lda", 0, two(90, 80, 70), config=novel), make(tmp_path / "b", "lda", 0, two(9, 8, 7))]
+    for order in (runs, runs[::-1]):
+        assert len({row.label for row in gather_runs(order).rows}) == 2
 
 
 def test_weights_are_the_same_wherever_their_file_lies(tmp_path: Path) -> None:

@@ -600,9 +600,7 @@ def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head
                 closed = ", ".join(other for other, head in HEADS.items() if not head.trained)
                 raise UserError(f"head.{name} is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
     if config.mirrored and config.with_mirrors:
-        raise UserError(
-            "head.mirrored makes an image and its mirror image the same: set it or head.with_mirrors, not both"
-        )
+        raise UserError("head.mirrored takes in mirror images already: set it or head.with_mirrors, not both")
     head = HEADS[kind].create(config, width, seed)
     head.layers, head.mirrored = config.layers, config.mirrored
     return head

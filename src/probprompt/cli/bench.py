@@ -172,6 +172,9 @@ def _show_one(screen: Screen, record: Record, entry: Mapping[str, Any]) -> None:
     screen.say(f"warm-up with whatever is compiled in it, not counted: {words}")
 
 
+_NUMBERS = {2: "two", 3: "three", 4: "four"}
+
+
 def _rows(record: Record, entry: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What was measured, each with its value and a remark."""
     used, cost, latency = entry["memory"], entry["cost"], entry["latency"]
@@ -186,9 +189,11 @@ def _rows(record: Record, entry: Mapping[str, Any]) -> list[tuple[str, str, str]
         found = entry["share_of_peak"].get(name)
         return f"{_operations(needed[name])} each, {100 * found:.0f} % of the peak" if found else ""
 
+    passes = round(needed["inference"] / needed["prompted"])
+    counted = f", {_NUMBERS.get(passes, passes)} passes" if passes > 1 else ""
     return [
         ("training", speed("training"), share("training")),
-        ("inference, two passes" if needed["query"] else "inference", speed("inference"), share("inference")),
+        (f"inference{counted}", speed("inference"), share("inference")),
         ("one frozen pass", speed("frozen_pass"), ""),
         ("one image alone", f"{latency['median_ms']:.2f} ms", f"99 % within {latency['p99_ms']:.2f} ms"),
         ("memory in training", _size(used["training_peak"]), f"at its peak, without the images{held}"),

@@ -556,9 +556,10 @@ def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied =
 
 
 def _usual(varied: Varied, record: Mapping[str, Any], flat: Sequence[Mapping[str, Any]]) -> Varied:
-    """Where many settings are varied, those of a row that are as its preset has them; without one, as most runs do."""
-    if len(varied) < MANY:
-        return ()
+    """Of what is varied, that which is as the preset of a run has it; without one, as most runs do."""
+    varied = tuple(
+        (name, value) for name, value in varied if name != "data.tasks"
+    )  # a preset has those it is asked for
     if preset := _preset_settings(record):
         return tuple((name, value) for name, value in varied if name in preset and preset[name] == value)
     return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))
@@ -572,8 +573,9 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
     results: list[Result] = []
     configs = [run.record["config"] for run in runs]
     flat = _settings(runs)
-    for run, config, varied in zip(runs, configs, _apart(flat), strict=True):
-        row = _row(config["method"]["name"], varied, {}, _usual(varied, run.record, flat))
+    apart, many = _apart(flat)
+    for run, config, varied in zip(runs, configs, apart, strict=True):
+        row = _row(config["method"]["name"], varied, {}, _usual(varied, run.record, flat) if many else ())
         place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
         result = read_result(run, row, place, config["seeds"]["order"])
         for other in results:
@@ -640,23 +642,26 @@ def _preset(record: Mapping[str, Any]) -> str:
     return str(record.get("preset") or record["config"].get("preset") or CUSTOM)
 
 
-def _apart(flat: Sequence[Mapping[str, Any]]) -> list[Varied]:
+def _apart(flat: Sequence[Mapping[str, Any]]) -> tuple[list[Varied], bool]:
     """For each run, the settings in which runs of its method and preset differ on some benchmark, other than by seed.
 
-    What a preset has otherwise from benchmark to benchmark is not among them, and a row has one name on all.
+    What a preset has otherwise from benchmark to benchmark is not among them. Where they are many, which is told as
+    well, they are for each run those in which any differ: what a row leaves out then is as usual in all of them.
     """
-    differ: dict[tuple[str, ...], dict[str, None]] = {}
     first: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for own in flat:
-        *kind, benchmark = (str(own.get(key)) for key in ("method.name", "preset", "data.benchmark"))
-        peer = first.setdefault((*kind, benchmark), own)
-        names = [name for name in own if not name.startswith("seeds.") and peer.get(name) != own[name]]
-        differ.setdefault(tuple(kind), {}).update(dict.fromkeys(names))
+    differ: dict[tuple[str, ...], set[str]] = {}
     kinds = [tuple(str(own.get(key)) for key in ("method.name", "preset")) for own in flat]
-    return [
-        tuple((name, value) for name, value in own.items() if name in differ[kind])
-        for own, kind in zip(flat, kinds, strict=True)
-    ]
+    for own, kind in zip(flat, kinds, strict=True):
+        peer = first.setdefault((*kind, str(own.get("data.benchmark"))), own)
+        names = {name for name in {**peer, **own} if own.get(name) != peer.get(name)}
+        differ.setdefault(kind, set()).update(name for name in names if not name.startswith("seeds."))
+    every = set().union(*differ.values())
+    many = len(every) >= MANY
+    found = []
+    for own, kind in zip(flat, kinds, strict=True):
+        names = every if many else differ[kind]
+        found.append(tuple((name, value) for name, value in own.items() if name in names))
+    return found, many
 
 
 # Writing

@@ -254,10 +254,10 @@ class Learner:
 
     def _looks(self, task: TaskImages, advance: Advance) -> Tensor:
         """The same of all views that it learns, the mirror image after the image itself: (n, V, D or more)."""
-        found = [self.look(task, advance)]
-        if self.looks > 1:
-            found.append(self.model.head_input(*self._pass(task, None, advance, mirrored=True)))
-        return torch.stack(found, dim=1)
+        own = self.look(task, advance)
+        if self.looks == 1:
+            return own[:, None]
+        return torch.stack([own, self.model.head_input(*self._pass(task, None, advance, mirrored=True))], dim=1)
 
     def _agree(self) -> None:
         """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
@@ -296,7 +296,7 @@ class Learner:
     def _summary(self, task: TaskImages, advance: Advance) -> TaskSummary:
         """What the model makes of the task's images."""
         features, queries = self._pass(task, None, advance)
-        features = features[:, : self.model.backbone.width]  # what else a head reads is its own
+        features = features[:, : self.model.backbone.width]  # not what a head reads of other blocks
         logits = self._logits(features, task.first).detach()
         return TaskSummary(task.index, task.first, task.classes, task.labels, queries, features, logits)
 
