@@ -301,7 +301,7 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
         )
         ahead.append(numbers[round(own_end - frozen_alone)])
         back.append(numbers[round(reader - frozen_alone)])
-    assert f"it is {ahead[0]} points ahead of that and {ahead[1]}, of which RanPAC with readings takes back" in birds
+    assert f"it is {ahead[0]} points ahead of RanPAC and {ahead[1]}, of which RanPAC with readings takes back" in birds
     assert f"takes back {back[0]} and {back[1]}." in birds
     left = float(joint) - np.mean(recorded["cifar100", "probprompt", "flagship"])
     assert f"{left:.1f} points are left" in flagship
