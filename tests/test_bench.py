@@ -136,10 +136,8 @@ def test_all_passes_of_a_prediction_are_counted(groups: dict[str, Any]) -> None:
     count = measure.count_flops(site)
     once = count.query + count.prompted
     assert count.inference == (2 * once if "head" in groups else once + 2 * count.prompted)
-    images = torch.zeros(1, 3, 32, 32)
-    assert (
-        abs(counted(lambda: site.model.look(images)) / count.inference - 1) < 0.1
-    )  # a pass that is missing would be a quarter
+    done = counted(lambda: site.model.look(torch.zeros(1, 3, 32, 32)))
+    assert abs(done / count.inference - 1) < 0.1  # a pass that is missing would be a quarter
 
 
 # Time -----------------------------------------------------------------------------------------------------------
@@ -559,6 +557,21 @@ def test_a_method_is_measured_recorded_drawn_and_compared(probprompt: Command, h
     again = probprompt("bench", *QUICK, "--batch", "6", "--against", "first.json")
     assert again.code == 0, again.err
     assert "ratio" in again.out and "not the same, probprompt: batch 4 before, 6 now" in again.out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    (
+        (("--method", "ranpac"), "inference  "),
+        (("--method", "ranpac", "--set", "head.mirrored=true"), "inference, two passes"),
+        (("--set", "evaluation_draws=5"), "inference, 6 passes"),
+    ),
+)
+def test_it_is_told_how_many_passes_a_prediction_takes(
+    probprompt: Command, here: Path, options: tuple[str, ...], told: str
+) -> None:
+    answer = probprompt("bench", *QUICK, *options)
+    assert answer.code == 0 and told in answer.out, answer
 
 
 def test_a_cost_table_of_several_methods(probprompt: Command, here: Path) -> None:

@@ -233,6 +233,7 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         "probprompt, layers=1, mirrored=true": {"cifar100"},
     }
     (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
+    assert told == "Where a row says nothing else: layers=5 or 3, epochs=40 or 12, mirrored=false."
     other = parse_config(presets.settings("ridge", "vq-prompt", "cifar100")).model_dump(mode="json")
     other["head"]["layers"] = 1
     rival = make(tmp_path / "rival", "vq-prompt", 0, two(90, 80, 70), benchmark="cifar100", config=other)
@@ -249,7 +250,6 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         "vq-prompt, tasks=10, layers=1",
         "probprompt, tasks=5",
     ]
-    assert told == "Where a row says nothing else: layers=5 or 3, epochs=40 or 12, mirrored=false."
 
 
 def test_a_setting_that_only_the_first_record_has_keeps_it_apart(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> 
     return made
 
 
+def of_run(preset: object, config: Mapping[str, Any], tasks: object) -> Settings | None:
+    """The same for what a run has recorded as its preset and settings; None where it has no preset of these."""
+    if preset not in NAMES:
+        return None
+    return settings(str(preset), config["method"]["name"], str(config["data"]["benchmark"]), tasks)
+
+
 # What each benchmark asks for -----------------------------------------------------------------------------------
 
 _BENCHMARKS: dict[str, Settings] = {

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What is measured where nobody says: on a CPU something that takes less than a minute."""
 SECONDS, SECONDS_OF_MANY = 5.0, 1.0
 DASH = "-"  # not measured
+_NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 Record = Mapping[str, Any]
 
@@ -170,9 +171,6 @@ def _show_one(screen: Screen, record: Record, entry: Mapping[str, Any]) -> None:
     warm = {name: entry[name]["warm_up_s"] for name in ("training", "inference", "frozen_pass") if entry[name]}
     words = ", ".join(f"{name.replace('_', ' ')} {_time(spent)}" for name, spent in warm.items())
     screen.say(f"warm-up with whatever is compiled in it, not counted: {words}")
-
-
-_NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
 def _rows(record: Record, entry: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -517,13 +517,10 @@ def _departures(result: Result) -> list[str]:
 
 def _preset_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """All that the preset of a run sets, by whole names; nothing where it has none, or that of another version."""
-    config, preset = record["config"], _preset(record)
-    data: Mapping[str, Any] = {"tasks": None, **config["data"]}
-    if preset not in presets.NAMES:
-        return {}
+    config = record["config"]
     try:
-        found = presets.settings(preset, config["method"]["name"], data["benchmark"], data["tasks"])
-        return flatten(parse_config(found).model_dump(mode="json"))
+        found = presets.of_run(_preset(record), config, config["data"].get("tasks"))
+        return flatten(parse_config(found).model_dump(mode="json")) if found else {}
     except UserError:
         return {}
 
@@ -556,10 +553,11 @@ def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied =
 
 
 def _usual(varied: Varied, record: Mapping[str, Any], flat: Sequence[Mapping[str, Any]]) -> Varied:
-    """Of what is varied, that which is as the preset of a run has it; without one, as most runs do."""
-    varied = tuple(
-        (name, value) for name, value in varied if name != "data.tasks"
-    )  # a preset has those it is asked for
+    """Of what is varied, that which is as the preset of a run has it; without one, as most runs do.
+
+    Never the tasks: a preset has those that it is asked for.
+    """
+    varied = tuple((name, value) for name, value in varied if name != "data.tasks")
     if preset := _preset_settings(record):
         return tuple((name, value) for name, value in varied if name in preset and preset[name] == value)
     return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))

@@ -128,10 +128,11 @@ def count_tasks(record: Mapping[str, Any]) -> int:
 
 def _usual(config: Settings, tasks: object) -> Settings:
     """What the preset of a run says, or the defaults where it has none."""
-    method, benchmark = config["method"]["name"], str(config["data"]["benchmark"])
-    if config.get("preset") in presets.NAMES:
-        return presets.settings(str(config["preset"]), method, benchmark, tasks)
-    return {"data": {"benchmark": benchmark}, "method": {"name": method}}
+    found = presets.of_run(config.get("preset"), config, tasks)
+    return found or {
+        "data": {"benchmark": str(config["data"]["benchmark"])},
+        "method": {"name": config["method"]["name"]},
+    }
 
 
 def departures(record: Mapping[str, Any]) -> dict[str, Any]:
