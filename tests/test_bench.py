@@ -473,6 +473,7 @@ def entry(method: str, speed: float, **more: Any) -> dict[str, Any]:
         "precision": "fp32",
         "classes": 200,
         "task": 10,
+        "config": {"head": {}, "method": {}},
         "training": {"images_per_s": speed},
         "inference": {"images_per_s": 2 * speed},
         "frozen_pass": {"images_per_s": 4 * speed},
@@ -516,6 +517,8 @@ def test_the_most_similar_entry_is_compared_with_and_what_differs_is_said() -> N
     now = made(entry("apt", 10.0))
     ((old, new),) = record.matched(before, now)
     assert record.differences(old, new) == ["batch 64 before, 16 now"]
+    mirrored = entry("apt", 5.0, config={"head": {"mirrored": True}, "method": {"evaluation_draws": 3}})
+    assert record.differences(new, mirrored) == ["mirrored False before, True now", "evaluation_draws 1 before, 3 now"]
     assert record.ratios(before, now)[0].ratio == pytest.approx(1)
 
 
@@ -565,6 +568,7 @@ def test_a_method_is_measured_recorded_drawn_and_compared(probprompt: Command, h
         (("--method", "ranpac"), "inference  "),
         (("--method", "ranpac", "--set", "head.mirrored=true"), "inference, two passes"),
         (("--set", "evaluation_draws=5"), "inference, 6 passes"),
+        (("--method", "l2p", "--set", "head.kind=ridge", "--set", "head.mirrored=true"), "inference, four passes"),
     ),
 )
 def test_it_is_told_how_many_passes_a_prediction_takes(

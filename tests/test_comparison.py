@@ -233,7 +233,8 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         "probprompt, layers=1, mirrored=true": {"cifar100"},
     }
     (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
-    assert told == "Where a row says nothing else: layers=5 or 3, epochs=40 or 12, mirrored=false."
+    usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), mirrored=false"
+    assert told == f"Where a row says nothing else: {usual}."
     other = parse_config(presets.settings("ridge", "vq-prompt", "cifar100")).model_dump(mode="json")
     other["head"]["layers"] = 1
     rival = make(tmp_path / "rival", "vq-prompt", 0, two(90, 80, 70), benchmark="cifar100", config=other)
@@ -250,6 +251,23 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         "vq-prompt, tasks=10, layers=1",
         "probprompt, tasks=5",
     ]
+
+
+def test_what_is_usual_for_one_method_of_a_place_alone_is_told_of_it(tmp_path: Path) -> None:
+    def changed(method: str, **head: Any) -> Path:
+        config = parse_config(presets.settings("matched", method, "cifar100")).model_dump(mode="json")
+        whole = {**config, "head": {**config["head"], **head}}
+        place = tmp_path / "-".join((method, *head))
+        return make(place, method, 0, two(90, 80, 70), benchmark="cifar100", config=whole)
+
+    varied: list[dict[str, Any]] = [{}, {"projections": 5}, {"layers": 1}, {"mirrored": True}]
+    found = gather_runs([changed("lda"), changed("lda", layers=1), *(changed("ranpac", **head) for head in varied)])
+    assert [row.label for row in found.rows] == [
+        *("lda", "lda, layers=1", "ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, mirrored=true")
+    ]
+    usual = "projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false"
+    (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
+    assert told.startswith(f"Where a row says nothing else: {usual}")
 
 
 def test_a_setting_that_only_the_first_record_has_keeps_it_apart(tmp_path: Path) -> None:

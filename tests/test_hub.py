@@ -123,7 +123,7 @@ def test_other_images_are_another_split(hub: Hub) -> None:
     assert reds == {first: 1, second: 2, "v1": 1, "refs/pr/1": 2, "main": 2}
     hashes = {name: data.split_hash() for name, data in found.items()}
     assert hashes[first] == hashes["v1"] != hashes[second] == hashes["refs/pr/1"] == hashes["main"]
-    assert refused("hf:owner/name@v2").endswith("there is no such revision; name a branch, a tag or a commit of it")
+    assert refused("hf:owner/name@v2").endswith("has no such revision: name a branch, a tag or a commit of it")
 
 
 def test_one_of_several_configurations_is_named(hub: Hub) -> None:

@@ -64,6 +64,11 @@ class Count:
     """How many views of an image it looks at."""
 
     @property
+    def passes(self) -> int:
+        """How many passes a prediction takes."""
+        return self.looks * (bool(self.query) + self.draws)
+
+    @property
     def inference(self) -> int:
         """What a prediction costs."""
         return self.looks * (self.query + self.draws * self.prompted)

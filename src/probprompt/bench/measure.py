@@ -218,7 +218,7 @@ def _efficiency(workshop: Workshop, trained: Training | None, predicted: Rate, p
         needed["training"], done["training"] = count.training, trained.rate.images_per_s
     shares = {name: operations * done[name] / peak.flops for name, operations in needed.items()}
     parts = {name: getattr(count, name) for name in ("query", "prompted", "backward")}
-    return {"flops_per_image": {**parts, **needed}, "share_of_peak": shares}
+    return {"passes": count.passes, "flops_per_image": {**parts, **needed}, "share_of_peak": shares}
 
 
 def _cost(entry: dict[str, Any]) -> dict[str, Any]:

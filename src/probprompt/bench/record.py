@@ -17,6 +17,8 @@ from probprompt.runs.record import hardware, versions
 KIND, FORMAT = "probprompt bench", 1
 SETTINGS = ("backbone", "image_size", "batch", "precision", "classes", "task")
 """What two entries must have in common to be compared fairly."""
+PASSES = (("head", "mirrored", False), ("method", "evaluation_draws", 1))
+"""Settings that say how many passes a prediction takes, and what they are where an entry has none: these, too."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,12 @@ def matched(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Say what was set otherwise before."""
-    return [f"{name} {old[name]} before, {new[name]} now" for name in SETTINGS if old[name] != new[name]]
+    pairs = [(name, old[name], new[name]) for name in SETTINGS]
+    pairs += [
+        (name, old["config"][group].get(name, usual), new["config"][group].get(name, usual))
+        for group, name, usual in PASSES
+    ]
+    return [f"{name} {before} before, {now} now" for name, before, now in pairs if before != now]
 
 
 def _entry_ratios(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Ratio]:

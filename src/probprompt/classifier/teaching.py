@@ -161,7 +161,7 @@ def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: 
     seen = lesson.task(index, first, (~lesson.held).nonzero().flatten())
     learner.begin(seen)
     epochs = learner.epochs(seen) if lesson.new else 0
-    batches = learner.looks * -(-len(every) // engine.config.images_at_a_time(engine.device.type))
+    batches = learner.views * -(-len(every) // engine.config.images_at_a_time(engine.device.type))
     with watch.stage("learning", epochs * learner.steps(seen) + batches):
         optimiser = learner.optimiser(seen) if epochs else None
         for epoch in range(epochs):

@@ -187,7 +187,7 @@ def _rows(record: Record, entry: Mapping[str, Any]) -> list[tuple[str, str, str]
         found = entry["share_of_peak"].get(name)
         return f"{_operations(needed[name])} each, {100 * found:.0f} % of the peak" if found else ""
 
-    passes = round(needed["inference"] / needed["prompted"])
+    passes = entry["passes"]
     counted = f", {_NUMBERS.get(passes, passes)} passes" if passes > 1 else ""
     return [
         ("training", speed("training"), share("training")),

@@ -174,7 +174,7 @@ def _ask(datasets: Any, asked: _Named) -> tuple[str, str]:
     errors: Any = import_module("huggingface_hub.errors")
     api = import_module("huggingface_hub").HfApi(endpoint=datasets.config.HF_ENDPOINT, library_name="probprompt")
     try:
-        with asking_for("dataset", asked.name, f"{asked.where}: there is no such revision;"):
+        with asking_for("dataset", asked.name, asked.where):
             found = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
     except errors.HFValidationError as problem:
         raise UserError(f"{asked.where} is no name of a dataset: {one_line(problem)}") from None

@@ -18,13 +18,16 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def asking_for(kind: str, name: str, no_revision: str) -> Iterator[None]:
-    """Say in plain words that the hub has no such repository, or not in this revision."""
+def asking_for(kind: str, name: str, asked: str | None = None) -> Iterator[None]:
+    """Say in plain words that the hub has no such repository, or not in this revision.
+
+    ``asked``: what the user wrote, where that is more than the name.
+    """
     errors: Any = import_module("huggingface_hub.errors")
     try:
         yield
     except errors.RevisionNotFoundError:
-        raise UserError(f"{no_revision} name a branch, a tag or a commit of it") from None
+        raise UserError(f"{asked or name} has no such revision: name a branch, a tag or a commit of it") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
             f"the hub has no {kind} {name}, or it is private and not shown to you: check the name, and run "

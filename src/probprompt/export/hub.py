@@ -141,7 +141,7 @@ def _talking(hub: Any, repository: str, doing: str) -> Iterator[None]:
     """Say in plain words what went wrong between here and the hub, and draw no bars of the client's own."""
     expected: tuple[type[Exception], ...] = (*failures(), RuntimeError, ValueError)
     try:
-        with without_bars(hub.utils), asking_for("model", repository, f"{repository} has no such revision:"):
+        with without_bars(hub.utils), asking_for("model", repository):
             yield
     except expected as problem:
         raise UserError(f"{repository} could not be {doing} the hub: {_reason(problem)}") from problem

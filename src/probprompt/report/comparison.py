@@ -406,18 +406,21 @@ class Comparison:
         return found + self._caveats()
 
     def _usual_note(self) -> list[str]:
-        """What labels leave out; it may be another on each benchmark."""
-        usual: dict[str, list[Any]] = {}
+        """What labels leave out; where that is not the same for all, whose it is."""
+        usual: dict[str, list[tuple[Any, Result]]] = {}
         for result in self.results:
             for name, value in result.row.usual:
-                if value not in usual.setdefault(name, []):
-                    usual[name].append(value)
+                usual.setdefault(name, []).append((value, result))
         if not usual:
             return []
-        names = describe(tuple((name, values[0]) for name, values in usual.items()))
-        told = [" or ".join((name, *map(brief, more))) for name, (_, *more) in zip(names, usual.values(), strict=True)]
-        own = "; none: as the method has it" if any(None in values for values in usual.values()) else ""
-        return [f"Where a row says nothing else: {', '.join(told)}{own}."]
+        most = {name: Counter(brief(value) for value, _ in found).most_common(1)[0][0] for name, found in usual.items()}
+        names = describe(tuple((name, found[0][0]) for name, found in usual.items()))
+        told = [
+            f"{shown.partition('=')[0]}={most[name]}{_others(found, most[name])}"
+            for shown, (name, found) in zip(names, usual.items(), strict=True)
+        ]
+        own = any(value is None for found in usual.values() for value, _ in found)
+        return [f"Where a row says nothing else: {', '.join(told)}{'; none: as the method has it' if own else ''}."]
 
     def _seeds_note(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
@@ -544,6 +547,19 @@ def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
         [outcome.cell.name for outcome in outcomes if outcome.problem],
         [outcome.cell.name for outcome in outcomes if not outcome.run and not outcome.problem],
     )
+
+
+def _others(found: Sequence[tuple[Any, Result]], most: str) -> str:
+    """What a setting is for other results than most, and for which: by their place, or their method in it."""
+    there: dict[Place, set[str]] = {}
+    for value, result in found:
+        there.setdefault(result.place, set()).add(brief(value))
+    others: dict[str, list[str]] = {}
+    for value, result in found:
+        whose = result.place.label if len(there[result.place]) == 1 else f"{result.row.name} in {result.place.label}"
+        if brief(value) != most and whose not in others.setdefault(brief(value), []):
+            others[brief(value)].append(whose)
+    return "".join(f" ({value} for {'; '.join(whose)})" for value, whose in others.items())
 
 
 def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied = ()) -> Row:

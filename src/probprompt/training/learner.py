@@ -223,7 +223,7 @@ class Learner:
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
-            seen = self._looks(task, advance)  # (n, V, D or more)
+            seen = self._look_at_views(task, advance)  # (n, V, D or more)
             if self.before is not None:
                 self.model.head.follow(self.before, seen[:, 0], task.index)
                 self.before = None
@@ -243,19 +243,19 @@ class Learner:
         known = isinstance(self.model.head, ClosedFormHead) and len(self.model.head) > 0
         return known and self.config.head.follow and self.adapts(task) and self.epochs(task) > 0
 
+    @property
+    def views(self) -> int:
+        """How many views of an image a head in closed form learns."""
+        return 2 if self.config.head.with_mirrors else 1
+
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""
         return self.model.head_input(*self._evaluation_pass(task, advance))
 
-    @property
-    def looks(self) -> int:
-        """How many views of an image a head in closed form learns."""
-        return 2 if self.config.head.with_mirrors else 1
-
-    def _looks(self, task: TaskImages, advance: Advance) -> Tensor:
+    def _look_at_views(self, task: TaskImages, advance: Advance) -> Tensor:
         """The same of all views that it learns, the mirror image after the image itself: (n, V, D or more)."""
         own = self.look(task, advance)
-        if self.looks == 1:
+        if self.views == 1:
             return own[:, None]
         return torch.stack([own, self.model.head_input(*self._pass(task, None, advance, mirrored=True))], dim=1)
 

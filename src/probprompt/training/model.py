@@ -102,11 +102,11 @@ class PromptedModel(nn.Module):
         mean over all of them; where the head wants it, that over images and their mirror images.
         """
         contexts = [replace(context, draw=draw) for draw in range(self.method.draws)]
-        found = [self.features(seen, each, query, self.head.layers)[0] for each in contexts]
+        views = [(seen, query)]
         if self.head.mirrored:
             mirrors = self.embed(images.flip(-1))
-            asked = self.query(mirrors)
-            found += [self.features(mirrors, each, asked, self.head.layers)[0] for each in contexts]
+            views.append((mirrors, self.query(mirrors)))
+        found = [self.features(view, each, asked, self.head.layers)[0] for view, asked in views for each in contexts]
         return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
