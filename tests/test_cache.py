@@ -107,6 +107,20 @@ def test_the_second_run_decodes_nothing_and_gets_the_same(folder: Path, cache: I
     assert isinstance(second.pixels, np.memmap)  # not read into memory
 
 
+def test_smaller_copies_without_loss_have_the_hash_of_the_files_that_a_run_reduces(
+    folder: Path, cache: ImageCache, tmp_path: Path
+) -> None:
+    copies = tmp_path / "copies"
+    for name in NAMES:
+        (copies / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(read_image(folder / name, 8)).save(copies / name)
+    published, copied, whole = (
+        place(cache, ImageFiles(root, NAMES, side)).write(quiet, quiet).sha256
+        for root, side in ((folder, 8), (copies, 8), (folder, None))
+    )
+    assert published == copied != whole
+
+
 def test_the_folder_says_what_it_holds(folder: Path, cache: ImageCache) -> None:
     place(cache, ImageFiles(folder, NAMES, 8)).write(quiet, quiet)
     found = only_entry(cache)

@@ -17,7 +17,7 @@ from probprompt.cli.compare import read_spec
 from probprompt.config import parse_config, read_toml
 from probprompt.evaluation import metrics
 from probprompt.methods import base
-from probprompt.report.comparison import gather_runs
+from probprompt.report.comparison import gather_runs, pixels_hash
 from probprompt.report.tables import fill_page
 from probprompt.results import page, paper
 from probprompt.results.book import count_tasks, departures, read_entries, read_entry
@@ -469,6 +469,12 @@ def _varied(record: Mapping[str, Any]) -> dict[str, Any]:
 
 PROTOCOLS = ("matched", "published")
 BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.md": {"reproduction"}}
+
+
+def test_the_page_on_data_tells_the_recorded_hash_of_the_sketches() -> None:
+    entries = [entry for entry in read_entries(ROOT / "results") if entry.config["data"]["benchmark"] == "tu-berlin"]
+    (told,) = re.findall(r"the hash that those rows record \(`(\w{12})`\)", _words("docs/data.md"))
+    assert {str(pixels_hash(entry.content))[:12] for entry in entries} == {told}
 
 
 def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:
