@@ -67,6 +67,7 @@ BOOKS = {
     "results/emoji-r-components.md": "emoji-r/components.jsonl",
     "results/emoji-r-projections.md": "emoji-r/projections.jsonl",
     "results/emoji-r-layers.md": "emoji-r/layers.jsonl",
+    "results/emoji-r-shrinkage.md": "emoji-r/shrinkage.jsonl",
 }
 
 
@@ -320,6 +321,37 @@ def test_the_words_on_the_width_of_the_head_tell_the_recorded_numbers() -> None:
     assert f"ends at {ends[0]:.1f}: {more} two thousand, at as many MB." in words
     assert abs(sizes[0]["learn"] - sizes[2000]["learn"]) < 3
     assert all(0.95 < (ends[b] - ends[a]) / np.log2(b / a) < 2.5 for a, b in pairwise(ends) if a)  # by doubling
+
+
+def test_the_words_on_shrinkage_tell_the_recorded_numbers() -> None:
+    words, runs = _words("results/emoji-r-shrinkage.md"), read_book(ROOT / "results" / "emoji-r" / "shrinkage.jsonl")
+    ends, disk = dict[tuple[str, int, float], list[float]](), dict[tuple[str, int], float]()
+    for run in runs:
+        method, head = run.record["config"]["method"]["name"], run.record["config"]["head"]
+        ends.setdefault((method, head["layers"], head["shrinkage"]), []).append(
+            metrics.final_average_accuracy(run.matrix)
+        )
+        disk[method, head["layers"]] = run.record["model_mb"]["learn"]
+    assert len(ends) == 26 and all(len(values) == 3 for values in ends.values())
+    assert {sum(run.record["stream"]["train_images"]) for run in runs} == {945} and "945 images" in words
+    means = {key: float(np.mean(values)) for key, values in ends.items()}
+    best = "lda", 3, 0.3
+    assert max(means, key=lambda key: means[key]) == best
+    usual = _told(ends["lda", 3, 0.001])
+    assert f"with three blocks LDA ends at {usual}, with a shrinkage of 0.3 at {_told(ends[best])}." in words
+    plain = [mean for (method, layers, _), mean in means.items() if method == "lda" and not layers]
+    assert f"({min(plain):.1f} to {max(plain):.1f} for all that were tried)" in words
+    flagship = _ends("further.jsonl")["emoji-r", "probprompt"]
+    assert f"ProbPrompt's flagship ends at {_told(flagship)} under its own ridge head" in words
+    assert f"and at {_told(ends['probprompt', 3, 0.3])} under such an LDA head" in words
+    (wide,) = {
+        run.record["model_mb"]["learn"]
+        for run in read_book(ROOT / "results" / "further.jsonl")
+        if run.record["config"]["data"]["benchmark"] == "emoji-r"
+    }
+    assert f"LDA takes {disk['lda', 3]:.0f} MB with" in words and f"the flagship {wide:.0f}." in words
+    good = [mean for (_, layers, shrinkage), mean in means.items() if layers > 1 and shrinkage >= 0.1]
+    assert np.ptp(good) < 1.2  # as good as each other
 
 
 def test_the_words_on_sampling_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
