@@ -324,34 +324,36 @@ def test_the_words_on_the_width_of_the_head_tell_the_recorded_numbers() -> None:
 
 
 def test_the_words_on_shrinkage_tell_the_recorded_numbers() -> None:
-    words, runs = _words("results/emoji-r-shrinkage.md"), read_book(ROOT / "results" / "emoji-r" / "shrinkage.jsonl")
-    ends, disk = dict[tuple[str, int, float], list[float]](), dict[tuple[str, int], float]()
-    for run in runs:
-        method, head = run.record["config"]["method"]["name"], run.record["config"]["head"]
-        ends.setdefault((method, head["layers"], head["shrinkage"]), []).append(
-            metrics.final_average_accuracy(run.matrix)
-        )
-        disk[method, head["layers"]] = run.record["model_mb"]["learn"]
+    words, ends = _words("results/emoji-r-shrinkage.md"), _ends("emoji-r/shrinkage.jsonl")
+    runs = read_book(ROOT / "results" / "emoji-r" / "shrinkage.jsonl")
     assert len(ends) == 26 and all(len(values) == 3 for values in ends.values())
     assert {sum(run.record["stream"]["train_images"]) for run in runs} == {945} and "945 images" in words
     means = {key: float(np.mean(values)) for key, values in ends.items()}
-    best = "lda", 3, 0.3
+    usual = "emoji-r", "lda", "layers=3"
+    best = *usual, "shrinkage=0.3"
     assert max(means, key=lambda key: means[key]) == best
-    usual = _told(ends["lda", 3, 0.001])
-    assert f"with three blocks LDA ends at {usual}, with a shrinkage of 0.3 at {_told(ends[best])}." in words
-    plain = [mean for (method, layers, _), mean in means.items() if method == "lda" and not layers]
-    assert f"({min(plain):.1f} to {max(plain):.1f} for all that were tried)" in words
+    assert (
+        f"with three blocks LDA ends at {_told(ends[usual])}, with a shrinkage of 0.3 at {_told(ends[best])}." in words
+    )
+    plain = [mean for key, mean in means.items() if key[1] == "lda" and "layers" not in " ".join(key)]
+    assert len(plain) == 6 and f"({min(plain):.1f} to {max(plain):.1f} for all that were tried)" in words
     flagship = _ends("further.jsonl")["emoji-r", "probprompt"]
     assert f"ProbPrompt's flagship ends at {_told(flagship)} under its own ridge head" in words
-    assert f"and at {_told(ends['probprompt', 3, 0.3])} under such an LDA head" in words
-    (wide,) = {
-        run.record["model_mb"]["learn"]
-        for run in read_book(ROOT / "results" / "further.jsonl")
-        if run.record["config"]["data"]["benchmark"] == "emoji-r"
-    }
-    assert f"LDA takes {disk['lda', 3]:.0f} MB with" in words and f"the flagship {wide:.0f}." in words
-    good = [mean for (_, layers, shrinkage), mean in means.items() if layers > 1 and shrinkage >= 0.1]
-    assert np.ptp(good) < 1.2  # as good as each other
+    assert f"and at {_told(ends['emoji-r', 'probprompt', 'head.kind=lda', best[-1]])} under such an LDA head" in words
+
+    def on_disk(book: str, method: str) -> str:
+        """What learning further takes, of runs on emoji-r that read three blocks."""
+        records = [run.record for run in read_book(ROOT / "results" / book)]
+        small = [one for one in records if one["config"]["data"]["benchmark"] == "emoji-r"]
+        read = [one for one in small if one["config"]["head"]["layers"] == 3]
+        (found,) = {one["model_mb"]["learn"] for one in read if one["config"]["method"]["name"] == method}
+        return f"{found:.0f}"
+
+    assert f"LDA takes {on_disk('emoji-r/shrinkage.jsonl', 'lda')} MB with" in words
+    assert f"the flagship {on_disk('further.jsonl', 'probprompt')}." in words
+    strong, deep = {"shrinkage=0.1", "shrinkage=0.3", "shrinkage=0.6"}, {"layers=3", "layers=5", "head.kind=lda"}
+    good = [mean for key, mean in means.items() if strong & set(key) and deep & set(key)]
+    assert len(good) == 8 and np.ptp(good) < 1.2  # as good as each other
 
 
 def test_the_words_on_sampling_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:

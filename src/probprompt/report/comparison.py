@@ -413,12 +413,9 @@ class Comparison:
                 usual.setdefault(name, []).append((value, result))
         if not usual:
             return []
-        most = {name: Counter(brief(value) for value, _ in found).most_common(1)[0][0] for name, found in usual.items()}
-        names = describe(tuple((name, found[0][0]) for name, found in usual.items()))
-        told = [
-            f"{shown.partition('=')[0]}={most[name]}{_others(found, most[name])}"
-            for shown, (name, found) in zip(names, usual.items(), strict=True)
-        ]
+        most = {name: _most_common([value for value, _ in found]) for name, found in usual.items()}
+        names = describe(tuple(most.items()))
+        told = [shown + _others(usual[name], most[name]) for shown, name in zip(names, most, strict=True)]
         own = any(value is None for found in usual.values() for value, _ in found)
         return [f"Where a row says nothing else: {', '.join(told)}{'; none: as the method has it' if own else ''}."]
 
@@ -549,7 +546,13 @@ def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
     )
 
 
-def _others(found: Sequence[tuple[Any, Result]], most: str) -> str:
+def _most_common(values: Sequence[Any]) -> Any:
+    """The value that stands there most often, of several such the first."""
+    counts = Counter(map(brief, values))
+    return max(values, key=lambda value: counts[brief(value)])
+
+
+def _others(found: Sequence[tuple[Any, Result]], most: Any) -> str:
     """What a setting is for other results than most, and for which: by their place, or their method in it."""
     there: dict[Place, set[str]] = {}
     for value, result in found:
@@ -557,7 +560,7 @@ def _others(found: Sequence[tuple[Any, Result]], most: str) -> str:
     others: dict[str, list[str]] = {}
     for value, result in found:
         whose = result.place.label if len(there[result.place]) == 1 else f"{result.row.name} in {result.place.label}"
-        if brief(value) != most and whose not in others.setdefault(brief(value), []):
+        if brief(value) != brief(most) and whose not in others.setdefault(brief(value), []):
             others[brief(value)].append(whose)
     return "".join(f" ({value} for {'; '.join(whose)})" for value, whose in others.items())
 
