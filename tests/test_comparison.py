@@ -215,25 +215,25 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         place = tmp_path / f"{benchmark}-{name}"
         return make(place, "probprompt", 0, two(90, 80, 70), benchmark=benchmark, config={**config, **whole})
 
-    mirrored = {"mirrored": True}
+    followed = {"follow": True}
     found = gather_runs([
-        changed("cifar100", "mirrored", mirrored),
-        changed("cifar100", "longer", mirrored, epochs=7),
-        changed("cifar100", "layers", {**mirrored, "layers": 1}),
+        changed("cifar100", "followed", followed),
+        changed("cifar100", "longer", followed, epochs=7),
+        changed("cifar100", "layers", {**followed, "layers": 1}),
         changed("cifar100", "preset", {}),
-        changed("emoji-r", "mirrored", mirrored),
+        changed("emoji-r", "followed", followed),
         changed("emoji-r", "preset", {}),
     ])  # fmt: skip
     both = {place.benchmark for place in found.places}
     where = {row.label: {result.place.benchmark for result in found.results if result.row == row} for row in found.rows}
     assert where == {
         "probprompt": both,
-        "probprompt, mirrored=true": both,
-        "probprompt, mirrored=true, epochs=7": {"cifar100"},
-        "probprompt, layers=1, mirrored=true": {"cifar100"},
+        "probprompt, follow=true": both,
+        "probprompt, follow=true, epochs=7": {"cifar100"},
+        "probprompt, layers=1, follow=true": {"cifar100"},
     }
     (told,) = [note for note in found.tables()[0].notes if note.startswith("Where a row says nothing else")]
-    usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), mirrored=false"
+    usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), follow=false"
     assert told == f"Where a row says nothing else: {usual}."
     other = parse_config(presets.settings("ridge", "vq-prompt", "cifar100")).model_dump(mode="json")
     other["head"]["layers"] = 1
@@ -243,14 +243,59 @@ def test_a_row_names_what_is_not_as_the_preset_has_it_alike_on_all_benchmarks(tm
         tmp_path / "five", "probprompt", 0, two(90, 80, 70), benchmark="cifar100",
         config=parse_config(fewer).model_dump(mode="json"),
     )  # fmt: skip
-    more = gather_runs([*(tmp_path / f"cifar100-{name}" for name in ("mirrored", "longer", "layers")), rival, short])
+    more = gather_runs([*(tmp_path / f"cifar100-{name}" for name in ("followed", "longer", "layers")), rival, short])
     assert [row.label for row in more.rows] == [
-        "probprompt, tasks=10, mirrored=true",
-        "probprompt, tasks=10, mirrored=true, epochs=7",
-        "probprompt, tasks=10, layers=1, mirrored=true",
+        "probprompt, tasks=10, follow=true",
+        "probprompt, tasks=10, follow=true, epochs=7",
+        "probprompt, tasks=10, layers=1, follow=true",
         "vq-prompt, tasks=10, layers=1",
         "probprompt, tasks=5",
     ]
+
+
+def test_rows_of_several_backbones_name_them_in_words(tmp_path: Path) -> None:
+    """Unless two that differ have the same words: then they are told apart by all that they are called by."""
+
+    def of(name: str, weights: str, sha256: str, side: int | None = None, seed: int = 0) -> Path:
+        config = parse_config(presets.settings("matched", "ranpac", "cifar100")).model_dump(mode="json")
+        config["backbone"] |= {"name": name, "weights": weights, "image_size": side}
+        config["seeds"] = dict.fromkeys(("order", "init", "data"), seed)
+        used = {"name": name, "sha256": sha256 * 64}
+        place = tmp_path / f"{sha256}{side}{seed}"
+        return make(place, "ranpac", seed, two(90, 80, 70), benchmark="cifar100", config=config, backbone=used)
+
+    tiny, dino = "vit_tiny_patch16_224.augreg_in21k", "vit_small_patch14_dinov2"
+    found = gather_runs([of(tiny, "a.safetensors", "a"), of(dino, "b.safetensors", "b", 224)])
+    labels = [row.label for row in found.rows]
+    assert labels == ["ranpac, ViT-Ti/16 (augreg-in21k)", "ranpac, ViT-S/14 (dinov2) at 224 px"]
+    notes = found.tables()[0].notes
+    assert not any("image_size" in note for note in notes)
+    assert any(f'the backbones differ, a cause of differences too: {tiny}: "{labels[0]}"' in note for note in notes)
+    alike = gather_runs([of(tiny, "a.safetensors", "c"), of(tiny, "a.safetensors", "d")])
+    assert [row.label for row in alike.rows] == [f"ranpac, weights=a.safetensors ({text * 8})" for text in "cd"]
+
+
+def test_times_that_were_taken_beside_other_runs_are_told(tmp_path: Path) -> None:
+    """On one machine at one time, of the table or not; neither one after the other nor on machines that differ."""
+
+    def begun(method: str, minute: int, gpu: str | None = "H200", seed: int = 0) -> Path:
+        machine = {"hardware": {"gpu": gpu}} if gpu else {}
+        at = f"2026-03-14T09:{minute:02}:07+00:00"
+        return make(tmp_path / f"{method}{seed}", method, seed, two(90, 80, 70), created=at, **machine)
+
+    def told(paths: list[Path], others: list[Path] | None = None) -> list[str]:
+        found = gather_runs(paths)
+        beside = [Run.open(path).record for path in others or []]
+        found = Comparison(found.rows, found.places, found.results, others=beside)
+        return [note for note in found.tables()[1].notes if note.startswith("Time: ")]
+
+    alone, after, elsewhere, unsaid = begun("apt", 0), begun("l2p", 1), begun("ft", 0, "A100"), begun("lda", 0, None)
+    assert told([alone, after, elsewhere, unsaid]) == []  # each takes a minute, and seconds are rounded
+    beside, second = begun("coda-prompt", 0), begun("l2p", 7, seed=1)
+    sentence = "Time: other runs shared the machine, so that it says little about speed, in"
+    assert told([alone, after, beside]) == [f'{sentence} "apt", "coda-prompt".']
+    assert told([alone, beside]) == [f"{sentence} all rows."]
+    assert told([alone, after, second], [beside]) == [f'{sentence} "apt".']
 
 
 def test_what_is_usual_for_one_method_of_a_place_alone_is_told_of_it(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from probprompt.methods import base
 from probprompt.report.comparison import gather_runs, pixels_hash
 from probprompt.report.tables import fill_page
 from probprompt.results import page, paper
-from probprompt.results.book import count_tasks, departures, read_entries, read_entry
+from probprompt.results.book import Entry, count_tasks, departures, read_entries, read_entry
 from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid, describe
 
@@ -60,6 +60,7 @@ BOOKS = {
     "results/cifar100-sampling.md": "cifar100/sampling.jsonl",
     "results/cifar100-width.md": "cifar100/width.jsonl",
     "results/cub200-flagship.md": "cub200/flagship.jsonl",
+    "results/cub200-mirrored.md": "cub200/mirrored.jsonl",
     "results/cub200-variants.md": "cub200/variants.jsonl",
     "results/following.md": "following.jsonl",
     "results/further.md": "further.jsonl",
@@ -252,32 +253,34 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
     wide, rival = told("ranpac", "matched", "layers=11"), told("vq-prompt", "ridge")
     unaligned = told("vq-prompt", "matched", "alignment.enabled=false")
     assert f"Without alignment VQ-Prompt has {unaligned} on CIFAR-100 (one seed)." in readme
-    reading = "layers=5", "readings=projected"
-    read, sketches = (_told(recorded[name, "ranpac", "matched", *reading]) for name in ("cifar100", "tu-berlin"))
-    large = _told(_dino("ranpac", "matched,layers=5,readings=projected"))
-    assert f"With the same readings RanPAC has {read} on CIFAR-100, {large} there with the DINOv2, and" in readme
-    assert f"and {sketches} on TU-Berlin; VQ-Prompt, adapted as" in readme
-    assert f"with the preset's readings at {read}, with readings of all" in flagship
+    reads, as_it_reads = ("layers=5", "readings=projected"), ("layers=5", "readings=projected", "mirrored=true")
+    read, sketches = (_told(recorded[name, "ranpac", "matched", *as_it_reads]) for name in ("cifar100", "tu-berlin"))
+    large = _told(_dino("ranpac", ",".join(("matched", *as_it_reads))))
+    assert (
+        f"and mirror images RanPAC has {read} on CIFAR-100, {large} there with the DINOv2, and {sketches} on" in readme
+    )
+    without = told("ranpac", "matched", *reads)
+    assert f"with the preset's readings at {without}, with readings of all" in flagship
     worth = [
-        np.mean(recorded[name, "probprompt", "flagship"]) - np.mean(recorded[name, "ranpac", "matched", *reading])
-        for name in ("cifar100", "cub200")
+        np.mean(recorded[name, "probprompt", "flagship"]) - np.mean(recorded[name, "ranpac", "matched", *more])
+        for name, more in (("cifar100", as_it_reads), ("cub200", ("mirrored=true",)))
     ]
     assert "are worth three points beside the same readings" in _words("docs/demo.md") and round(worth[0]) == 3
     assert (
-        "birds](../results/cub200-flagship.md) they are worth nothing either." in _words("docs/demo.md")
-        and worth[1] < 0
+        "birds](../results/cub200-mirrored.md) they are worth nothing either." in _words("docs/demo.md")
+        and abs(worth[1]) < 0.3
     )
     drawn, large = _told(recorded["tu-berlin", "vq-prompt", "ridge"]), _told(_dino("vq-prompt", "ridge"))
     assert f"under its head, has {rival}, {large} and {drawn}." in readme
-    followed = told("probprompt", "flagship", *FOLLOWED)
-    assert f"brings CIFAR-100 to {followed}, and sketches nothing." in readme
-    gain = np.mean(recorded["cifar100", "probprompt", "flagship", *FOLLOWED])
-    gain -= np.mean(recorded["cifar100", "probprompt", "flagship"])
+    plain, followed = told("probprompt", "flagship", PLAIN), told("probprompt", "flagship", PLAIN, *FOLLOWED)
+    assert f"brought CIFAR-100, before mirror images, from {plain} to {followed}, and sketches nothing." in readme
+    gain = np.mean(recorded["cifar100", "probprompt", "flagship", PLAIN, *FOLLOWED])
+    gain -= np.mean(recorded["cifar100", "probprompt", "flagship", PLAIN])
     assert f"gains {gain:.1f} points on the test images, {followed}, but nothing on TU-Berlin's" in flagship
     assert all(f"at once ends at {joint} (one seed)" in text for text in (readme, flagship))
-    best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside")
-    first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside")
-    assert f"the preset ends at {told('probprompt', 'flagship')} (" in flagship
+    best = told("probprompt", "flagship", "tokens=16", "layers=11", "readings=beside", PLAIN)
+    first = told("probprompt", "flagship", "ridge_choice=first", "layers=11", "readings=beside", PLAIN)
+    assert f"the preset ends at {told('probprompt', 'flagship')}, without mirror images at {plain} (" in flagship
     assert f"feature, ended at {best}, the first round's at {first}." in flagship
     assert f"ends at {ranpac}, with" in flagship and f"beside at {wide} (one" in flagship
     prompted, probe = (
@@ -288,22 +291,6 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
         "On CUB-200 neither is more than a point above the linear probe (ViT-Ti)." in readme
         and max(prompted) < probe[0] + 1
     )
-    birds = _words("results/cub200-flagship.md")
-    own, frozen = (_told(recorded["cub200", *key]) for key in (("probprompt", "flagship"), ("ranpac", "matched")))
-    assert f"it ends at {own}, not above RanPAC, as wide a head on the frozen feature alone, at {frozen} (" in birds
-    ours, theirs = (_told(_dino(*key, "cub200")) for key in (("probprompt", "flagship"), ("ranpac", "matched")))
-    assert f"with a DINOv2 ViT-S/14 at {ours}, RanPAC at {theirs}." in birds
-    numbers = {4: "four", 6: "six", 10: "ten", 2: "two", 1: "one"}
-    ahead, back = list[str](), list[str]()
-    for name in ("tu-berlin", "cifar100"):
-        frozen_alone, reader, own_end = (
-            float(np.mean(recorded[name, *key]))
-            for key in (("ranpac", "matched"), ("ranpac", "matched", *reading), ("probprompt", "flagship"))
-        )
-        ahead.append(numbers[round(own_end - frozen_alone)])
-        back.append(numbers[round(reader - frozen_alone)])
-    assert f"it is {ahead[0]} points ahead of RanPAC and {ahead[1]}, of which RanPAC with readings takes back" in birds
-    assert f"takes back {back[0]} and {back[1]}." in birds
     left = float(joint) - np.mean(recorded["cifar100", "probprompt", "flagship"])
     assert f"{left:.1f} points are left" in flagship
 
@@ -362,14 +349,15 @@ def test_the_words_on_sampling_tell_the_recorded_numbers(recorded: dict[tuple[st
     apart = np.mean([np.ptp(values) for values in rows.values()])
     assert len(rows) == 9 and all(len(values) == 2 for values in rows.values())
     assert f"the best row and the worst lie {np.ptp(means):.1f} points; the two seeds of a row lie {apart:.1f}" in words
-    pairs = [
-        (_told(recorded[benchmark, "probprompt", "flagship"]), _told(recorded[benchmark, "vq-prompt", "ridge"]))
-        for benchmark in ("cifar100", "tu-berlin")
-    ]
-    pairs.append((_told(_dino("probprompt", "flagship")), _told(_dino("vq-prompt", "ridge"))))
-    here, sketches, large = pairs
+    kinds = ("probprompt", "flagship"), ("vq-prompt", "ridge")
+    pairs = [[recorded[name, *kind] for kind in kinds] for name in ("cifar100", "tu-berlin", "cub200")]
+    pairs.append([_dino(*kind) for kind in kinds])
+    here, sketches, birds, large = ([_told(values) for values in pair] for pair in pairs)
     assert f"ends at {here[0]} and VQ-Prompt at {here[1]} here; at {sketches[0]} and {sketches[1]} on" in words
-    assert f"at {large[0]} and {large[1]}." in words
+    assert f"at {birds[0]} and {birds[1]} on CUB-200's birds; with a" in words
+    assert f"on CIFAR-100 again, at {large[0]} and {large[1]}. ProbPrompt is ahead in three of four," in words
+    assert sum(np.mean(own) > np.mean(other) for own, other in pairs) == 3
+    assert all(np.mean(own) - np.mean(other) < np.std(own) + np.std(other) for own, other in pairs)
     frozen, reading = (_told(recorded["cifar100", "ranpac", "matched", *more]) for more in ((), ("layers=11",)))
     assert f"on the frozen feature alone, ends at {frozen} here, and at {reading} with readings of all blocks" in words
 
@@ -377,21 +365,21 @@ def test_the_words_on_sampling_tell_the_recorded_numbers(recorded: dict[tuple[st
 def test_the_words_on_following_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
     words, rows = _words("results/following.md"), _ends("following.jsonl")
     gains = {
-        benchmark: np.subtract(rows[benchmark, "probprompt", *FOLLOWED], rows[benchmark, "probprompt"])
+        benchmark: np.subtract(rows[benchmark, "probprompt", PLAIN, *FOLLOWED], rows[benchmark, "probprompt", PLAIN])
         for benchmark in ("cifar100", "tu-berlin")
     }
     each = [f"{value:.1f}" for value in gains["cifar100"]]
     assert f"gains {gains['cifar100'].mean():.1f} points on CIFAR-100 over the preset, the first row, with" in words
     assert f"with each of three seeds ({each[0]}, {each[1]} and {each[2]}); at a tenth of it as much" in words
-    tenth = rows["cifar100", "probprompt", *FOLLOWED[:2], "later_rate_factor=0.1"]
-    assert np.abs(np.subtract(tenth, rows["cifar100", "probprompt", *FOLLOWED][1:])).max() < 0.1
+    tenth = rows["cifar100", "probprompt", PLAIN, *FOLLOWED[:2], "later_rate_factor=0.1"]
+    assert np.abs(np.subtract(tenth, rows["cifar100", "probprompt", PLAIN, *FOLLOWED][1:])).max() < 0.1
     assert f"two seeds differ by {gains['tu-berlin'][0]:.1f} and {gains['tu-berlin'][1]:.1f} on held-out" in words
     for benchmark, before in (("cifar100", "on the test images: "), ("tu-berlin", "it ends at ")):
-        found, preset = (_told(recorded[benchmark, "probprompt", "flagship", *more]) for more in (FOLLOWED, ()))
-        assert f"{before}{found} where the preset has {preset}" in words
+        found, preset = (_told(recorded[benchmark, "probprompt", "flagship", PLAIN, *more]) for more in (FOLLOWED, ()))
+        assert f"{before}{found} where the preset had {preset}" in words
     joint, followed = (
         recorded["cifar100", "joint", "matched"],
-        recorded["cifar100", "probprompt", "flagship", *FOLLOWED],
+        recorded["cifar100", "probprompt", "flagship", PLAIN, *FOLLOWED],
     )
     left = np.mean(joint) - np.mean(followed)
     assert f"{left:.1f} points below fine-tuning the whole backbone" in words
@@ -400,13 +388,13 @@ def test_the_words_on_following_tell_the_recorded_numbers(recorded: dict[tuple[s
 def test_the_words_on_going_further_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
     words, rows, by_seed = _words("results/further.md"), _ends("further.jsonl"), _ends_by_seed("further.jsonl")
 
-    def gains(benchmark: str, *before: str) -> list[float]:
+    def gains(benchmark: str, *more: str, first: tuple[str, ...] = ()) -> list[float]:
         """Of mirror images, by seed."""
-        mirrored = by_seed[benchmark, "probprompt", "mirrored=true", *before]
-        plain = by_seed[benchmark, "probprompt", *before]
+        mirrored = by_seed[benchmark, "probprompt", *first, *more]
+        plain = by_seed[benchmark, "probprompt", *first, PLAIN, *more]
         return [mirrored[seed] - plain[seed] for seed in sorted(mirrored.keys() & plain.keys())]
 
-    birds, sketches = gains("cub200"), gains("tu-berlin")
+    birds, sketches = gains("cub200", first=("layers=5",)), gains("tu-berlin")
     assert min(birds) > 0 and min(sketches) > 0 and (len(birds), len(sketches)) == (3, 2)
     assert f"CUB-200 gains {np.mean(birds):.1f} points and TU-Berlin {np.mean(sketches):.1f}, with" in words
     small, looked, learned = (
@@ -419,17 +407,32 @@ def test_the_words_on_going_further_tell_the_recorded_numbers(recorded: dict[tup
     (once,), thrice = gains("cifar100"), gains("cifar100", *FOLLOWED)
     assert len(thrice) == 3 and f"{once:.1f}" == f"{np.mean(thrice):.1f}"
     assert f"CIFAR-100 gains {once:.1f}, with the preset (one seed) as where" in words
-    all_together = "projections=20000", "mirrored=true", *FOLLOWED
+    all_together = "projections=20000", *FOLLOWED
     best = "cifar100", "probprompt", "tokens=16", *all_together
     full = {key: np.mean(values) for key, values in rows.items() if len(values) == 3 and key[0] == "cifar100"}
     assert max(full, key=lambda key: full[key]) == best
     assert full[best] - full["cifar100", "probprompt", *all_together] < 0.05  # sixteen tokens
-    assert f"it is {full[best] - full['cifar100', 'probprompt']:.1f} points above the preset on CIFAR-100" in words
+    assert f"it is {full[best] - full['cifar100', 'probprompt', PLAIN]:.1f} points above the preset of then on" in words
     ours, preset = (
         recorded["cifar100", "probprompt", "flagship", *best[2:]],
         recorded["cifar100", "probprompt", "flagship"],
     )
-    assert f"test images: {_told(ours)} where the preset has {_told(preset)}." in words
+    assert f"test images: {_told(ours)} where the preset has {_told(preset)} now." in words
+    reads = "layers=5", "readings=projected"
+    kinds = {
+        "CIFAR-100 goes from {} to {}, with a DINOv2 ViT-S/14 from {} to {}, TU-Berlin from {} to {}.": (
+            *("probprompt", "flagship", (PLAIN,), ()),
+        ),
+        "VQ-Prompt under that head as much ({} to {}, {} to {}, {} to {})": ("vq-prompt", "ridge", (PLAIN,), ()),
+        "RanPAC with the same readings ({} to {}, {} to {}, {} to {})": (
+            *("ranpac", "matched", reads, (*reads, "mirrored=true")),
+        ),
+    }
+    for sentence, (method, kind, *both) in kinds.items():
+        small = {name: [recorded[name, method, kind, *more] for more in both] for name in ("cifar100", "tu-berlin")}
+        dino = [_dino(method, ",".join((kind, *more))) for more in both]
+        found = *small["cifar100"], *dino, *small["tu-berlin"]
+        assert sentence.format(*map(_told, found)) in words and {len(values) for values in found} == {3}
     left = np.mean(recorded["cifar100", "joint", "matched"]) - np.mean(ours)
     assert f"best that we have on CIFAR-100, {left:.1f} points below fine-tuning" in words
     assert np.mean(ours) == max(
@@ -446,29 +449,78 @@ def test_the_words_on_going_further_tell_the_recorded_numbers(recorded: dict[tup
     assert f"projections and mirror images ends at {_told(rival)}." in readme
 
 
-def test_the_words_on_birds_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
+def test_the_words_on_what_was_tried_on_birds_tell_the_recorded_numbers(
+    recorded: dict[tuple[str, ...], list[float]],
+) -> None:
     words, rows = _words("results/cub200-variants.md"), _ends("cub200/variants.jsonl")
     best = max((key for key, values in rows.items() if len(values) == 3), key=lambda key: float(np.mean(rows[key])))
-    assert best == ("cub200", "probprompt", "layers=0", "follow=true", "adapt_tasks=5", "later_rate_factor=0.2")
-    above = [np.mean(rows[best]) - np.mean(rows["cub200", method]) for method in ("probprompt", "ranpac")]
-    assert f"was {above[0]:.1f} points above the preset over three seeds and {above[1]:.1f} above RanPAC." in words
+    assert best == ("cub200", "probprompt", PLAIN, "follow=true", "adapt_tasks=5", "later_rate_factor=0.2")
+    before = "probprompt", "layers=5", PLAIN
+    above = [np.mean(rows[best]) - np.mean(rows["cub200", *other]) for other in (before, ("ranpac",))]
+    assert (
+        f"was {above[0]:.1f} points above the preset of then over three seeds and {above[1]:.1f} above RanPAC." in words
+    )
     ends = [
         _told(recorded["cub200", *key])
         for key in (
             ("probprompt", "flagship", *best[2:]),
-            ("probprompt", "flagship"),
-            ("ranpac", "matched"),
+            ("probprompt", "flagship", "layers=5", PLAIN),
             ("ranpac", "matched", "layers=5", "readings=projected"),
         )
     ]
-    assert f"test images it ends at {ends[0]}, the preset at {ends[1]}, RanPAC at {ends[2]}, and RanPAC that" in words
-    assert f"as the preset does at {ends[3]} (" in words
+    assert f"test images it ended at {ends[0]}, that preset at {ends[1]}, and RanPAC that reads" in words
+    assert f"as it did at {ends[2]} (" in words
     others = read_book(ROOT / "results" / "cub200" / "flagship.jsonl")
-    (before,) = (run.matrix for run in others if run.record["config"]["training"]["epochs"] == 100)
-    assert f"seed 0, had {metrics.final_average_accuracy(before):.2f} in" in words
-    assert f"and has {rows['cub200', 'probprompt'][0]:.2f} in this one." in words
+    (first,) = (run.matrix for run in others if run.record["config"]["training"]["epochs"] == 100)
+    assert f"seed 0, had {metrics.final_average_accuracy(first):.2f} in" in words
+    assert f"and {rows['cub200', *before][0]:.2f} in this one." in words
+    large = _told(_dino("probprompt", f"flagship,layers=5,{PLAIN}", "cub200"))
+    assert f"it ended at {ends[1]}, with a DINOv2 ViT-S/14 at {large} (" in _words("results/cub200-flagship.md")
 
 
+def test_the_words_on_birds_tell_the_recorded_numbers(recorded: dict[tuple[str, ...], list[float]]) -> None:
+    words, readme = _words("results/cub200-mirrored.md"), _words("README.md")
+    book = read_book(ROOT / "results" / "cub200" / "mirrored.jsonl")
+    held = dict[tuple[str, ...], list[float]]()
+    for run in book:
+        config = run.record["config"]
+        key = config["backbone"]["name"][4:8], config["method"]["name"], *describe(tuple(_varied(run.record).items()))
+        held.setdefault(key, []).append(metrics.final_average_accuracy(run.matrix))
+    assert len(book) == 18 and {len(values) for values in held.values()} == {3}
+    none, five = ([held[name, "probprompt", *more] for name in ("tiny", "smal")] for more in ((), ("layers=5",)))
+    assert f"(`layers=0`): {np.mean(none):.1f} against {np.mean(five):.1f} in that mean." in words
+    gains = [np.subtract(*pair) for pair in zip(none, five, strict=True)]
+    assert gains[1].min() > 0
+    assert (
+        f"is {gains[1].mean():.1f} points better and with every seed, with the ViT-Ti/16 {-gains[0].mean():.1f}"
+        in words
+    )
+    behind = np.mean(held["tiny", "ranpac", "mirrored=true"]) - np.mean(none[0])
+    assert f"it is even {behind:.1f} points ahead of the flagship (ViT-Ti), which is level with plain RanPAC" in words
+    assert abs(np.mean(none[0]) - np.mean(held["tiny", "ranpac"])) < 0.2
+    own = [recorded["cub200", "probprompt", "flagship"], _dino("probprompt", "flagship", "cub200")]
+    rival = [recorded["cub200", "ranpac", "matched"], _dino("ranpac", "matched", "cub200")]
+    ahead = [np.subtract(*pair) for pair in zip(own, rival, strict=True)]
+    by_seed = ["{:.1f}, {:.1f} and {:.1f}".format(*each) for each in ahead]
+    assert min(each.min() for each in ahead) > 0  # "with both backbones and every seed"
+    assert f"{_told(own[0])} against {_told(rival[0])} with the ViT-Ti (by seed {by_seed[0]})," in words
+    assert f"{_told(own[1])} against {_told(rival[1])} with the DINOv2 ({by_seed[1]})." in words
+    level = [
+        recorded["cub200", "ranpac", "matched", "mirrored=true"],
+        _dino("ranpac", "matched,mirrored=true", "cub200"),
+    ]
+    assert all(abs(np.mean(one) - np.mean(other)) < 0.2 for one, other in zip(own, level, strict=True))
+    both = " and ".join(map(_told, level))
+    assert f"has them too ends at {both}, level with the flagship" in words
+    assert f"level with the flagship, at {both} (" in readme
+    reads = _told(recorded["cub200", "ranpac", "matched", "layers=5", "readings=projected", "mirrored=true"])
+    assert f"readings of five blocks besides at {reads} (ViT-Ti)." in words
+    assert f"under its head, ends at {_told(recorded['cub200', 'vq-prompt', 'ridge'])} on the test" in words
+    others = [values for key, values in recorded.items() if key[0] == "cub200" and key[2:] == ("matched",)]
+    assert len(others) == 5 and max(np.mean(values) for values in others if values is not rival[0]) < 80
+
+
+PLAIN = "mirrored=false"
 FOLLOWED = ("follow=true", "adapt_tasks=2", "later_rate_factor=0.2")
 
 
@@ -492,7 +544,7 @@ def _ends_by_seed(book: str) -> dict[tuple[str, ...], dict[int, float]]:
 
 
 def _dino(method: str, preset: str, benchmark: str = "cifar100") -> list[float]:
-    places = (ROOT / "results" / benchmark).glob(f"vit-s14-dinov2-224px/{method}-{preset}-s*.json")
+    places = sorted((ROOT / "results" / benchmark).glob(f"vit-s14-dinov2-224px/{method}-{preset}-s*.json"))
     return [metrics.final_average_accuracy(read_entry(ROOT / "results", path).matrix) for path in places]
 
 
@@ -509,6 +561,20 @@ def test_the_page_on_data_tells_the_recorded_hash_of_the_sketches() -> None:
     entries = [entry for entry in read_entries(ROOT / "results") if entry.config["data"]["benchmark"] == "tu-berlin"]
     (told,) = re.findall(r"the hash that those rows record \(`(\w{12})`\)", _words("docs/data.md"))
     assert {str(pixels_hash(entry.content))[:12] for entry in entries} == {told}
+
+
+def test_the_pages_tell_the_recorded_hash_of_the_birds() -> None:
+    entries = [entry for entry in read_entries(ROOT / "results") if entry.config["data"]["benchmark"] == "cub200"]
+    (told,) = re.findall(r"by the official split \(`(\w{12})`;", _words("docs/data.md"))
+    assert f"as a run reads them, `{told}`." in _words("results/cub200-mirrored.md")
+    anew = {bool(entry.content["stream"]["differences"]) for entry in entries if told != _pixels(entry)}
+    assert anew == {True}  # those of other pixels say that they are
+    assert all(not entry.content["stream"]["differences"] for entry in entries if told == _pixels(entry))
+    assert {told} == {_pixels(entry) for entry in entries if not entry.departures}
+
+
+def _pixels(entry: Entry) -> str:
+    return str(pixels_hash(entry.content))[:12]
 
 
 def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:

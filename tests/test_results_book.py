@@ -21,9 +21,9 @@ from probprompt.config import merge, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.results import book, figures, page, paper
-from probprompt.results.naming import backbone_slug, backbone_words
 from probprompt.runs.files import content_hash, sealed
 from probprompt.runs.grid import nest
+from probprompt.runs.naming import backbone_slug, backbone_words
 from probprompt.runs.record import Run, config_hash
 
 ROOT = Path(__file__).parent.parent

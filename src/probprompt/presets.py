@@ -353,8 +353,8 @@ _ADAPTED: Settings = {
     "training": {"epochs": 40, "prompt_rate_factor": 20.0},
     "head": {**_WIDE, "layers": 5, "readings": "projected", "mirrored": True},
 }
-"""Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100-flagship.md); that the head is given the mean
-of an image's reading and its mirror image's, on those of CUB-200, TU-Berlin and CIFAR-100 (results/further.md)."""
+"""Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100-flagship.md); mirror images on those of
+CUB-200 and TU-Berlin, too (results/further.md)."""
 _ADAPTED_ON: dict[str, Settings] = {"cub200": {"training": {"epochs": 100}, "head": {"layers": 0}}}
 """Where the first task has few images: the best of 40, 100 and 200 epochs there (results/cub200-flagship.md); and where
 a head that reads no blocks before the last does better, over two backbones (results/cub200-mirrored.md)."""

@@ -15,9 +15,11 @@ from probprompt.config import flatten, parse_config
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import page
+from probprompt.report.beside import had_company
 from probprompt.runs.book import Recorded, completed, read_book, without_paths
 from probprompt.runs.files import natural_order
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
+from probprompt.runs.naming import backbone_words
 from probprompt.runs.record import Run
 
 duration, number = page.duration, page.number
@@ -274,6 +276,8 @@ class Comparison:
     results: Sequence[Result]
     failed: Sequence[str] = ()
     missing: Sequence[str] = ()
+    others: Sequence[Mapping[str, Any]] = ()
+    """Records of further runs, which may have run beside these."""
 
     @property
     def recorded(self) -> list[Recorded]:
@@ -373,7 +377,22 @@ class Comparison:
     def _inside_notes(self) -> list[str]:
         told = {SIMILARITY: _SIMILARITY, DISK: _DISK}
         there = [measure for measure in told if any(entry.value(measure) for entry in self.entries.values())]
-        return [self._seeds_note(), *(told[measure] for measure in there)]
+        return [self._seeds_note(), *(told[measure] for measure in there), *self._time_note()]
+
+    def _time_note(self) -> list[str]:
+        """Whose runs were not alone on their machine."""
+        records = [result.record for result in self.results]
+        places = [(result.row, result.place) for result in self.results]
+        found = [where for where, yes in zip(places, had_company(records, self.others), strict=True) if yes]
+        rows = dict.fromkeys(f'"{row.label}"' + self._where(place) for row, place in found)
+        if not rows:
+            return []
+        whose = "all rows" if len(rows) == len(self.entries) else shorten(list(rows))
+        return [f"Time: other runs shared the machine, so that it says little about speed, in {whose}."]
+
+    def _where(self, place: Place) -> str:
+        """Which group of columns is meant, where there are several."""
+        return f" ({place.label})" if len(self.places) > 1 else ""
 
     def _departures(self) -> list[str]:
         """What was set otherwise than the preset that a group of columns is named after."""
@@ -565,10 +584,29 @@ def _others(found: Sequence[tuple[Any, Result]], most: Any) -> str:
     return "".join(f" ({value} for {'; '.join(whose)})" for value, whose in others.items())
 
 
-def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied = ()) -> Row:
+_BACKBONE = ("backbone.name", "backbone.weights", "backbone.image_size")
+"""What a backbone is called by."""
+
+
+def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied = (), backbone: str = "") -> Row:
+    """A row by what is varied of it; where that is the backbone, by its name in words, if it has one."""
     name = labels.get(method, method)
     told = tuple(change for change in varied if change not in usual)
-    return Row(", ".join((name, *describe(told))), method, name, varied, usual)
+    parts = [name]
+    if backbone and any(key in _BACKBONE for key, _ in varied):
+        told, usual = (tuple(change for change in part if change[0] not in _BACKBONE) for part in (told, usual))
+        parts.append(backbone)
+    return Row(", ".join((*parts, *describe(told))), method, name, varied, usual)
+
+
+def _backbones(flat: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The backbone of each in words; nothing where another that differs has the same ones, or there is none."""
+    own = [tuple(settings.get(key) for key in _BACKBONE) for settings in flat]
+    words = [
+        backbone_words(dict(zip(("name", "weights", "image_size"), one, strict=True))) if one[0] else "" for one in own
+    ]
+    of = {word: {one for one, other in zip(own, words, strict=True) if other == word} for word in words}
+    return [word if len(of[word]) == 1 else "" for word in words]
 
 
 def _usual(varied: Varied, record: Mapping[str, Any], flat: Sequence[Mapping[str, Any]]) -> Varied:
@@ -591,8 +629,9 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
     configs = [run.record["config"] for run in runs]
     flat = _settings(runs)
     apart, many = _apart(flat)
-    for run, config, varied in zip(runs, configs, apart, strict=True):
-        row = _row(config["method"]["name"], varied, {}, _usual(varied, run.record, flat) if many else ())
+    for run, config, varied, backbone in zip(runs, configs, apart, _backbones(flat), strict=True):
+        usual = _usual(varied, run.record, flat) if many else ()
+        row = _row(config["method"]["name"], varied, {}, usual, backbone)
         place = Place(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
         result = read_result(run, row, place, config["seeds"]["order"])
         for other in results:

@@ -23,10 +23,10 @@ from probprompt.data import benchmarks
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
-from probprompt.results.naming import backbone_slug, backbone_words
 from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
 from probprompt.runs.files import content_hash, natural_order, read_json, sealed
 from probprompt.runs.grid import CUSTOM, describe
+from probprompt.runs.naming import backbone_slug, backbone_words
 from probprompt.runs.record import Run, settings_hash
 
 FORMAT = 2

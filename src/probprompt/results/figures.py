@@ -29,8 +29,8 @@ from probprompt.report.figures import (
     styled,
 )
 from probprompt.results.book import Entry
-from probprompt.results.naming import backbone_slug, slug
 from probprompt.runs.grid import CUSTOM, describe
+from probprompt.runs.naming import backbone_slug, slug
 
 SHOWN = {
     "l2p++": "L2P++",

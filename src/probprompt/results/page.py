@@ -20,8 +20,8 @@ from probprompt.report.tables import markdown
 from probprompt.results import paper
 from probprompt.results.book import Entry, read_entries
 from probprompt.results.figures import Picture, pictures
-from probprompt.results.naming import backbone_words, family
 from probprompt.runs.grid import describe
+from probprompt.runs.naming import backbone_words, family
 from probprompt.runs.record import machine_name
 
 WEIGHTS, DATA, SETTINGS, MARKED = "†", "‡", "¶", "§"
@@ -316,12 +316,14 @@ def _every_run(entries: Sequence[Entry]) -> list[str]:
         parts.append(f"### {benchmark}, {tasks} tasks, {backbone}{where}")
         parts.append(f"Weights: sha256 `{weights[:12]}`, {_plural(len(some), 'run')}.")
         for preset in sorted({entry.preset for entry in some}):
-            tables = markdown(_comparison([entry for entry in some if entry.preset == preset]))
+            here = [entry for entry in some if entry.preset == preset]
+            tables = markdown(_comparison(here, [entry for entry in entries if entry not in here]))
             parts.append(re.sub(r"^## ", "#### ", tables.partition("\n")[2].strip(), flags=re.MULTILINE))
     return parts
 
 
-def _comparison(entries: Sequence[Entry]) -> Comparison:
+def _comparison(entries: Sequence[Entry], others: Sequence[Entry]) -> Comparison:
+    """Tables of these runs; others are those that may have run beside them."""
     results = []
     for entry in entries:
         varied = tuple(entry.departures.items())
@@ -330,7 +332,8 @@ def _comparison(entries: Sequence[Entry]) -> Comparison:
         results.append(read_result(entry.recorded, row, place, entry.seed))
     rows = dict.fromkeys(result.row for result in results)
     places = list(dict.fromkeys(result.place for result in results))
-    return Comparison(sorted(rows, key=lambda row: _rank(row.method)), places, results)
+    beside = [entry.content for entry in others]
+    return Comparison(sorted(rows, key=lambda row: _rank(row.method)), places, results, others=beside)
 
 
 def _rank(method: str) -> int:
