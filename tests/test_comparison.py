@@ -279,7 +279,7 @@ def test_times_that_were_taken_beside_other_runs_are_told(tmp_path: Path) -> Non
     """On one machine at one time, of the table or not; neither one after the other nor on machines that differ."""
 
     def begun(method: str, minute: int, gpu: str | None = "H200", seed: int = 0) -> Path:
-        machine = {"hardware": {"gpu": gpu}} if gpu else {}
+        machine: dict[str, Any] = {"hardware": {"gpu": gpu}} if gpu else {}
         at = f"2026-03-14T09:{minute:02}:07+00:00"
         return make(tmp_path / f"{method}{seed}", method, seed, two(90, 80, 70), created=at, **machine)
 

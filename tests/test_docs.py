@@ -418,20 +418,19 @@ def test_the_words_on_going_further_tell_the_recorded_numbers(recorded: dict[tup
         recorded["cifar100", "probprompt", "flagship"],
     )
     assert f"test images: {_told(ours)} where the preset has {_told(preset)} now." in words
+    each = "{} to {}, {} to {}, {} to {}"
+    own = "CIFAR-100 goes from {} to {}, with a DINOv2 ViT-S/14 from {} to {}, TU-Berlin from {} to {}."
     reads = "layers=5", "readings=projected"
-    kinds = {
-        "CIFAR-100 goes from {} to {}, with a DINOv2 ViT-S/14 from {} to {}, TU-Berlin from {} to {}.": (
-            *("probprompt", "flagship", (PLAIN,), ()),
-        ),
-        "VQ-Prompt under that head as much ({} to {}, {} to {}, {} to {})": ("vq-prompt", "ridge", (PLAIN,), ()),
-        "RanPAC with the same readings ({} to {}, {} to {}, {} to {})": (
-            *("ranpac", "matched", reads, (*reads, "mirrored=true")),
-        ),
-    }
-    for sentence, (method, kind, *both) in kinds.items():
-        small = {name: [recorded[name, method, kind, *more] for more in both] for name in ("cifar100", "tu-berlin")}
-        dino = [_dino(method, ",".join((kind, *more))) for more in both]
-        found = *small["cifar100"], *dino, *small["tu-berlin"]
+    for sentence, kind, before, after in (
+        (own, ("probprompt", "flagship"), (PLAIN,), ()),
+        (f"VQ-Prompt under that head as much ({each})", ("vq-prompt", "ridge"), (PLAIN,), ()),
+        (f"RanPAC with the same readings ({each})", ("ranpac", "matched"), reads, (*reads, "mirrored=true")),
+    ):
+        photos, sketched = (
+            [recorded[name, *kind, *more] for more in (before, after)] for name in ("cifar100", "tu-berlin")
+        )
+        large = [_dino(kind[0], ",".join((kind[1], *more))) for more in (before, after)]
+        found = [*photos, *large, *sketched]
         assert sentence.format(*map(_told, found)) in words and {len(values) for values in found} == {3}
     left = np.mean(recorded["cifar100", "joint", "matched"]) - np.mean(ours)
     assert f"best that we have on CIFAR-100, {left:.1f} points below fine-tuning" in words
