@@ -325,6 +325,26 @@ def test_cub_in_a_tree_has_the_same_classes(tmp_path: Path) -> None:
     assert data.class_names == find("cub200", root=str(birds(tmp_path / "lists"))).load(None).class_names
 
 
+def test_cub_is_one_and_the_same_by_lists_and_in_a_tree(tmp_path: Path) -> None:
+    """In the same order, held out alike and with the same fingerprint, in whatever order the lists name the images."""
+    folder, tree = birds(tmp_path / "lists"), tmp_path / "tree"
+    for name in BIRDS:
+        for index, side in enumerate(("train", "test", "train")):
+            (tree / side / name).mkdir(parents=True, exist_ok=True)
+            file = f"{name[4:]}_{index}.jpg"
+            (tree / side / name / file).write_bytes((folder / "images" / name / file).read_bytes())
+    listed = (folder / "images.txt").read_text().splitlines()
+    (folder / "images.txt").write_text("\n".join(reversed(listed)))
+    sources = [find("cub200", root=str(root)) for root in (folder, tree)]
+    by_lists, by_sides = (source.load(None) for source in sources)
+    assert by_lists.split_hash() == by_sides.split_hash()
+    for one, other in ((by_lists.train, by_sides.train), (by_lists.test, by_sides.test)):
+        assert [Path(name).name for name in one.names] == [Path(name).name for name in other.names]
+        assert all(np.array_equal(one.read(row), other.read(row)) for row in range(len(one)))
+    held = [source.hold_out(data, 0.5) for source, data in zip(sources, (by_lists, by_sides), strict=True)]
+    assert held[0].split_hash() == held[1].split_hash() != by_sides.split_hash()
+
+
 def test_a_listed_bird_that_is_missing_is_named(tmp_path: Path) -> None:
     folder = birds(tmp_path)
     (folder / "images" / BIRDS[1] / "Laysan_Albatross_2.jpg").unlink()

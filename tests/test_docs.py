@@ -564,7 +564,7 @@ def test_the_page_on_data_tells_the_recorded_hash_of_the_sketches() -> None:
 
 def test_the_pages_tell_the_recorded_hash_of_the_birds() -> None:
     entries = [entry for entry in read_entries(ROOT / "results") if entry.config["data"]["benchmark"] == "cub200"]
-    (told,) = re.findall(r"by the official split \(`(\w{12})`;", _words("docs/data.md"))
+    (told,) = re.findall(r"the published JPEG files themselves \(`(\w{12})`\)", _words("docs/data.md"))
     assert f"as a run reads them, `{told}`." in _words("results/cub200-mirrored.md")
     anew = {bool(entry.content["stream"]["differences"]) for entry in entries if told != _pixels(entry)}
     assert anew == {True}  # those of other pixels say that they are

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -262,17 +262,24 @@ CIFAR = Layout(
 
 
 def load_cub(root: Path, short_side: int | None) -> ImageData:
-    """Caltech's birds by their official lists."""
+    """Caltech's birds by their official lists, in the order and by the names that they have in `train/` and `test/`."""
     paths, labels = _table(root / "images.txt"), _table(root / "image_class_labels.txt")
     training = _table(root / "train_test_split.txt")
     folders = _cub_folders(paths, labels, root)
-    sides: dict[str, list[tuple[str, int]]] = {"1": [], "0": []}
+    sides: dict[str, list[tuple[int, PurePosixPath]]] = {"1": [], "0": []}
     for number, path in paths.items():
         if training.get(number) not in sides:
             raise UserError(f"{root / 'train_test_split.txt'} says nothing of image {number}: get the lists anew")
-        sides[training[number]].append((f"images/{path}", int(labels[number]) - 1))
-    _refuse_missing(root, {root / "images.txt": [name for side in sides.values() for name, _ in side]})
-    return assemble(root, short_side, numbered_names(root, folders), sides["1"], sides["0"])
+        sides[training[number]].append((int(labels[number]) - 1, PurePosixPath(path)))
+    train, test = ([(f"images/{path}", label) for label, path in sorted(side)] for side in sides.values())
+    _refuse_missing(root, {root / "images.txt": [name for name, _ in chain(train, test)]})
+    data = assemble(root, short_side, numbered_names(root, folders), train, test)
+    return replace(data, train=_as_in("train", data.train), test=_as_in("test", data.test))
+
+
+def _as_in(side: str, images: ImageSet) -> ImageSet:
+    """Images of the folder of all, known as those of the folder of one side."""
+    return replace(images, known_as=tuple(f"{side}/{name.partition('/')[2]}" for name in images.names))
 
 
 def _cub_folders(paths: Mapping[str, str], labels: Mapping[str, str], root: Path) -> list[str]:

@@ -29,6 +29,8 @@ class ImageSet:
     """All images (n, H, W, 3), where they lie in memory anyway and have one size."""
     short_side: int | None = None
     """What the short side of an image is reduced to at most when it is read; None leaves the size as it is."""
+    known_as: tuple[str, ...] | None = None
+    """What images are called in the fingerprint of a split, where their names only tell how they lie on this disk."""
 
     @classmethod
     def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
@@ -49,6 +51,7 @@ class ImageSet:
             None if self.rows is None else self.rows[chosen],
             None if self.pixels is None else self.pixels[chosen],
             self.short_side,
+            None if self.known_as is None else tuple(self.known_as[index] for index in chosen),
         )
 
 
@@ -66,7 +69,8 @@ class ImageData:
         """Fingerprint of which image is in which class and on which side."""
         digest = hashlib.sha256()
         for side, images in (("train", self.train), ("test", self.test)):
-            for name, label in sorted(zip(images.names, images.labels.tolist(), strict=True)):
+            names = images.known_as or images.names
+            for name, label in sorted(zip(names, images.labels.tolist(), strict=True)):
                 digest.update(f"{side}\t{self.class_names[label]}\t{name}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
