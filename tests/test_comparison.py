@@ -276,12 +276,16 @@ def test_rows_of_several_backbones_name_them_in_words(tmp_path: Path) -> None:
 
 
 def test_times_that_were_taken_beside_other_runs_are_told(tmp_path: Path) -> None:
-    """On one machine at one time, of the table or not; neither one after the other nor on machines that differ."""
+    """On one machine at one time, of the table or not; neither one after the other nor on machines that differ.
 
-    def begun(method: str, minute: int, gpu: str | None = "H200", seed: int = 0) -> Path:
-        machine: dict[str, Any] = {"hardware": {"gpu": gpu}} if gpu else {}
-        at = f"2026-03-14T09:{minute:02}:07+00:00"
-        return make(tmp_path / f"{method}{seed}", method, seed, two(90, 80, 70), created=at, **machine)
+    A record is begun once images are there: what loading them takes lies before that.
+    """
+
+    def begun(method: str, minute: int, gpu: str | None = "H200", seed: int = 0, loading: int = 0) -> Path:
+        more: dict[str, Any] = {"hardware": {"gpu": gpu, "threads": minute}} if gpu else {}
+        more["created"] = f"2026-03-14T09:{minute:02}:{loading:02}+00:00"
+        more["time"] = {"total_s": 60.0, "loading_s": loading}
+        return make(tmp_path / f"{method}{seed}", method, seed, two(90, 80, 70), **more)
 
     def told(paths: list[Path], others: list[Path] | None = None) -> list[str]:
         found = gather_runs(paths)
@@ -289,10 +293,12 @@ def test_times_that_were_taken_beside_other_runs_are_told(tmp_path: Path) -> Non
         found = Comparison(found.rows, found.places, found.results, others=beside)
         return [note for note in found.tables()[1].notes if note.startswith("Time: ")]
 
-    alone, after, elsewhere, unsaid = begun("apt", 0), begun("l2p", 1), begun("ft", 0, "A100"), begun("lda", 0, None)
-    assert told([alone, after, elsewhere, unsaid]) == []  # each takes a minute, and seconds are rounded
+    alone, after = begun("apt", 0, loading=40), begun("l2p", 1)
+    elsewhere, unsaid = begun("ft", 0, "A100"), begun("lda", 0, None)
+    odd = make(tmp_path / "odd", "ft++", 0, two(90, 80, 70), hardware={"gpu": "H200"}, created="in the morning")
+    assert told([alone, after, elsewhere, unsaid, odd]) == []
     beside, second = begun("coda-prompt", 0), begun("l2p", 7, seed=1)
-    sentence = "Time: other runs shared the machine, so that it says little about speed, in"
+    sentence = "Time: other runs ran at the same time on such a machine, so that it says little about speed:"
     assert told([alone, after, beside]) == [f'{sentence} "apt", "coda-prompt".']
     assert told([alone, beside]) == [f"{sentence} all rows."]
     assert told([alone, after, second], [beside]) == [f'{sentence} "apt".']

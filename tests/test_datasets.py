@@ -23,6 +23,7 @@ from probprompt import presets
 from probprompt.config import parse_config
 from probprompt.data import datasets, layouts
 from probprompt.data.benchmarks import ImageData, ImageSet, find, registered
+from probprompt.data.cache import decode
 from probprompt.data.datasets import Dataset, data_folder
 from probprompt.data.pickles import read_pickle
 from probprompt.data.stream import build_stream
@@ -341,6 +342,9 @@ def test_cub_is_one_and_the_same_by_lists_and_in_a_tree(tmp_path: Path) -> None:
     for one, other in ((by_lists.train, by_sides.train), (by_lists.test, by_sides.test)):
         assert [Path(name).name for name in one.names] == [Path(name).name for name in other.names]
         assert all(np.array_equal(one.read(row), other.read(row)) for row in range(len(one)))
+    files = [data.train.files for data in (by_lists, by_sides)]
+    pixels = [decode(every.read, len(every), lambda _: None, 1).pixels for every in files if every]
+    assert len(pixels) == 2 and np.array_equal(pixels[0], pixels[1])  # whose hash is recorded
     held = [source.hold_out(data, 0.5) for source, data in zip(sources, (by_lists, by_sides), strict=True)]
     assert held[0].split_hash() == held[1].split_hash() != by_sides.split_hash()
 

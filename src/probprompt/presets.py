@@ -4,8 +4,11 @@
     ProbPrompt, whose code is not public, in the paper's literal reading and VQ-Prompt's protocol. What is wrong in
     published code is not repeated: the correct behaviour is the default, and the other an option that marks results.
 ``matched``: one budget, augmentation, input, head and alignment for all methods.
-``ridge``: as matched, with the ridge head on prompts that adapt in the first task, for every method that has prompts.
-``flagship``: ProbPrompt with the ridge head: prompts adapt in the first task, every later one is a pass and a solve.
+``ridge``: as matched, with the ridge head on prompts that adapt in the first task, for every method that has prompts;
+    on published benchmarks for as long, at the rate and under the very head that were chosen for the flagship.
+``flagship``: ProbPrompt with the ridge head: prompts adapt in the first task, every later one is a pass over its images
+    and a solve. On published benchmarks images are passed with their mirror images, untried on ImageNet-R and
+    Tiny-ImageNet.
 """
 
 from collections.abc import Callable, Mapping
@@ -356,8 +359,8 @@ _ADAPTED: Settings = {
 """Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100-flagship.md); mirror images on those of
 CUB-200 and TU-Berlin, too (results/further.md)."""
 _ADAPTED_ON: dict[str, Settings] = {"cub200": {"training": {"epochs": 100}, "head": {"layers": 0}}}
-"""Where the first task has few images: the best of 40, 100 and 200 epochs there (results/cub200-flagship.md); and where
-a head that reads no blocks before the last does better, over two backbones (results/cub200-mirrored.md)."""
+"""Where the first task has few images: the best of 40, 100 and 200 epochs there (results/cub200-flagship.md). A head
+that reads no blocks before the last does better there in the mean over two backbones (results/cub200-mirrored.md)."""
 
 
 def _ridge(method: str, benchmark: str) -> Settings:

@@ -388,7 +388,9 @@ class Comparison:
         if not rows:
             return []
         whose = "all rows" if len(rows) == len(self.entries) else shorten(list(rows))
-        return [f"Time: other runs shared the machine, so that it says little about speed, in {whose}."]
+        return [
+            f"Time: other runs ran at the same time on such a machine, so that it says little about speed: {whose}."
+        ]
 
     def _where(self, place: Place) -> str:
         """Which group of columns is meant, where there are several."""
