@@ -52,5 +52,5 @@ def _span(record: Record) -> tuple[float, float] | None:
         loaded = datetime.fromisoformat(str(record["created"])).timestamp()  # a record is begun once images are there
         start = loaded - float(spent.get("loading_s") or 0.0)
         return (start, start + float(spent["total_s"])) if record.get("hardware") else None
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None
