@@ -22,8 +22,8 @@ from torch import Tensor
 from probprompt.cli import main
 from probprompt.data import emoji_r
 
-# Two test processes share two cores: threads of their own would only fight.
-torch.set_num_threads(1)
+# Two test processes share two cores, so one thread each; another number checks that no test depends on it.
+torch.set_num_threads(int(os.environ.get("PROBPROMPT_TEST_THREADS", "1")))
 
 # Without a GPU, kernels run in Triton's interpreter; Triton must know before anything imports it.
 if not torch.cuda.is_available():

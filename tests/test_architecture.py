@@ -14,7 +14,7 @@ ROOT = Path(probprompt.__file__).parent
 # A module may import what stands before its own line, never what stands after it.
 LAYERS: list[set[str]] = [
     {"capture", "errors", "kernels", "randomness", "equations", "prompts", "transport"}
-    | {"distributed", "evaluation.metrics", "evaluation.embedding"},
+    | {"distributed", "evaluation.metrics"},
     {"data", "weights_files"},
     {"fused"},
     {"backbone", "checkpoints"},

@@ -15,9 +15,11 @@ from probprompt.evaluation.diagnostics import (
     effective_rank,
     injected_tokens,
     mean_pairwise,
+    pca,
     prompt_diversity,
     query_map,
     similarity,
+    tsne,
 )
 from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape, find, parse_config, registered
 from probprompt.methods.probprompt import ProbPrompt, ProbPromptConfig
@@ -297,3 +299,31 @@ def test_a_map_of_many_queries_shows_an_even_choice_of_them(monkeypatch: pytest.
     found = query_map(normal(41, WIDTH), torch.arange(41), NAMES, 1)
     assert found["labels"] == [0, 10, 20, 30, 40]
     assert len(found["points"]) == 5
+
+
+def test_query_map_of_coinciding_queries_is_their_pca() -> None:
+    queries = torch.cat([torch.zeros(15, WIDTH), torch.ones(15, WIDTH)])
+    drawn = query_map(queries, torch.arange(30) // 15, NAMES, 0)
+    assert drawn["embedding"] == "PCA"
+    assert len({tuple(point) for point in drawn["points"]}) == 2
+    single = query_map(torch.ones(12, WIDTH), torch.zeros(12), NAMES, 0)
+    assert single["points"] == [[0.0, 0.0]] * 12
+
+
+def test_tsne_separates_clusters_and_repeats_exactly() -> None:
+    """Eight clusters on orthogonal axes, of which two principal components can show only some."""
+    labels = np.repeat(np.arange(8), 12)
+    points = 6 * np.eye(8, 16)[labels] + np.random.default_rng(1).standard_normal((96, 16)) / 2
+    plane = tsne(points)
+    distances = ((plane[:, None] - plane[None]) ** 2).sum(axis=-1) + np.diag(np.full(96, np.inf))
+    assert (labels[distances.argmin(axis=1)] == labels).mean() > 0.9
+    assert np.array_equal(plane, tsne(points))
+
+
+def test_pca_orders_components_by_variance_with_fixed_signs() -> None:
+    points = np.random.default_rng(0).standard_normal((50, 3)) * np.array([1.0, 5.0, 0.2])
+    plane = pca(points)
+    assert plane[:, 0].var() > plane[:, 1].var()
+    np.testing.assert_allclose(pca(points + 3.0), plane, atol=1e-9)
+    assert np.corrcoef(plane[:, 0], points[:, 1])[0, 1] > 0.99
+    assert pca(points[:1]).tolist() == [[0.0, 0.0]] and not pca(points[:, :1])[:, 1].any()

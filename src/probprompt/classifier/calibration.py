@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 BINS = 10
@@ -48,7 +49,7 @@ def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Cal
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
-    """The most probable temperature, found by golden section over its logarithm; the usual one counts as an opinion.
+    """The most probable temperature, by its logarithm; the usual one counts as an opinion.
 
     >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
     >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are right: log 3 apart
@@ -63,19 +64,9 @@ def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
         opinion = ((log - math.log(usual)) / SPREAD) ** 2 / 2
         return float(nn.functional.cross_entropy(wide / math.exp(log), labels, reduction="sum")) + opinion
 
-    low, high, ratio = math.log(1e-3), math.log(1e3), (math.sqrt(5) - 1) / 2
-    inner = [high - ratio * (high - low), low + ratio * (high - low)]
-    losses = [loss(point) for point in inner]
-    while high - low > 1e-4:
-        if losses[0] <= losses[1]:
-            high, inner, losses = inner[1], [0.0, inner[0]], [0.0, losses[0]]
-            inner[0] = high - ratio * (high - low)
-            losses[0] = loss(inner[0])
-        else:
-            low, inner, losses = inner[0], [inner[1], 0.0], [losses[1], 0.0]
-            inner[1] = low + ratio * (high - low)
-            losses[1] = loss(inner[1])
-    return math.exp((low + high) / 2)
+    lowest, highest = math.log(1e-3), math.log(1e3)
+    minimum = minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-4})
+    return math.exp(minimum.x)
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:

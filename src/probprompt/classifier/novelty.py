@@ -112,16 +112,15 @@ class Scale:
 
 
 def auroc(known: Tensor, unknown: Tensor) -> float:
-    """The chance that an unknown image scores above a known one, ties counted half.
+    """Probability that an unknown image scores above a known one; ties count half.
 
     >>> auroc(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]))
     0.875
     """
-    _, inverse, counts = torch.cat([known, unknown]).double().unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    ranks = (ends - (counts - 1) / 2)[inverse]  # (n,): from 1, the mean of those that tie
-    positive = len(unknown)
-    return float((ranks[len(known) :].sum() - positive * (positive + 1) / 2) / (len(known) * positive))
+    from sklearn.metrics import roc_auc_score
+
+    truth = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])
+    return float(roc_auc_score(truth.numpy(), torch.cat([known, unknown]).double().cpu().numpy()))
 
 
 def false_positive_rate(known: Tensor, unknown: Tensor, share: float = KNOWN) -> float:

@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from probprompt.evaluation.embedding import pca, tsne
 from probprompt.methods import EVALUATION, Method
 from probprompt.prompts import ClassTokenShift, Prompt, Tokens
 
 QUERIES = 128  # looked at together: a query meets every component in float64
 POINTS = 300  # queries embedded at most: exact t-SNE grows with their square
+FEWEST = 10  # with fewer distinct points, neighborhoods mean nothing and PCA replaces t-SNE
 
 
 def injected_tokens(method: Method, queries: Tensor) -> dict[int, Tensor]:
@@ -98,14 +100,42 @@ def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
     }
 
 
+def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Project points `(n, D)` onto their two principal components; missing components are zero.
+
+    >>> pca(np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])).round(3).tolist()
+    [[-1.414, 0.0], [0.0, 0.0], [1.414, 0.0]]
+    """
+    from sklearn.decomposition import PCA
+
+    plane = np.zeros((len(points), 2))
+    if len(points) and np.ptp(points, axis=0).any():
+        components = min(2, *points.shape)
+        plane[:, :components] = PCA(components, svd_solver="full").fit_transform(points)
+    return plane
+
+
+def tsne(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Embed points `(n, D)` in the plane by t-SNE, with a perplexity of 30 or a third of their number.
+
+    The sums are exact: the default method of scikit-learn adds in threads, and its result changes with their timing.
+    """
+    from sklearn.manifold import TSNE
+
+    perplexity = min(30.0, (len(points) - 1) / 3)
+    embedding = TSNE(perplexity=perplexity, init="pca", max_iter=500, method="exact", random_state=0)
+    plane: NDArray[np.float64] = embedding.fit_transform(points)
+    return plane
+
+
 def query_map(queries: Tensor, labels: Tensor, names: list[str], task: int) -> dict[str, Any]:
-    """The queries of a task in the plane, coloured by class (the paper's Fig. 1a)."""
+    """Embed the queries of a task in the plane, with their classes (Fig. 1a of the paper)."""
     chosen = torch.linspace(0, len(queries) - 1, min(POINTS, len(queries))).round().long().unique()
-    few = len(chosen) < 10
-    points = (pca if few else tsne)(queries[chosen.to(queries.device)].double().cpu().numpy())
+    points = queries[chosen.to(queries.device)].double().cpu().numpy()
+    few = len(np.unique(points, axis=0)) < FEWEST
     return {
         "embedding": "PCA" if few else "t-SNE",
-        "points": [[round(float(x), 3), round(float(y), 3)] for x, y in points],
+        "points": (pca if few else tsne)(points).round(3).tolist(),
         "labels": labels[chosen.to(labels.device)].tolist(),
         "names": names,
         "task": task,
