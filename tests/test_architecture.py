@@ -4,6 +4,8 @@ import ast
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,52 @@ def test_no_method_imports_another() -> None:
         if path.name not in ("__init__.py", "base.py"):
             others = {name for name in _imports(path) if name.startswith("methods.")} - {"methods.base"}
             assert not others, f"{path.name} imports {others}"
+
+
+@cache
+def _defined(path: Path) -> set[str]:
+    """Names that a module defines at its top level, inside branches included."""
+    names, nodes = set(), list[ast.AST](ast.parse(path.read_text(encoding="utf-8")).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def _file(module: str) -> Path | None:
+    path = ROOT.parent / module.replace(".", "/")
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+def _missing(path: Path) -> Iterator[str]:
+    """Names that a file imports from this package, inside functions too, and that do not exist."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            wanted = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            if module.partition(".")[0] != "probprompt":
+                continue
+            file = _file(module)
+            if not file or (name and name not in _defined(file) and not _file(f"{module}.{name}")):
+                yield f"{path}, line {node.lineno}: {module} {name}"
+
+
+def test_imported_names_exist() -> None:
+    """Read from the syntax tree, as some imports never run without a GPU."""
+    folders = [Path(__file__).parent.parent / name for name in ("src", "tests", "tools", "reproduction")]
+    missing = [problem for folder in folders for path in sorted(folder.rglob("*.py")) for problem in _missing(path)]
+    assert not missing, "\n".join(missing)
 
 
 def _seconds(*arguments: str) -> float:
