@@ -13,11 +13,16 @@ from pathlib import Path
 
 CLIENT = """#!{python}
 import json, os, socket, sys
+program = os.path.basename(sys.argv[0])
 if sys.argv[1:2] == ["serve"]:  # is stopped by a signal, and so a process of its own
     os.execv(sys.executable, [sys.executable, "-m", "probprompt", *sys.argv[1:]])
+if program == "python":
+    if sys.argv[1:3] != ["-m", "reproduction"]:
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    program, sys.argv = "reproduction", sys.argv[2:]
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({path!r})
-    asked = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
+    asked = {{"arguments": [program, *sys.argv[1:]], "folder": os.getcwd(), "environment": dict(os.environ)}}
     told = json.dumps(asked).encode()
     socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(told)
@@ -38,10 +43,10 @@ def _serve(connection: socket.socket) -> None:
         os.chdir(asked["folder"])
         os.environ.clear()
         os.environ.update(asked["environment"])
-        sys.argv = ["probprompt", *asked["arguments"]]
+        sys.argv = asked["arguments"]
         code = 0
         try:
-            main()
+            PROGRAMS[sys.argv[0]]()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
@@ -58,23 +63,24 @@ def _serve(connection: socket.socket) -> None:
 if __name__ == "__main__":
     import torch
 
+    sys.path.insert(0, str(Path(__file__).parent.parent))
     import probprompt.cli.app
     import probprompt.cli.audit
-    import probprompt.cli.book
     import probprompt.cli.commands
     import probprompt.cli.compare
     import probprompt.cli.data
-    import probprompt.cli.model  # noqa: F401
-    from probprompt.cli import main
+    import probprompt.cli.model
+    import reproduction.__main__
 
+    PROGRAMS = {"probprompt": probprompt.cli.main, "reproduction": reproduction.__main__.main}
     torch.set_num_threads(1)
     path = Path(sys.argv[1])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        client = path.parent / "probprompt"
-        client.write_text(CLIENT.format(python=sys.executable, path=str(path)), encoding="utf-8")
-        client.chmod(0o755)
+        for client in (path.parent / "probprompt", path.parent / "python"):
+            client.write_text(CLIENT.format(python=sys.executable, path=str(path)), encoding="utf-8")
+            client.chmod(0o755)
         (path.parent / "ready").touch()
         while True:
             accepted, _ = listener.accept()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +91,9 @@ class Answer(NamedTuple):
 
 @pytest.fixture
 def probprompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
-    """The command line, without a new process."""
+    """The command line, without a new process; other programs by their ``main``."""
 
-    def run(*arguments: object) -> Answer:
+    def run(*arguments: object, main: Callable[[], None] = main) -> Answer:
         monkeypatch.setattr(sys, "argv", ["probprompt", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -101,6 +102,14 @@ def probprompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         return Answer(int(end.value.code or 0), printed.out, printed.err)
 
     return run
+
+
+@pytest.fixture
+def reproduction(probprompt: Callable[..., Answer]) -> Callable[..., Answer]:
+    """``python -m reproduction``, without a new process."""
+    from reproduction.__main__ import main
+
+    return partial(probprompt, main=main)
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ LAYERS: list[set[str]] = [
     {"serve"},
     {"bench"},
     {"api"},
-    {"results"},
     {"cli"},
     {"__main__"},
 ]
@@ -51,7 +50,6 @@ FREE = {
     "methods",
     "backbone",
     "report",
-    "results",
     "cli",
 }  # may import their own kind
 
@@ -121,6 +119,15 @@ def test_what_can_be_understood_alone_knows_little(part: str) -> None:
     for path in paths:
         known = {imported.split(".")[0] for imported in _imports(path)}
         assert known <= KNOWS[part], f"{path.relative_to(ROOT)} must not know {known - KNOWS[part]}"
+
+
+def test_the_package_does_not_know_the_reproduction() -> None:
+    """It is not part of the wheel."""
+    for path in MODULES:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        assert not [name for name in names if name.split(".")[0] == "reproduction"], path
 
 
 def test_no_method_imports_another() -> None:

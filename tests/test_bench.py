@@ -1,4 +1,4 @@
-"""What the benchmark measures, counts, writes and draws."""
+"""What the benchmark measures, counts and writes."""
 
 import functools
 import json
@@ -16,12 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from probprompt import methods
 from probprompt.backbone import FrozenViT
-from probprompt.bench import flops, grow, measure, memory, record, stages, timing, workshop
-from probprompt.bench.grow import AXES, Point
+from probprompt.bench import flops, measure, memory, record, stages, timing, workshop
 from probprompt.bench.workshop import Scale, Workshop
 from probprompt.capture import SWITCH
 from probprompt.checkpoints import load_backbone
-from probprompt.cli.bench import _settings
+from probprompt.cli.bench import bench_config
 from probprompt.config import BackboneConfig, RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Readout, Tokens
@@ -376,91 +375,6 @@ def test_the_memory_of_prompts_is_that_of_the_method() -> None:
     assert entry["images"] == sum(array.nbytes for array in workshop.random_images(64, 37))
 
 
-# How cost grows -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("power", [-0.5, 0.0, 1.0, 2.3])
-def test_the_exponent_of_a_power_law_is_found(power: float) -> None:
-    assert grow.fit([(x, 3 * x**power) for x in (1.0, 2.0, 5.0, 30.0)]) == pytest.approx(power, abs=1e-9)
-
-
-def law(axis: str, values: tuple[int, ...], seconds: Callable[[int], float]) -> dict[str, grow.Exponent]:
-    """The exponents where one image takes so many seconds in training, and half of it in inference."""
-    points = [Point(value, 1 / seconds(value), 2 / seconds(value), memory=1000 * value) for value in values]
-    return grow.exponents(AXES[axis], points)
-
-
-def test_times_and_memory_are_fitted_each() -> None:
-    found = law("components", (5, 10, 20, 40), lambda value: value**1.5)
-    assert set(found) == {"training_s", "inference_s", "memory"}
-    assert found["training_s"].whole == pytest.approx(1.5) and found["training_s"].worse_than_linear
-    assert found["memory"].whole == pytest.approx(1.0) and not found["memory"].worse_than_linear
-
-
-def test_a_fixed_cost_does_not_hide_the_end() -> None:
-    found = law("classes", (100, 300, 1000, 3000, 10_000), lambda value: 10 + (value / 1000) ** 3)["training_s"]
-    assert found.whole < 1 < grow.WORSE < found.end and found.worse_than_linear
-
-
-def test_a_batch_is_paid_as_a_whole_and_a_side_by_its_pixels() -> None:
-    assert law("batch", (8, 16, 32), lambda value: 0.5)["training_s"].whole == pytest.approx(1.0)
-    assert law("batch", (8, 16, 32), lambda value: 0.5 * value)["training_s"].worse_than_linear
-    assert law("image-size", (32, 64, 128), lambda value: value**2)["inference_s"].whole == pytest.approx(1.0)
-    assert law("image-size", (32, 64, 128), lambda value: value**4)["inference_s"].worse_than_linear
-
-
-def test_what_was_not_measured_is_not_fitted() -> None:
-    points = [Point(5, 4.0, 8.0), Point(10, None, 4.0, note="out of memory"), Point(20, 1.0, 2.0)]
-    found = grow.exponents(AXES["tokens"], points)
-    assert found["training_s"].whole == pytest.approx(1.0) and set(found) == {"training_s", "inference_s"}
-
-
-def test_one_setting_grows_and_no_other() -> None:
-    base = config("coda-prompt")
-    tokens, scale = grow.variant(AXES["tokens"], 64, base)
-    assert scale is None and tokens.method.model_dump() == {**base.method.model_dump(), "tokens": 64}
-    assert tokens.model_dump(exclude={"method"}) == base.model_dump(exclude={"method"})
-    assert grow.variant(AXES["components"], 7, base)[0].method.model_dump()["components_per_task"] == 7
-    assert grow.variant(AXES["batch"], 9, base)[0].training.batch == 9
-    assert grow.variant(AXES["image-size"], 64, base)[0].backbone.image_size == 64
-    assert grow.variant(AXES["tasks"], 100, base) == (base, Scale((2,) * 100))
-    assert grow.variant(AXES["classes"], 100, base) == (base, Scale((10,) * 10))
-
-
-def test_sides_are_whole_patches() -> None:
-    assert grow.values_of(AXES["image-size"], config(), CPU) == (16, 32, 48, 64)
-
-
-def test_all_are_those_that_the_method_has() -> None:
-    assert [axis.name for axis in grow.find_axes(["all"], config())] == list(AXES)
-    assert "samples" not in [axis.name for axis in grow.find_axes(["all", "batch"], config("coda-prompt"))]
-
-
-def test_a_task_is_closed_only_where_that_is_quick() -> None:
-    place = AXES["classes"]
-    assert grow._affordable(place, [], 100, CPU) and grow._affordable(place, [Point(100, closing_s=0.1)], 300, CPU)
-    assert not grow._affordable(place, [Point(100, closing_s=0.1)], 10_000, CPU)
-    assert not grow._affordable(place, [Point(100)], 300, CPU)
-    assert grow._affordable(AXES["tasks"], [Point(5, closing_s=1.0)], 100, CPU)
-
-
-def test_a_curve_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    axis = grow.Axis("classes", "classes", (20, 40))
-    curve = grow.measure_curve(axis, config(), CPU, 0.002)
-    assert [point["value"] for point in curve["points"]] == [20, 40]
-    for point in curve["points"]:
-        assert min(point["training_images_per_s"], point["inference_images_per_s"], point["closing_s"]) > 0
-    assert curve["points"][1]["memory"] > curve["points"][0]["memory"]
-    assert set(curve["exponents"]) == set(grow.COSTS)
-
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(measure, "training", full)
-    point = grow.measure_point(axis, 20, config(), CPU, 0.002, closing=False)
-    assert point == Point(20, note="out of memory")
-
-
 # Records --------------------------------------------------------------------------------------------------------
 
 
@@ -537,7 +451,6 @@ def test_growing_settings_are_compared_where_both_were_measured() -> None:
 # The command ----------------------------------------------------------------------------------------------------
 
 QUICK = ("--backbone", "test_vit", "--image-size", "32", "--batch", "4", "--seconds", "0.01", "--set", "tasks=[3, 2]")
-PNG = b"\x89PNG\r\n"
 
 
 @pytest.fixture
@@ -547,16 +460,14 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_method_is_measured_recorded_drawn_and_compared(probprompt: Command, here: Path) -> None:
-    answer = probprompt("bench", *QUICK, "--out", "first.json", "--plot", "first.png")
+def test_a_method_is_measured_recorded_and_compared(probprompt: Command, here: Path) -> None:
+    answer = probprompt("bench", *QUICK, "--out", "first.json")
     assert answer.code == 0, answer.err
     assert "probprompt on test_vit, fp32" in answer.out and "images of 32 px in batches of 4" in answer.out
     for words in ("training", "inference, two passes", "one image alone", "of the peak", "warm-up", "backward"):
         assert words in answer.out
     (found,) = record.read_record(here / "first.json")["results"]
     assert found["config"]["data"]["tasks"] == [3, 2] and found["classes"] == 5
-    picture = (here / "first.png").read_bytes()
-    assert picture.startswith(PNG) and len(picture) > 5000
     again = probprompt("bench", *QUICK, "--batch", "6", "--against", "first.json")
     assert again.code == 0, again.err
     assert "ratio" in again.out and "not the same, probprompt: batch 4 before, 6 now" in again.out
@@ -579,12 +490,11 @@ def test_it_is_told_how_many_passes_a_prediction_takes(
 
 
 def test_a_cost_table_of_several_methods(probprompt: Command, here: Path) -> None:
-    answer = probprompt("bench", *QUICK, "--methods", "apt,linear-probe", "--methods", "lda", "--plot", "costs.png")
+    answer = probprompt("bench", *QUICK, "--methods", "apt,linear-probe", "--methods", "lda")
     assert answer.code == 0, answer.err
     lines = {line.split()[0]: line.split() for line in answer.out.splitlines() if line.strip()}
     assert lines["apt"][1] == "0.00" and lines["lda"].count("-") == 3
     assert "24,000 images" in answer.out and "head alone" in answer.out
-    assert (here / "costs.png").read_bytes().startswith(PNG)
 
 
 def test_what_was_measured_stays_where_the_rest_is_cut_off(
@@ -604,43 +514,14 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
     assert [entry["method"] for entry in found["results"]] == ["apt", "linear-probe"]
 
 
-def test_growth_is_measured_recorded_and_drawn(
-    probprompt: Command, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grow, "SMALL_BATCHES", (2, 8))
-    monkeypatch.setattr(grow, "SIDES", (1.0, 2.0))
-    options = ("--grow", "batch,image-size", "--out", "grown.json", "--plot", "grown.png")
-    answer = probprompt("bench", *QUICK, *options)
-    assert answer.code == 0, answer.err
-    assert "batch: probprompt on test_vit" in answer.out and "memory in training: exponent" in answer.out
-    grown = record.read_record(here / "grown.json")
-    assert [curve["axis"] for curve in grown["growth"]] == ["batch", "image-size"]
-    assert 0 < grown["growth"][0]["exponents"]["memory"]["whole"] < 1.1
-    picture = (here / "grown.png").read_bytes()
-    assert picture.startswith(PNG) and len(picture) > 10_000
-
-
-def test_what_is_worse_than_linear_is_said(probprompt: Command, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def point(axis: grow.Axis, value: int, *_: object, **__: object) -> Point:
-        return Point(value, 1 / value**2, 1.0, 1000)
-
-    monkeypatch.setattr(grow, "measure_point", point)
-    answer = probprompt("bench", *QUICK, "--grow", "samples")
-    assert "training: exponent 2.00, at the end 2.00  WORSE THAN LINEAR" in answer.out
-    assert answer.out.count("WORSE THAN LINEAR") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--method", "prob-prompt"), "did you mean 'probprompt'"),
         (("--methods", "apt,vqprompt"), "did you mean 'vq-prompt'"),
-        (("--grow", "task"), "did you mean 'tasks'?"),
-        (("--grow", "samples", "--method", "coda-prompt"), "coda-prompt has no samples that could grow"),
-        (("--methods", "all", "--grow", "tasks"), "--methods goes neither with --method nor with --grow"),
+        (("--methods", "all", "--method", "apt"), "--methods and --method cannot be combined"),
         (("--backbone", "vit_bse_patch16_224"), "vit_base_patch16_224"),
         (("--out", "nowhere/bench.json"), "there is no folder"),
-        (("--plot", "nowhere/bench.png"), "there is no folder"),
         (("--against", "absent.json"), "cannot be read"),
         (("--against", "other.json"), "is no record of probprompt bench"),
         (("--against", "later.json"), "has format 99"),
@@ -662,10 +543,10 @@ def test_mistakes_are_answered_in_words(
 
 def test_a_preset_gives_its_settings_and_options_go_over_it() -> None:
     given: dict[str, dict[str, Any]] = {"backbone": {"name": None, "precision": "fp32"}, "training": {"batch": 6}}
-    found = _settings("vq-prompt", given, "published", ["data.benchmark=cub200"], CPU)
+    found = bench_config("vq-prompt", given, "published", ["data.benchmark=cub200"], CPU)
     assert found.method.model_dump()["temperature"] == 5.0 and found.training.batch == 6
     assert found.backbone.name == "sup21k" and found.backbone.precision == "fp32"
-    usual = _settings("vq-prompt", {"backbone": {"name": None}, "training": {"batch": None}}, None, [], CPU)
+    usual = bench_config("vq-prompt", {"backbone": {"name": None}, "training": {"batch": None}}, None, [], CPU)
     assert (usual.backbone.name, usual.training.batch) == ("demo", 16)
 
 

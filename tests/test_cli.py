@@ -72,6 +72,20 @@ def test_help_names_the_commands(probprompt: Command) -> None:
     assert probprompt("-h").out == answer.out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (("book", "add", "runs/a"), "results"),
+        (("reproduce", "table1"), "run"),
+        (("bench", "--grow", "all"), "scaling"),
+        (("bench", "--from", "a.json", "--page=b.md"), "pages"),
+    ],
+)
+def test_removed_commands_name_the_new_ones(probprompt: Command, arguments: tuple[str, ...], command: str) -> None:
+    answer = probprompt(*arguments)
+    assert answer.code == 2 and f"'python -m reproduction {command}'" in answer.err
+
+
 def test_help_of_training_explains_its_options(probprompt: Command) -> None:
     answer = probprompt("train", "--help")
     options = (
@@ -96,11 +110,6 @@ def test_what_there_is_can_be_listed(probprompt: Command, what: str, listed: lis
     answer = probprompt("list", what)
     assert answer.code == 0 and all(name in answer.out for name in listed)
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
-
-
-def test_the_help_of_the_book_says_what_it_writes_alone(probprompt: Command) -> None:
-    answer = probprompt("book", "--help")
-    assert answer.code == 0 and "Alone, book writes RESULTS.md and its figures" in " ".join(answer.out.split())
 
 
 def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:

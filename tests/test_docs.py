@@ -12,17 +12,18 @@ import pytest
 from numpy.typing import NDArray
 
 from probprompt import api, methods, presets
-from probprompt.bench import page as bench_page
 from probprompt.cli.compare import read_spec
 from probprompt.config import parse_config, read_toml
 from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.comparison import gather_runs, pixels_hash
 from probprompt.report.tables import fill_page
-from probprompt.results import page, paper
-from probprompt.results.book import Entry, count_tasks, departures, read_entries, read_entry
 from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid, describe
+from reproduction import bench_pages, paper
+from reproduction import results_page as page
+from reproduction.results import Entry, count_tasks, read_entries, read_entry
+from reproduction.results import preset_overrides as departures
 
 ROOT = Path(__file__).parent.parent
 Settings = Callable[..., dict[str, Any]]
@@ -168,7 +169,7 @@ def test_the_words_on_fidelity_tell_the_papers_studies_as_run_here() -> None:
     def told(study: str, column: str) -> dict[str, str]:
         """By the label of the paper's row."""
         table, found = paper.find(study), dict[str, str]()
-        for label, ours in page.beside(table, entries).items():
+        for label, ours in page.our_rows(table, entries).items():
             ((run,),) = [cells[column] for cells in ours.values()]
             found[label] = f"{metrics.final_average_accuracy(run.matrix):.1f}"
         return found
@@ -596,7 +597,7 @@ def test_the_pages_tell_the_recorded_hash_of_the_birds() -> None:
     assert anew == {True}  # those of other pixels say that they are
     assert f"but for {sum(told != _pixels(entry) for entry in entries)} older rows," in _words("docs/data.md")
     assert all(not entry.content["stream"]["differences"] for entry in entries if told == _pixels(entry))
-    assert {told} == {_pixels(entry) for entry in entries if not entry.departures}
+    assert {told} == {_pixels(entry) for entry in entries if not entry.preset_overrides}
 
 
 def _pixels(entry: Entry) -> str:
@@ -657,13 +658,13 @@ def test_the_recorded_figures_reach_what_was_set_as_their_bar() -> None:
 
 @pytest.mark.parametrize("page", BENCHED)
 def test_tables_come_from_the_recorded_benches(page: str) -> None:
-    """To the letter what `probprompt bench --from RECORD ... --page PAGE` writes from all records."""
+    """To the letter what `python -m reproduction pages RECORD ... --page PAGE` writes from all records."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- bench (\w+): made by probprompt bench -->", text)) == BENCHED[page]
+    assert set(re.findall(r"<!-- bench (\w+): made by python -m reproduction pages -->", text)) == BENCHED[page]
     folder = ROOT / "results" / "bench"
     if not folder.exists():
         pytest.skip("nothing was recorded yet")
-    assert bench_page.fill_page(text, ROOT / page, list(folder.glob("*.json"))) == text
+    assert bench_pages.fill_page(text, ROOT / page, list(folder.glob("*.json"))) == text
 
 
 def test_links_between_documents_lead_somewhere() -> None:

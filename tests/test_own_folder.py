@@ -19,8 +19,8 @@ from probprompt.data import emoji_r
 from probprompt.data.benchmarks import Folder
 from probprompt.data.images import UnreadableImageError, read_image
 from probprompt.data.stream import build_stream
-from probprompt.results import book
 from probprompt.runs.record import Run
+from reproduction.results import read_entries
 
 Command = Callable[..., Any]
 NAMES = ("Kätzchen", "Hund & Co", "鳥", "owl's nest", "a,b", "100%")
@@ -125,8 +125,13 @@ def test_training_in_the_usual_number_of_tasks(
     assert all(part in page for part in ("Meine Fotos, Mai", "Hund &amp; Co", "鳥", "Accuracy matrix"))
 
 
-def test_a_comparison_and_the_book_show_what_they_show_of_the_papers_benchmarks(
-    photos: Path, tmp_path: Path, probprompt: Command, settings: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_comparison_and_the_results_show_what_they_show_of_the_papers_benchmarks(
+    photos: Path,
+    tmp_path: Path,
+    probprompt: Command,
+    reproduction: Command,
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tasks = [["Kätzchen", "鳥"], ["a,b", "100%"], ["Hund & Co", "owl's nest"]]
@@ -138,14 +143,12 @@ def test_a_comparison_and_the_book_show_what_they_show_of_the_papers_benchmarks(
     assert [_published_measures(path.parent)["stream"]["tasks"] for path in (first, second)] == [tasks, tasks]
     page = Path("runs/compare/comparison.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("Final accuracy", "Forgetting", "Task by task", "Prompt"))
-    assert probprompt("book", "add", "runs/compare").code == 0
-    assert probprompt("book").code == 0
+    assert reproduction("results", "add", "runs/compare").code == 0
+    assert reproduction("results").code == 0
     text = Path("RESULTS.md").read_text(encoding="utf-8")
     assert all(f"### Figure {number}: " in text for number in ("1a", "4"))
     assert "### Meine Fotos, Mai@" in text and str(tmp_path) not in text and str(photos) not in text
-    assert "tasks=[2,2,2]-by-name-" in text and all(
-        len(entry.path) < 200 for entry in book.read_entries(Path("results"))
-    )
+    assert "tasks=[2,2,2]-by-name-" in text and all(len(each.path) < 200 for each in read_entries(Path("results")))
 
 
 def test_a_comparison_takes_what_training_takes(

@@ -35,6 +35,8 @@ from probprompt.config import apply_assignments
 from probprompt.data import benchmarks
 from probprompt.errors import UserError
 from probprompt.methods import base
+from reproduction import paper
+from reproduction.__main__ import app as reproduction_app
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "results").glob("*.md"))]  # part of the site
@@ -94,6 +96,8 @@ def check_shell(code: str) -> None:
     for words in commands(code):
         if words[0] == "probprompt":
             check_command(words[1:])
+        elif words[:3] == ["python", "-m", "reproduction"]:
+            check_command(words[3:], reproduction_app)
         elif words[0] == "torchrun" and "-m" in words:
             module, *rest = words[words.index("-m") + 1 :]
             assert module == "probprompt"
@@ -140,7 +144,7 @@ def check_other(words: Sequence[str]) -> None:
         assert asked <= set(extras), f"no such extra: {asked - set(extras)}"
 
 
-def check_command(arguments: Sequence[str]) -> None:
+def check_command(arguments: Sequence[str], app: typer.Typer = app) -> None:
     """Parse a command as the program does, without running it; then look up what it names."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("probprompt", list(arguments))
@@ -153,6 +157,7 @@ def check_command(arguments: Sequence[str]) -> None:
         assert name == "all" or methods.find(name)
     for preset in (name for key in ("preset", "presets") for name in _listed(values.get(key))):
         assert preset in (*presets.NAMES, "custom"), preset
+    assert "table" not in values or paper.find(values["table"])
     benchmark = values.get("benchmark")
     assert not benchmark or "/" in benchmark or benchmark in benchmarks.registered(), benchmark
     method = {"method": {"name": names[0]}} if len(names) == 1 and names != ["all"] else {}
@@ -172,8 +177,8 @@ def _listed(value: object) -> list[str]:
         "probprompt train cifar1000",
         "probprompt train cifar100 --preset publishd",
         "probprompt train photos/ --set trainig.epochs=3",
-        "probprompt book ad runs/a",
-        "probprompt reproduce table9",
+        "python -m reproduction results ad runs/a",
+        "python -m reproduction run table9",
         "torchrun --nproc-per-node 8 -m probprompt train cifar100 --gpu 8",
         "probpromt train cifar100",
         "pip install 'probprompt[rays]'",

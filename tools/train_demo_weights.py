@@ -10,8 +10,9 @@ package (7.2 MB as fp16).  One modern GPU trains it in minutes: the images stay 
 `<split>-<k>.offsets.npy` (where each begins, and the end) and `<split>-<k>.labels.npy`, for k = 0, 1, ...
 
 `--out` receives demo.safetensors (the backbone), head.safetensors (the 200-class head, not shipped),
-demo.json (the training record) and log.jsonl.  They are rewritten at intervals, so an interrupted run leaves
-usable weights.  The last weights are kept, not those that happen to score best on the validation images.
+demo.json (the training record) and log.jsonl (of the embedded weights: results/demo-weights.log.jsonl).  They
+are rewritten at intervals, so an interrupted run leaves usable weights.  The last weights are kept, not those that
+happen to score best on the validation images.
 """
 
 from __future__ import annotations

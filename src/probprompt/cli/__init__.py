@@ -1,6 +1,7 @@
 """The command line."""
 
 import sys
+from collections.abc import Callable
 
 _INTERRUPTED = 130  # the exit code of a process that was interrupted
 _OUT_OF_MEMORY = (
@@ -8,18 +9,32 @@ _OUT_OF_MEMORY = (
     "a time, or use a smaller backbone or batch (--set evaluation_batch=16, --set training.batch=16)"
 )
 
+_MOVED = {"book": "results", "reproduce": "run", "bench --grow": "scaling"}
+_MOVED |= dict.fromkeys(("bench --plot", "bench --from", "bench --page"), "pages")
+
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
     """The user stopped a command; the message says how to go on."""
 
 
-def main() -> None:
+def _run_app() -> None:
+    """Run the program's own commands; one that moved out of the package is named with its new place."""
+    from probprompt.cli.app import app
+    from probprompt.errors import UserError
+
+    command, *options = (*sys.argv[1:], "")
+    for old in (command, *(f"{command} {option.partition('=')[0]}" for option in options)):
+        if old in _MOVED:
+            new = f"python -m reproduction {_MOVED[old]}"
+            raise UserError(f"'probprompt {old}' is no longer part of the package. In a checkout, use '{new}'.")
+    app()
+
+
+def main(app: Callable[[], object] = _run_app) -> None:
     """Run a command; a user's mistake is told in words and with exit code 2, never as a traceback."""
     from probprompt.errors import UserError, says_out_of_memory
 
     try:
-        from probprompt.cli.app import app
-
         app()
     except UserError as problem:
         _complain(f"error: {problem}")

@@ -219,10 +219,6 @@ def bench(
     methods: Annotated[
         list[str] | None, typer.Option(help="Several methods, with commas between; all: a cost table of every one.")
     ] = None,
-    grow: Annotated[
-        list[str] | None,
-        typer.Option(help="How cost grows: tasks, classes, components, tokens, samples, batch, image-size or all."),
-    ] = None,
     backbone: Annotated[
         str | None, typer.Option(help="As in training, with random weights.", show_default="demo; on a GPU ViT-B/16")
     ] = None,
@@ -238,32 +234,16 @@ def bench(
     ] = None,
     device: Device = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a record in JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture (PNG).")] = None,
     against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with an earlier record.")] = None,
-    records: Annotated[
-        list[Path] | None,
-        typer.Option("--from", metavar="RECORD", help="Measure nothing, take records that are there; may be repeated."),
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Put the tables of --from into this page of Markdown.")
-    ] = None,
 ) -> None:
-    """Measure what training and prediction cost on this machine, and how that grows."""
-    from probprompt.cli.bench import run_bench, run_page
+    """Measure what training and prediction cost on this machine."""
+    from probprompt.cli.bench import run_bench
 
-    if records or page:
-        others: dict[str, object] = {"--method": method, "--methods": methods, "--grow": grow, "--backbone": backbone}
-        others |= {"--preset": preset, "--batch": batch, "--image-size": image_size, "--precision": precision}
-        others |= {"--set": assignments, "--seconds": seconds, "--device": device}
-        others |= {"--out": out, "--against": against}
-        run_page(records or [], page, plot, others)
-        return
     given: dict[str, dict[str, Any]] = {
         "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
         "training": {"batch": batch},
     }
-    several, growing = methods or [], grow or []
-    run_bench(given, preset, assignments or [], method, several, growing, device, seconds, out, plot, against)
+    run_bench(given, preset, assignments or [], method, methods or [], device, seconds, out, against)
 
 
 @app.command()
@@ -381,106 +361,6 @@ def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None
     from probprompt.cli.commands import run_list
 
     run_list(what.value)
-
-
-book_app = typer.Typer()
-app.add_typer(book_app, name="book")
-Book = Annotated[Path, typer.Option("--book", metavar="FOLDER", help="Where the files of runs are.")]
-
-
-BookOrUsual = Annotated[
-    Path | None,
-    typer.Option("--book", metavar="FOLDER", help="Where the files of runs are.", show_default="results"),
-]
-
-
-@book_app.callback(invoke_without_command=True)
-def book_page(
-    context: typer.Context,
-    book: BookOrUsual = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page to write.", show_default="RESULTS.md")
-    ] = None,
-) -> None:
-    """The results book, our numbers beside the paper's.
-
-    Alone, book writes RESULTS.md and its figures anew from the files of runs; book add puts finished runs among these.
-    """
-    context.obj = book, page
-    if context.invoked_subcommand is None:
-        from probprompt.cli.book import run_book
-
-        run_book(book, page)
-
-
-@book_app.command("add")
-def book_add(
-    context: typer.Context,
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs, or with such inside.")
-    ],
-    book: BookOrUsual = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Also over a file that holds a run of other settings.")
-    ] = False,
-    skip_unfinished: Annotated[bool, typer.Option("--skip-unfinished", help="Pass over what is not finished.")] = False,
-) -> None:
-    """Write the files of finished runs, without paths of this machine."""
-    from probprompt.cli.book import one_book, run_add
-
-    before, page = context.obj
-    run_add(runs, one_book(before, page, book), replace, skip_unfinished)
-
-
-class PaperTable(StrEnum):
-    """Tables of the paper."""
-
-    table1 = "table1"
-    table2 = "table2"
-    table3 = "table3"
-    ablation = "ablation"
-    topk = "topk"
-    samples = "samples"
-    aggregation = "aggregation"
-    cost = "cost"
-
-
-@app.command()
-def reproduce(
-    table: Annotated[PaperTable, typer.Argument(help="A table of the paper.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Start: run what is missing.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what is there, missing, and its cost.")] = False,
-    seeds: Annotated[
-        list[int] | None, typer.Option("--seed", min=0, help="Only this seed; may be repeated.", show_default="all")
-    ] = None,
-    methods: Annotated[
-        list[str] | None, typer.Option("--method", help="Only rows of this method; may be repeated.")
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any setting; one that changes results makes it another experiment."
-        ),
-    ] = None,
-    weights: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="A file for named weights, such as ibot1k=FILE.")
-    ] = None,
-    book: Book = Path("results"),
-    out: Annotated[Path, typer.Option(help="Where the runs are kept.")] = Path("runs/reproduce"),
-    bench: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Speeds for the estimate.", show_default="the book's, or those of this project"
-        ),
-    ] = None,
-    device: Device = None,
-    workers: Annotated[int, typer.Option(min=1, help="Runs side by side, each in a process.")] = 1,
-) -> None:
-    """Run what is missing of a table of the paper, with the paper's weights and images, and set both side by side."""
-    from probprompt.cli.book import run_reproduce
-
-    given = seeds or [], methods or [], assignments or [], weights or []
-    run_reproduce(table.value, *given, book, out, bench, device, workers, yes, dry_run)
 
 
 @app.command()

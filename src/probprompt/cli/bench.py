@@ -1,9 +1,6 @@
-"""What ``probprompt bench`` does: measure, show tables, write record and picture, compare with an earlier record.
+"""What ``probprompt bench`` does: measure, show tables, write a record, compare with an earlier one."""
 
-Tables of a page of Markdown are filled from records that are there.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +8,7 @@ import torch
 from rich.table import Table
 
 from probprompt import api, methods
-from probprompt.bench.grow import COSTS, find_axes, measure_curve
 from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_each
-from probprompt.bench.page import draw_growth, write_page
 from probprompt.bench.record import (
     differences,
     make_record,
@@ -27,7 +22,6 @@ from probprompt.cli.screen import PLAIN, Screen
 from probprompt.config import RunConfig, apply_assignments, merge, parse_config
 from probprompt.errors import UserError
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_bytes
 from probprompt.runs.record import chip_words
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -48,103 +42,48 @@ def run_bench(
     assignments: Sequence[str],
     method: str | None,
     several: Sequence[str],
-    growing: Sequence[str],
     device: str | None,
     seconds: float | None,
     out: Path | None,
-    plot: Path | None,
     against: Path | None,
 ) -> None:
-    """Measure one method, several of them, or how the cost of one grows."""
+    """Measure one method, or several of them."""
     screen, where = Screen(), pick_device(device)
-    names, axes = _split(several), _split(growing)
-    if names and (method or axes):
-        raise UserError("--methods goes neither with --method nor with --grow: those are about one method")
-    for path in (out, plot):
-        refuse_unwritable(path)
+    names = [part.strip() for text in several for part in text.split(",") if part.strip()]
+    if names and method:
+        raise UserError("--methods and --method cannot be combined")
+    refuse_unwritable(out)
     before = read_record(against) if against else None
     chosen = list(methods.registered()) if names == ["all"] else names or [method or "probprompt"]
-    configs = [_settings(name, given, preset, assignments, where) for name in chosen]
-    for record in _measured(configs, axes, where, seconds, screen):
+    configs = [bench_config(name, given, preset, assignments, where) for name in chosen]
+    budget = seconds or (SECONDS_OF_MANY if len(configs) > 1 else SECONDS)
+    peaks, results = Peaks(where, budget), list[dict[str, Any]]()
+    for entry in measure_each(configs, budget, peaks, screen):
+        results.append(entry)
+        record = make_record(results, [], peaks.found, where, budget)
         if out:
-            write_record(out, record)  # what was measured stays where the rest is cut off
-    _show(screen, record)
+            write_record(out, record)  # what was measured is kept if the rest is interrupted
+    if len(results) == 1:
+        _show_one(screen, record, results[0])
+    else:
+        _show_costs(screen, record)
     if before:
-        _compare(screen, before, record)
+        show_ratios(screen, before, record)
     if out:
         screen.say(f"record: {out}")
-    if plot:
-        from probprompt.bench.figures import draw  # drawing loads only when it is asked for
-
-        write_bytes(plot, draw(record))
-        screen.say(f"picture: {plot}")
 
 
-def run_page(records: Sequence[Path], page: Path | None, plot: Path | None, others: Mapping[str, object]) -> None:
-    """Fill the tables of a page from records, or draw how cost grows by them.
-
-    ``others`` are the options for measuring, which do not belong here.
-    """
-    if not records or not (page or plot):
-        raise UserError(
-            "--from RECORD goes with --page FILE, whose tables come from the records, or with --plot FILE, a picture "
-            "of how cost grows by them"
-        )
-    given = [name for name, value in others.items() if value]
-    if given:
-        raise UserError(f"--from takes records that are there and measures nothing: leave {', '.join(given)} away")
-    for path in (page, plot):
-        refuse_unwritable(path)
-    if plot:
-        write_bytes(plot, draw_growth(records))
-        Screen().say(f"picture: {plot}")
-    if page:
-        write_page(page, records)
-        Screen().say(f"written: {page}")
-
-
-def _split(texts: Sequence[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
-def _settings(
+def bench_config(
     method: str,
     given: Mapping[str, Mapping[str, Any]],
     preset: str | None,
     assignments: Sequence[str],
     device: torch.device,
 ) -> RunConfig:
-    """The preset or what is usual on this device, over it the options, over them the assignments."""
+    """Return the settings: the preset or the defaults of this device, then the options, then the assignments."""
     options = {name: {key: value for key, value in group.items() if value is not None} for name, group in given.items()}
     settings = apply_assignments({"method": {"name": method}, **options}, assignments)
     return parse_config(api.with_preset(preset, settings) if preset else merge(DEFAULTS[device.type], settings))
-
-
-def _measured(
-    configs: Sequence[RunConfig], axes: Sequence[str], device: torch.device, seconds: float | None, screen: Screen
-) -> Iterator[dict[str, Any]]:
-    """The record of all that is measured, as far as it goes: again and again, the last one whole."""
-    many = len(configs) > 1 or bool(axes)
-    budget = seconds or (SECONDS_OF_MANY if many else SECONDS)
-    peaks, results, growth = Peaks(device, budget), list[dict[str, Any]](), list[dict[str, Any]]()
-    if axes:
-        (config,) = configs
-        for axis in find_axes(axes, config):
-            growth.append(measure_curve(axis, config, device, budget, screen))
-            yield make_record(results, growth, peaks.found, device, budget)
-        return
-    for entry in measure_each(configs, budget, peaks, screen):
-        results.append(entry)
-        yield make_record(results, growth, peaks.found, device, budget)
-
-
-def _show(screen: Screen, record: Record) -> None:
-    for curve in record["growth"]:
-        _show_curve(screen, record, curve)
-    if len(record["results"]) == 1:
-        _show_one(screen, record, record["results"][0])
-    elif record["results"]:
-        _show_costs(screen, record)
 
 
 def _machine(record: Record) -> str:
@@ -235,24 +174,8 @@ def _number_table(*header: str) -> Table:
     return table
 
 
-def _show_curve(screen: Screen, record: Record, curve: Mapping[str, Any]) -> None:
-    about = f"{curve['method']} on {curve['backbone']}, {curve['precision']}, {_machine(record)}"
-    screen.title(f"\n{curve['label']}: {about}")
-    closing = any(point["closing_s"] is not None for point in curve["points"])
-    table = _number_table("", "training", "inference", "memory", *(["closing"] if closing else []))
-    for point in curve["points"]:
-        speeds = [point["training_images_per_s"], point["inference_images_per_s"]]
-        shown = [DASH if speed is None else f"{speed:,.1f}" for speed in speeds]
-        ending = [_time(point["closing_s"])] if closing else []
-        table.add_row(f"{point['value']:,} {point['note']}", *shown, _size(point["memory"]), *ending)
-    screen.console.print(table)
-    for name, exponent in curve["exponents"].items():
-        worse = "  WORSE THAN LINEAR" if name in curve["worse_than_linear"] else ""
-        screen.say(f"{COSTS[name]}: exponent {exponent['whole']:.2f}, at the end {exponent['end']:.2f}{worse}")
-
-
-def _compare(screen: Screen, before: Record, now: Record) -> None:
-    """Every figure over the earlier one, and what was not the same."""
+def show_ratios(screen: Screen, before: Record, now: Record) -> None:
+    """Show every figure relative to the earlier one, and which settings differ."""
     found = ratios(before, now)
     if not found:
         screen.say("\nnothing in the earlier record can be compared with this one: other methods were measured")

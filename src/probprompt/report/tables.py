@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from probprompt.config import flatten
@@ -31,13 +31,29 @@ def markdown(comparison: Comparison) -> str:
         single = len(table.places) == 1
         header = ["Method", *(m.heading if single else f"{p.label}: {m.heading}" for p, m in table.columns)]
         body = [[_markdown_label(row), *map(_markdown_cell, cells)] for row, cells in table.rows]
-        lines = [[_markdown(text) for text in header], *body]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-        parts += [f"## {_markdown(table.caption)}"]
-        parts += ["\n".join(_markdown_line(line, widths) for line in (lines[0], rule, *lines[1:]))]
+        parts += [f"## {_markdown(table.caption)}", markdown_table([_markdown(text) for text in header], body)]
         parts += ["\n".join(f"- {_markdown(note)}" for note in table.notes)]
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """Set a table of Markdown cells: columns of text, then right-aligned numbers; if negative, counted from the right.
+
+    >>> print(markdown_table(["name", "n"], [["a", "1"]]))
+    | name |   n |
+    | ---- | --: |
+    | a    |   1 |
+    """
+    lines = [header, *rows]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    text = range(len(header))[:text_columns]
+    rule = ["-" * width if place in text else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = zip(cells, widths, strict=True)
+        return f"| {' | '.join(c.ljust(w) if i in text else c.rjust(w) for i, (c, w) in enumerate(aligned))} |"
+
+    return "\n".join(map(line, (header, rule, *lines[1:])))
 
 
 def fill_page(page: str, comparison: Comparison) -> str:
@@ -64,11 +80,6 @@ def _markdown_label(row: Row) -> str:
 def _markdown_cell(shown: Shown) -> str:
     before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[shown.rank]  # u is not allowed everywhere
     return f"{before}{shown.text}{after}{shown.sign}"
-
-
-def _markdown_line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
-    return f"| {' | '.join(padded)} |"
 
 
 def latex(comparison: Comparison) -> str:

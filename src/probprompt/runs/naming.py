@@ -69,13 +69,3 @@ def backbone_words(backbone: Mapping[str, Any]) -> str:
     network, kind = _parts(str(backbone["name"]), backbone.get("weights"))
     side = backbone.get("image_size")
     return (f"{network} ({slug(kind)})" if kind else network) + (f" at {side} px" if side else "")
-
-
-def family(backbone: Mapping[str, Any]) -> str:
-    """The way of pretraining that the paper has columns of its own for; else nothing.
-
-    >>> family({"name": "vit_small_patch14_dinov2"}), family({"name": "sup1k"})
-    ('dino', '')
-    """
-    name = backbone_slug(backbone)
-    return next((kind for kind in ("dino", "ibot") if kind in name), "")

@@ -1,20 +1,24 @@
-"""What the paper prints, table by table, and which runs of ours each number is about."""
+"""The numbers that the paper prints, table by table, and the runs behind each of them."""
 
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from probprompt.errors import UserError, suggest
 
 Number = tuple[float] | tuple[float, float]
-"""A mean, with a standard deviation where one is printed."""
+"""A mean, with a standard deviation if one is printed."""
 
-PROMPTED = "probprompt"
 PRESET = "published"
 """How each method is run in the paper's tables."""
+METHODS = (
+    *("joint", "ft", "ft++", "l2p", "l2p++", "deep-l2p++", "dual-prompt", "coda-prompt", "hide-prompt"),
+    *("evo-prompt", "apt", "vq-prompt", "probprompt"),
+)
+"""Those of the paper's tables, and the original L2P."""
 
 
 class _Part(BaseModel):
@@ -22,17 +26,17 @@ class _Part(BaseModel):
 
 
 class Column(_Part):
-    """A benchmark in so many tasks, on one backbone."""
+    """A benchmark with a number of tasks, on one backbone."""
 
     key: str
     heading: str
     benchmark: str
     tasks: int
     backbone: str
-    """The named weights, as :mod:`probprompt.checkpoints` has them."""
+    """Named weights, see :mod:`probprompt.checkpoints`."""
     seeds: tuple[int, ...]
     family: str = ""
-    """Where it is about a way of pretraining: the runs that belong here and not into other tables."""
+    """A kind of pretraining: its runs belong to this column only."""
 
 
 class Row(_Part):
@@ -40,26 +44,26 @@ class Row(_Part):
 
     label: str
     line: int
-    """Of the paper's source: where the row begins."""
-    method: str = PROMPTED
+    """Of the paper's source: where the row starts."""
+    method: str = "probprompt"
     settings: dict[str, Any] = {}
-    """What the row is about: what differs from the preset, by dotted names."""
+    """What the row is about: settings that differ from the preset, by dotted names."""
     protocol: dict[str, Any] = {}
-    """How the runs behind the paper's number differ from the preset beyond that: others than its authors may have run
-    the method. ``none`` is what TOML has no word for."""
+    """Further settings of the runs behind the number, which others than the paper's authors may have run. ``none``
+    is TOML for ``None``."""
     words: str = ""
-    """What is printed in place of numbers."""
+    """Printed in place of numbers."""
     printed: dict[str, dict[str, Number]]
     costs: dict[str, float] = {}
 
     @field_validator("protocol")
     @classmethod
-    def _nothing(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _read_none(cls, value: dict[str, Any]) -> dict[str, Any]:
         return {name: None if part == "none" else part for name, part in value.items()}
 
     @property
-    def as_run(self) -> dict[str, Any]:
-        """All that the runs behind the paper's number have set otherwise than the preset."""
+    def all_settings(self) -> dict[str, Any]:
+        """All settings behind the paper's number that differ from the preset."""
         return self.settings | self.protocol
 
 
@@ -72,11 +76,11 @@ class Table(_Part):
     """Of the paper's source."""
     title: str
     first: str = "Method"
-    """What its first column is about."""
+    """Heading of the first column."""
     study: bool = False
     """Whether its rows are settings of ProbPrompt, which can be studied on any benchmark."""
     runs: int = 0
-    """Behind each number with a deviation; 0 where the paper does not say."""
+    """Behind each number with a standard deviation; 0 if the paper does not say."""
     measures: tuple[str, ...]
     costs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -85,24 +89,45 @@ class Table(_Part):
 
     @property
     def heading(self) -> str:
-        """Its number and what it is about."""
+        """Number and title."""
         return f"Table {self.number}. {self.title}"
 
+    @property
+    def backbones(self) -> dict[str, None]:
+        """Named weights of its columns, in their order."""
+        return dict.fromkeys(column.backbone for column in self.columns)
+
     def seeds(self, row: Row, column: Column) -> tuple[int, ...]:
-        """The seeds of a number; one alone where the paper prints it without a deviation beside others with one."""
+        """Return the seeds of a number: one, if it has no standard deviation but other numbers do."""
         numbers = [value for each, where in self.cells() for value in each.printed[where.key].values()]
-        final = row.printed[column.key].get("FAA", ())
-        alone = len(final) == 1 and any(len(value) == 2 for value in numbers)
-        return column.seeds[:1] if alone else column.seeds
+        single = len(row.printed[column.key].get("FAA", ())) == 1 and any(len(value) == 2 for value in numbers)
+        return column.seeds[:1] if single else column.seeds
 
     def cells(self) -> list[tuple[Row, Column]]:
-        """Where the paper prints something."""
+        """List where the paper prints something."""
         return [(row, column) for row in self.rows for column in self.columns if column.key in row.printed]
+
+
+class Experiment(NamedTuple):
+    """A benchmark with a number of tasks, and its counts of images."""
+
+    benchmark: str
+    heading: str
+    tasks: int
+    training: int
+    test: int
+
+
+EXPERIMENTS = (
+    Experiment("cifar100", "CIFAR-100, 10 tasks", 10, 50_000, 10_000),
+    *(Experiment("imagenet-r", f"ImageNet-R, {tasks}", tasks, 24_000, 6_000) for tasks in (5, 10, 20)),
+    Experiment("cub200", "CUB-200, 10", 10, 5_994, 5_794),
+)
 
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """All tables of the paper, in its order."""
+    """Read all tables of the paper, in its order."""
     content = tomllib.loads((Path(__file__).parent / "paper.toml").read_text(encoding="utf-8"))
     for row in (row for table in content["table"] for row in table["rows"] if "protocol" in row):
         row["protocol"] = content["protocol"][row["protocol"]]
@@ -110,8 +135,8 @@ def tables() -> tuple[Table, ...]:
 
 
 def find(name: str) -> Table:
-    """A table by its name."""
+    """Return a table by its name."""
     known = {table.name: table for table in tables()}
     if name not in known:
-        raise UserError(f"no table of the paper is called {name!r}: {suggest(name, known)}")
+        raise UserError(f"Unknown table of the paper {name!r}: {suggest(name, known)}")
     return known[name]

@@ -1,0 +1,430 @@
+"""Tables of recorded benchmarks in a page of Markdown, and what the paper's experiments would cost by them.
+
+A page says which tables it shows by pairs of comments, ``<!-- bench figures: made by python -m reproduction pages -->``
+and ``<!-- end of bench figures -->``. What is between them is replaced; all other text stays.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probprompt import methods, presets
+from probprompt.bench.measure import EPOCH_IMAGES
+from probprompt.bench.record import read_record
+from probprompt.config import RunConfig, parse_config
+from probprompt.errors import UserError
+from probprompt.report.tables import markdown_table
+from probprompt.runs.files import write_bytes
+from probprompt.runs.record import chip_words, machine_name
+from reproduction import paper
+from reproduction.paper import EXPERIMENTS, Experiment
+from reproduction.plots import draw_growth, draw_methods
+from reproduction.results_page import bullets
+from reproduction.scaling import AXES, COSTS, WORSE
+
+Result = Mapping[str, Any]
+DASH = "-"  # not measured
+PLOT = "growth.png"
+"""How cost grows, in the folder of the page."""
+ORDER = {name: number for number, name in enumerate(AXES)}
+
+
+@dataclass(frozen=True)
+class BenchRecord:
+    """A record and its file."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def results(self) -> list[Result]:
+        """The methods that were measured."""
+        return list(self.content["results"])
+
+    @property
+    def chip(self) -> str:
+        """The processor or GPU."""
+        return chip_words(self.content["hardware"])
+
+    @property
+    def machine(self) -> str:
+        """Chip and versions, in a line."""
+        versions = self.content["versions"]
+        names = ("python", "torch", "torchvision", "timm")
+        installed = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+        revision = f" ({versions['revision']})" if versions.get("revision") else ""
+        return f"{self.chip}; {installed}, probprompt {versions['probprompt']}{revision}"
+
+
+# The page
+
+
+def write_page(page: Path, records: Sequence[Path]) -> None:
+    """Fill the tables of a page from records; a page that does not exist is created."""
+    try:
+        text = page.read_text(encoding="utf-8") if page.exists() else "# Performance\n"
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"The page {page} cannot be read ({problem}): pass a Markdown file") from None
+    write_bytes(page, fill_page(text, page, records).encode())
+
+
+def fill_page(text: str, page: Path, records: Sequence[Path]) -> str:
+    """Return the text of a page with its tables replaced; without any comment all tables go to its end."""
+    read = [BenchRecord(path, read_record(path)) for path in sorted(set(records), key=lambda path: (path.name, path))]
+    names = [name for name in SECTIONS if _comments(name)[0] in text]
+    if not names:
+        names = [name for name, section in SECTIONS.items() if section.make(read, page) is not None]
+        text = "\n\n".join([text.rstrip(), *("\n\n".join(_comments(name)) for name in names)]) + "\n"
+    for name in names:
+        start, end = _comments(name)
+        before, _, rest = text.partition(start)
+        _, closed, after = rest.partition(end)
+        if not closed:
+            raise UserError(f"{page} has the comment {start} without {end} after it: put that where the table ends")
+        table = SECTIONS[name].make(read, page) or f"Not measured: this table needs {SECTIONS[name].needs}."
+        text = f"{before}{start}\n\n{table}\n\n{end}{after}"
+    return text
+
+
+def _comments(name: str) -> tuple[str, str]:
+    return f"<!-- bench {name}: made by python -m reproduction pages -->", f"<!-- end of bench {name} -->"
+
+
+def draw(records: Sequence[Path]) -> bytes:
+    """Draw one plot: of all curves of growth, or else of the methods of a single record."""
+    read = list(map(read_record, records))
+    grown = [record for record in read if record["growth"]]
+    if not grown and len(read) == 1:
+        return draw_methods(read[0])
+    about = {_subject(curve) for curve in _curves(grown)}
+    machines = {machine_name(record["hardware"]) for record in grown}
+    if len(about) != 1 or len(machines) != 1:
+        raise UserError(
+            f"A plot is of the methods of one record, or of growth for one method, backbone, precision and machine; "
+            f"these records have growth for {len(about)} and {len(machines)} of them"
+        )
+    return draw_growth({**grown[0], "growth": _curves(grown)})
+
+
+def _code(text: object) -> str:
+    return f"`{text}`"
+
+
+def _machines(records: Sequence[BenchRecord]) -> list[str]:
+    """Return what records were made on: one line if it is the same for all."""
+    lines: dict[str, list[str]] = {}
+    for record in records:
+        lines.setdefault(record.machine, []).append(_code(record.path.name))
+    if len(lines) == 1:
+        return [f"Measured on: {next(iter(lines))}."]
+    return [f"{', '.join(names)}: measured on {machine}." for machine, names in lines.items()]
+
+
+def _speed(result: Result, name: str) -> str:
+    return f"{result[name]['images_per_s']:,.0f}" if result[name] else DASH
+
+
+def _gib(count: float | None) -> str:
+    return DASH if count is None else f"{count / 2**30:.2f}"
+
+
+# Methods one by one
+
+LABELS = ("Backbone", "Method", "Precision", "Batch")
+SPEEDS = ("Training", "Slowest to fastest round", "Inference", "Frozen pass", "One image, ms")
+COSTS_OF_ONE = ("Memory, GiB", "Training, GFLOP", "of peak", "Inference, GFLOP", "of peak", "Warm-up, s")
+SAME = ("backbone", "image_size", "precision", "batch")
+"""What two results must have in common to be compared."""
+OFFICIAL = {"fp32": 293, "TF32": 943}
+"""Images/s in training of the official VQ-Prompt code on an H200, ViT-B/16, 224 px, batch 128."""
+OFFICIAL_SETUP = {"method": "vq-prompt", "backbone": "vit_base_patch16_224", "image_size": 224, "batch": 128}
+
+
+def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
+    """Return tables of the records of single methods, by chip."""
+    single = sorted((record for record in records if len(record.results) == 1), key=lambda r: _order(r.results[0]))
+    if not single:
+        return None
+    chips = dict[str, list[Result]]()
+    for record in single:
+        chips.setdefault(record.chip, []).append(record.results[0])
+    notes = [
+        "Training, inference, frozen pass: images/s, the median of the rounds of a measurement.",
+        "Memory: the peak in training, without the images. GFLOP: matrix products for one image. Of peak: the share of "
+        "the matrix peak that was measured beside it. Warm-up: training before the "
+        "measurement, with whatever is compiled and captured in it.",
+        *_comparisons(single),
+        *(line for record in single for line in _over_official(record)),
+        *_machines(single),
+    ]
+    parts = list[str]()
+    for chip, results in chips.items():
+        parts += [f"On {chip}:"] if len(chips) > 1 else []
+        for header, cells in ((SPEEDS, _speeds), (COSTS_OF_ONE, _costs)):
+            parts.append(markdown_table((*LABELS, *header), [(*_label(each), *cells(each)) for each in results], 3))
+    return "\n\n".join([*parts, bullets(notes)])
+
+
+def _order(result: Result) -> tuple[Any, ...]:
+    """Large backbones first, whatever the order of the records."""
+    about = (result[name] for name in ("backbone", "method", "precision", "batch"))
+    return -result["flops_per_image"]["prompted"], *about
+
+
+def _label(result: Result) -> tuple[str, ...]:
+    return _code(result["backbone"]), _code(result["method"]), result["precision"], f"{result['batch']}"
+
+
+def _speeds(result: Result) -> tuple[str, ...]:
+    rounds = (result["training"] or {}).get("rounds")
+    spread = f"{min(rounds):,.0f} to {max(rounds):,.0f}" if rounds else DASH
+    one = f"{result['latency']['median_ms']:.2f}"
+    return _speed(result, "training"), spread, _speed(result, "inference"), _speed(result, "frozen_pass"), one
+
+
+def _costs(result: Result) -> tuple[str, ...]:
+    cells = [_gib(result["memory"]["training_peak"])]
+    for name in ("training", "inference"):
+        share = result["share_of_peak"].get(name)
+        cells.append(f"{result['flops_per_image'][name] / 1e9:.1f}")
+        cells.append(DASH if share is None else f"{100 * share:.0f} %")
+    return *cells, f"{result['training']['warm_up_s']:.1f}" if result["training"] else DASH
+
+
+def _comparisons(records: Sequence[BenchRecord]) -> Iterator[str]:
+    """Compare the time per image of ProbPrompt with that of each other method measured on the same machine."""
+    for one in (record for record in records if record.results[0]["method"] == "probprompt"):
+        own = one.results[0]
+        for two in (record for record in records if record.results[0]["method"] != "probprompt"):
+            other = two.results[0]
+            if one.content["hardware"] == two.content["hardware"] and all(own[key] == other[key] for key in SAME):
+                parts = [_extra_time(own, other, name) for name in ("training", "inference")]
+                setup = f"{_code(own['backbone'])}, {own['precision']}, batch {own['batch']}"
+                names = f"{_code(own['method'])} over {_code(other['method'])}"
+                yield f"Time for an image, {names} ({setup}): {', '.join(filter(None, parts))}."
+
+
+def _extra_time(own: Result, other: Result, name: str) -> str:
+    """Return how much more time than another method is taken, and whether the rounds of both overlap."""
+    if not own[name] or not other[name]:
+        return ""
+    more = 100 * (other[name]["images_per_s"] / own[name]["images_per_s"] - 1)
+    mine, others = own[name]["rounds"], other[name]["rounds"]
+    overlap = min(mine) <= max(others) and min(others) <= max(mine)
+    return f"{name} {more:+.1f} %".replace("-", "−") + (" (the rounds of both overlap)" if overlap else "")
+
+
+def _over_official(record: BenchRecord) -> Iterator[str]:
+    """Compare with the speed of the official code, if that was measured on the same."""
+    (result,) = record.results
+    gpu = record.content["hardware"].get("gpu", "")
+    if "H200" in gpu and result["training"] and all(result[key] == value for key, value in OFFICIAL_SETUP.items()):
+        speed = result["training"]["images_per_s"]
+        official = " and ".join(f"{value} images/s in {name}" for name, value in OFFICIAL.items())
+        times = " and ".join(f"{speed / value:.1f}" for value in OFFICIAL.values())
+        yield (
+            f"The official VQ-Prompt code trains {official} on such a card (batch {result['batch']}): "
+            f"{_code('vq-prompt')} here, in {result['precision']}, is {times} times as fast."
+        )
+
+
+# Many methods
+
+
+def _methods(records: Sequence[BenchRecord], page: Path) -> str | None:
+    """Return the paper's cost table, for records of several methods."""
+    return "\n\n".join(_cost_table(record) for record in records if len(record.results) > 1) or None
+
+
+def _cost_table(record: BenchRecord) -> str:
+    results = record.results
+    header = ("Method", "Prompts, MB", "Epoch, s", "FPS", "Training", "Inference", "Memory, GiB")
+    rows = [
+        (
+            _code(result["method"]) + (" (head alone)" if result["static"] and result["training"] else ""),
+            f"{result['cost']['prompts_mb']:.2f}",
+            DASH if result["cost"]["epoch_s"] is None else f"{result['cost']['epoch_s']:.2f}",
+            f"{result['cost']['fps']:.1f}",
+            _speed(result, "training"),
+            _speed(result, "inference"),
+            _gib(result["memory"]["training_peak"]),
+        )
+        for result in results
+    ]
+    sizes = f"images of {_common(results, 'image_size')} px, batch {_common(results, 'batch')}"
+    notes = [
+        f"{_code(_common(results, 'backbone'))}, {_common(results, 'precision')}, {sizes}.",
+        f"Prompts: what a method adds to the backbone. Epoch: {EPOCH_IMAGES:,} images. FPS: one image at a time. "
+        "Training, inference: images/s. Memory: the peak in training, without the images. -: nothing is trained.",
+    ]
+    if any(result["static"] and result["training"] for result in results):
+        notes.append("Head alone: features never change and are computed once, so that only the head is trained.")
+    return f"{markdown_table(header, rows)}\n\n{bullets([*notes, *_machines([record])])}"
+
+
+def _common(results: Sequence[Result], key: str) -> str:
+    return " or ".join(str(value) for value in dict.fromkeys(result[key] for result in results))
+
+
+# Growth
+
+
+def _growth(records: Sequence[BenchRecord], page: Path) -> str | None:
+    """Return how cost grows: the page's plot, and a table for each method on a backbone."""
+    groups: dict[tuple[str, ...], list[BenchRecord]] = {}
+    for record in records:
+        for curve in record.content["growth"][:1]:
+            groups.setdefault(_subject(curve), []).append(record)
+    tables = [_growth_table(group) for group in groups.values()]
+    if tables and page.with_name(PLOT).is_file():
+        tables.insert(0, f"![Speed, memory and the end of a task as one setting after another grows]({PLOT})")
+    return "\n\n".join(tables) or None
+
+
+def _subject(curve: Result) -> tuple[str, ...]:
+    """Return what curves must have in common to be shown together."""
+    return curve["method"], curve["backbone"], curve["precision"]
+
+
+def _curves(records: Iterable[Mapping[str, Any]]) -> list[Result]:
+    """Return the curves of all records, in the order of the axes."""
+    return sorted((curve for record in records for curve in record["growth"]), key=lambda curve: ORDER[curve["axis"]])
+
+
+def _growth_table(records: Sequence[BenchRecord]) -> str:
+    curves = _curves(record.content for record in records)
+    rows = [(curve["label"], _range(curve["points"]), *(_exponent(curve, cost) for cost in COSTS)) for curve in curves]
+    header = ("What grows", "From, to", *(f"{words[0].upper()}{words[1:]}" for words in COSTS.values()))
+    names = [(curve, curve["label"].partition(",")[0]) for curve in curves]
+    worse = [f"{COSTS[cost]} with {name}" for curve, name in names for cost in curve["worse_than_linear"]]
+    missing = [
+        f"{point['value']:,} {name}: {point['note']}"
+        for curve, name in names
+        for point in curve["points"]
+        if point["note"]
+    ]
+    notes = [
+        f"{_code(curves[0]['method'])} on {_code(curves[0]['backbone'])}, {curves[0]['precision']}. Exponents of a "
+        "power law, over all points and (in parentheses) over the last three: 1 is linear, 0 no growth. Time is for "
+        "one image, where the batch grows for a batch; a side counts by its pixels.",
+        f"Worse than linear (above {WORSE}): {'; '.join(worse) if worse else 'nothing'}.",
+        *([f"Not measured: {'; '.join(missing)}."] if missing else []),
+        *_machines(records),
+    ]
+    return f"{markdown_table(header, rows, 2)}\n\n{bullets(notes)}"
+
+
+def _range(points: Sequence[Result]) -> str:
+    return f"{points[0]['value']:,} to {points[-1]['value']:,}"
+
+
+def _exponent(curve: Result, cost: str) -> str:
+    exponent = curve["exponents"].get(cost)
+    if not exponent:
+        return DASH
+    text = f"{exponent['whole']:.2f} ({exponent['end']:.2f})".replace("-", "−")
+    return f"**{text}**" if cost in curve["worse_than_linear"] else text
+
+
+# What the paper's experiments cost
+
+SEEDS = 5
+FLEETS = (1, 8, 64)  # GPUs
+
+
+def published(method: str, experiment: Experiment) -> RunConfig:
+    """Return a method's settings in an experiment of the paper."""
+    return parse_config(presets.settings(paper.PRESET, method, experiment.benchmark, experiment.tasks))
+
+
+def images_without_training(method: str, experiment: Experiment) -> float:
+    """Count the images that pass through a model without training in a run: at ends of tasks, and in evaluation.
+
+    Task i is evaluated after itself and every later task, so that an image of the test set is used (T + 1) / 2 times
+    on average; if all tasks are learned jointly, it is used once.
+
+    >>> images_without_training("joint", EXPERIMENTS[0]), images_without_training("coda-prompt", EXPERIMENTS[0])
+    (10000.0, 55000.0)
+    """
+    kind, enabled = methods.find(method), published(method, experiment).alignment.enabled
+    passes = sum((kind.aligned if enabled is None else enabled, kind.needs_summary, kind.needs_prototypes))
+    times = 1.0 if kind.joint else (experiment.tasks + 1) / 2
+    return passes * experiment.training + times * experiment.test
+
+
+def run_seconds(result: Result, experiment: Experiment, epochs: int | None = None) -> float:
+    """Return the time of a run at measured speeds: training for its published or other epochs, and all passes."""
+    trained = (epochs or published(result["method"], experiment).training.epochs) * experiment.training
+    passed = images_without_training(result["method"], experiment)
+    seconds: float = trained / result["training"]["images_per_s"] + passed / result["inference"]["images_per_s"]
+    return seconds
+
+
+def time_on(gpus: int, runs: Iterable[float]) -> float:
+    """Return when the last of these runs ends, if each is taken by the GPU that is free first, in their order.
+
+    >>> time_on(2, [1, 2, 3]), time_on(1, [1, 2, 3])
+    (4.0, 6.0)
+    """
+    free = [0.0] * gpus
+    for seconds in runs:
+        heapq.heapreplace(free, free[0] + seconds)
+    return max(free)
+
+
+def _reproduction(records: Sequence[BenchRecord], page: Path) -> str | None:
+    """Return GPU hours of all of the paper's experiments, by the first record that has all methods."""
+    for record in records:
+        results = {result["method"]: result for result in record.results if result["training"]}
+        if all(method in results for method in paper.METHODS):
+            return _estimate(record, [results[method] for method in paper.METHODS])
+    return None
+
+
+def _estimate(record: BenchRecord, results: Sequence[Result]) -> str:
+    spent = [[run_seconds(result, each) for each in EXPERIMENTS] for result in results]
+    rows = [
+        (_code(result["method"]), *(f"{s / 60:.1f}" for s in row), f"{SEEDS * sum(row) / 3600:.1f}")
+        for result, row in zip(results, spent, strict=True)
+    ]
+    columns = list(zip(*spent, strict=True))  # one per benchmark, with its methods: as compare has them
+    total = SEEDS * sum(map(sum, columns)) / 3600
+    rows.append(("all", *(f"{sum(column) / 60:.1f}" for column in columns), f"{total:.1f}"))
+    runs = [seconds for _ in range(SEEDS) for column in columns for seconds in column]
+    header = ("Minutes of a run", *(each.heading for each in EXPERIMENTS), f"GPU hours, {SEEDS} seeds")
+    hours = [f"{time_on(gpus, runs) / 3600:.1f}" for gpus in FLEETS]
+    training = {result["method"]: [published(result["method"], e).training for e in EXPERIMENTS] for result in results}
+    batches = [settings.batch for row in training.values() for settings in row]
+    colored = [_code(method) for method, row in training.items() if row[0].augmentation != "crop"]
+    notes = [
+        f"An estimate, not a measurement: {len(runs)} runs ({len(spent)} methods, {len(EXPERIMENTS)} benchmarks, "
+        f"{SEEDS} seeds), each on one GPU, which takes the next run when it is free. The longest takes "
+        f"{max(runs) / 60:.0f} minutes.",
+        "Counted are the epochs of the preset `published` at the measured speed of training, and at that of inference "
+        "the passes for statistics at the end of tasks and the evaluation after every task.",
+        f"Speeds are those of batch {_common(results, 'batch')} on {_code(_common(results, 'backbone'))}, "
+        f"{_common(results, 'precision')}, random crops alone; the presets have batches of {min(batches)} to "
+        f"{max(batches)}, and {' and '.join(colored)} change colours, too. Left out: start, decoding, the first steps "
+        "of a task, the refit of the head, checkpoints.",
+        *_machines([record]),
+    ]
+    fleet = markdown_table(("GPUs", *map(str, FLEETS)), [("Hours", *hours)])
+    return "\n\n".join([markdown_table(header, rows), fleet, bullets(notes)])
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tables of one kind: the records they need, and a function that makes them; None without such records."""
+
+    needs: str
+    make: Callable[[Sequence[BenchRecord], Path], str | None]
+
+
+SECTIONS = {
+    "figures": Section("a record of a single method", _figures),
+    "methods": Section("a record of several methods (--methods)", _methods),
+    "growth": Section("a record of how cost grows (scaling)", _growth),
+    "reproduction": Section("a record of all methods of the paper (--methods all)", _reproduction),
+}

@@ -1,0 +1,374 @@
+"""The paper's Figures 1a-c, 2 and 4, drawn from recorded runs as PNG files."""
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from numpy.typing import NDArray
+
+from probprompt.evaluation import metrics
+from probprompt.report.figures import (
+    DASHES,
+    DEPTH,
+    INK,
+    MARKERS,
+    MUTED,
+    PAGE,
+    PALETTE,
+    accuracy_floor,
+    label,
+    spread,
+    styled,
+)
+from probprompt.runs.grid import CUSTOM, describe
+from probprompt.runs.naming import backbone_slug, slug
+from reproduction.plots import to_png
+from reproduction.results import Entry
+
+METHODS = {
+    "l2p++": "L2P++",
+    "dual-prompt": "DualPrompt",
+    "vq-prompt": "VQ-Prompt",
+    "coda-prompt": "CODA-P",
+    "probprompt": "ProbPrompt",
+}
+"""Methods of the paper's figures, in the order of its Figure 2. Its L2P is L2P++, as in its Table 1."""
+FOLDER = "figures"
+GROUP_GAP = 0.8  # between groups of bars, in bars
+_PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
+_LEAST = 5.0  # points of accuracy that a panel of Figure 4 spans: less is noise
+_TEXTS = 14  # lines of small text that are as high as a panel of Figure 4
+_LINES = 25  # of a legend of classes, in a column
+_FEW, _STEPS = 5, 10  # numbers of tasks of Figure 1a, and of Figures 2 and 4, if there are such runs
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of the paper from our runs."""
+
+    file: str
+    """Within the folder of results."""
+    title: str
+    caption: str
+    draw: Callable[[], bytes]
+    """As a PNG."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunGroup:
+    """Runs that may share a figure: one benchmark, backbone and preset, and the same other settings."""
+
+    benchmark: str
+    backbone: str
+    preset: str
+    settings: str
+    """What all runs have set differently from the preset, as text."""
+    entries: Sequence[Entry]
+
+    def figure(self, key: str, title: str, caption: str, draw: Callable[[], bytes]) -> PaperFigure:
+        """Make a figure of these runs, by its number in the paper."""
+        config = self.entries[0].config
+        benchmark = slug(str(config["data"]["benchmark"]))  # a folder's hash distinguishes it from others
+        about = ", ".join(filter(None, (self.benchmark, self.backbone, f"`{self.preset}`", self.settings)))
+        file = f"{FOLDER}/{key}-{benchmark}-{backbone_slug(config['backbone'])}-{self.preset}.png"
+        return PaperFigure(file, f"Figure {key}: {title}, {about}", caption, draw)
+
+    def by_method(self, tasks: int) -> dict[str, list[Entry]]:
+        """Return the runs with this number of tasks, over the same seeds for every method.
+
+        Each seed has another order of classes. If no seed is common to all methods, only the methods with the most
+        common seed are returned.
+        """
+        runs: dict[str, dict[int, Entry]] = {}
+        for entry in self.entries:
+            if entry.tasks == tasks:
+                runs.setdefault(entry.method, {})[entry.seed] = entry
+        methods = Counter(seed for of_method in runs.values() for seed in of_method)
+        most = max(methods.values(), default=0)
+        seeds = sorted(seed for seed, count in methods.items() if count == most)
+        if most < len(runs):
+            seeds = seeds[:1]
+        return {m: [runs[m][seed] for seed in seeds] for m in METHODS if m in runs and set(seeds) <= set(runs[m])}
+
+    @property
+    def task_counts(self) -> list[int]:
+        """All numbers of tasks of the runs."""
+        return sorted({entry.tasks for entry in self.entries})
+
+    @property
+    def tasks(self) -> int:
+        """Ten if there are such runs, else the number that most runs have."""
+        runs = {tasks: sum(map(len, self.by_method(tasks).values())) for tasks in self.task_counts}
+        return _STEPS if runs.get(_STEPS) else max(runs, key=lambda tasks: runs[tasks])
+
+
+def paper_figures(entries: Sequence[Entry]) -> list[PaperFigure]:
+    """Return all figures for which there are runs."""
+    figures: list[PaperFigure] = []
+    for group in _groups(entries):
+        figures += [*_queries(group), *_over_tasks(group), *_similarities(group), *_courses(group)]
+    return sorted(figures, key=lambda figure: figure.title)
+
+
+def _groups(entries: Sequence[Entry]) -> list[RunGroup]:
+    """For each benchmark and backbone, take the preset under which most of the paper's methods were run.
+
+    Runs with settings that differ from their preset are shown only if there are none without.
+    """
+    found: dict[tuple[str, str], dict[tuple[str, str], list[Entry]]] = {}
+    for entry in entries:
+        if entry.method in METHODS and entry.preset in _PRESETS and not entry.held_out:
+            place = str(entry.config["data"]["benchmark"]), entry.backbone
+            found.setdefault(place, {}).setdefault((entry.preset, _overrides(entry, False)), []).append(entry)
+    groups = []
+    for (benchmark, backbone), ways in found.items():
+        plain = {way: _plainest(runs) for way, runs in ways.items()}
+        settings = {way: _settings(way[1], runs) for way, runs in plain.items()}
+        best = max(
+            plain, key=lambda way: (not settings[way], len({e.method for e in plain[way]}), -_PRESETS.index(way[0]))
+        )
+        groups.append(RunGroup(benchmark.partition("@")[0], backbone, best[0], settings[best], plain[best]))
+    return groups
+
+
+def _overrides(entry: Entry, of_method: bool) -> str:
+    """Return what differs from the preset as text: of the method, or of all else including the size of images."""
+    size = {name: value for name, value in entry.preset_overrides.items() if name == "data.stored_side"}
+    changes = {**entry.varied, **size}
+    return ", ".join(describe(tuple((k, v) for k, v in changes.items() if k.startswith("method.") is of_method)))
+
+
+def _plainest(entries: Sequence[Entry]) -> list[Entry]:
+    """Keep the runs of each method with the same settings of the method, the fewest that differ from the preset."""
+    chosen: dict[str, str] = {}
+    for entry in sorted(entries, key=lambda entry: len(entry.varied)):
+        chosen.setdefault(entry.method, _overrides(entry, True))
+    return [entry for entry in entries if _overrides(entry, True) == chosen[entry.method]]
+
+
+def _settings(shared: str, entries: Sequence[Entry]) -> str:
+    """Return as text what all runs have set differently from the preset, and what those of a method have."""
+    own = dict.fromkeys(f"{e.method} with {_overrides(e, True)}" for e in entries if _overrides(e, True))
+    return ", ".join(filter(None, (shared, *own)))
+
+
+# Which figures there are
+
+
+def _queries(group: RunGroup) -> list[PaperFigure]:
+    shown = [entry for entry in group.entries if "queries" in entry.content["pictures"]]
+    if not shown:
+        return []
+
+    def is_crowded(entry: Entry) -> bool:
+        return len(entry.content["pictures"]["queries"]["names"]) > len(PALETTE) * len(MARKERS)
+
+    entry = min(shown, key=lambda e: (is_crowded(e), e.tasks != _FEW, e.tasks != group.tasks, e.tasks, e.seed))
+    looks = "several classes share a colour" if is_crowded(entry) else "each class has its colour"
+    caption = (
+        f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by "
+        f"{entry.content['pictures']['queries']['embedding']}; {looks} and shape."
+    )
+    return [group.figure("1a", "queries of a task", caption, partial(draw_queries, entry))]
+
+
+def _over_tasks(group: RunGroup) -> list[PaperFigure]:
+    runs = {tasks: group.by_method(tasks) for tasks in group.task_counts}
+    runs = {tasks: by_method for tasks, by_method in runs.items() if len(by_method) > 1}
+    if not runs:
+        return []
+    figures, seeds = [], _seeds(*runs.values())
+    similarities = _means(runs, lambda entry: entry.content["similarity"].get("mean"))
+    if any(similarities.values()):
+        caption = f"Mean pairwise cosine of the prompts of different classes, {seeds}."
+        caption += _renamed(*similarities.values())
+        draw = partial(draw_bars, similarities, "pairwise similarity", 3)
+        figures.append(group.figure("1b", "similarity of prompts", caption, draw))
+    final = _means(runs, lambda entry: metrics.final_average_accuracy(entry.matrix))
+    caption = f"Average accuracy over all tasks in the end (FAA), {seeds}; the axis does not begin at 0."
+    caption += _renamed(*final.values())
+    draw = partial(draw_bars, final, "FAA, %", 1)
+    return [*figures, group.figure("1c", "final average accuracy", caption, draw)]
+
+
+def _means(
+    runs: Mapping[int, Mapping[str, Sequence[Entry]]], measure: Callable[[Entry], float | None]
+) -> dict[int, dict[str, float]]:
+    """Return the mean of a measure over seeds, by number of tasks and method."""
+    values = {
+        tasks: {m: [v for entry in entries if (v := measure(entry)) is not None] for m, entries in by_method.items()}
+        for tasks, by_method in runs.items()
+    }
+    return {tasks: {m: float(np.mean(v)) for m, v in by_method.items() if v} for tasks, by_method in values.items()}
+
+
+def _seeds(*groups: Mapping[str, Sequence[Entry]]) -> str:
+    """Return as text the seeds of each group of runs by method: the same for all methods of a group."""
+    texts = []
+    for group in groups:
+        seeds = [str(entry.seed) for entry in next(iter(group.values()))]
+        texts.append(f"seed {seeds[0]}" if len(seeds) == 1 else f"the mean over seeds {', '.join(seeds)}")
+    return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
+
+
+def _renamed(*groups: Container[str]) -> str:
+    """Return what a reader of the paper must know about a name."""
+    return " L2P++ is the L2P of the paper's Table 1." if any("l2p++" in group for group in groups) else ""
+
+
+def _similarities(group: RunGroup) -> list[PaperFigure]:
+    runs = group.by_method(group.tasks)
+    by_seed = [
+        {m: each for m, each in zip(runs, of_seed, strict=True) if "similarity" in each.content["pictures"]}
+        for of_seed in zip(*runs.values(), strict=True)
+    ]
+    chosen = max(by_seed, key=len, default={})  # the first seed that gives most methods
+    if len(chosen) < 2:
+        return []
+    first = next(iter(chosen.values())).content
+    shown, total = len(first["pictures"]["similarity"]["labels"]), sum(map(len, first["stream"]["tasks"]))
+    part = f", {shown} of {total} classes" if shown < total else ""
+    caption = (
+        f"Cosine between the prompts that different classes receive, in the order they were learned "
+        f"({group.tasks} tasks, {_seeds({m: [entry] for m, entry in chosen.items()})}{part}); under each name the "
+        f"mean over all pairs of classes.{_renamed(chosen)}"
+    )
+    return [group.figure("2", "similarity between classes", caption, partial(draw_similarities, chosen))]
+
+
+def _courses(group: RunGroup) -> list[PaperFigure]:
+    runs = group.by_method(group.tasks)
+    if group.tasks < 2 or len(runs) < 2:
+        return []
+    matrices = {method: np.mean([entry.matrix for entry in entries], axis=0) for method, entries in runs.items()}
+    caption = (
+        f"Accuracy on each task from the step that learned it to the last, {_seeds(runs)}. In parentheses: how "
+        f"much each method lost on that task by the end.{_renamed(runs)}"
+    )
+    return [group.figure("4", "accuracy on each task", caption, partial(draw_courses, matrices))]
+
+
+# How they are drawn
+
+
+def _look(method: str) -> tuple[str, str, int]:
+    """Return a method's color, marker and place."""
+    place = list(METHODS).index(method)
+    return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], place
+
+
+@styled
+def draw_queries(entry: Entry) -> bytes:
+    """Draw queries in the plane, with a color and marker per class."""
+    content = entry.content["pictures"]["queries"]
+    points, labels = np.asarray(content["points"], dtype=float), np.asarray(content["labels"])
+    columns = -(-len(content["names"]) // _LINES)
+    figure = Figure(figsize=(5 + 1.4 * columns, 4), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    for index in np.unique(labels):
+        own, marker = points[labels == index], MARKERS[index % len(MARKERS)]
+        look: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "markeredgecolor": PAGE, "markeredgewidth": 0.5}
+        axes.plot(own[:, 0], own[:, 1], marker, markersize=5, label=label(content["names"][index]), **look)
+    axes.set(xticks=[], yticks=[])
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.spines[:].set_visible(True)
+    figure.legend(frameon=False, ncols=columns, fontsize=7, loc="outside right upper", handletextpad=0.2)
+    return to_png(figure)
+
+
+@styled
+def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int) -> bytes:
+    """Draw bars of methods side by side, in a group for each number of tasks."""
+    methods = [method for method in METHODS if any(method in group for group in values.values())]
+    bars = sum(map(len, values.values()))
+    figure = Figure(figsize=(2.2 + 0.55 * bars, 3.4), layout="constrained", facecolor="white")
+    axes, bar, middles, x = figure.add_subplot(), dict[str, Artist](), list[float](), 0.0
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # covers the lines of the grid
+    look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": INK, "bbox": ground, "zorder": 3}
+    for group in values.values():
+        middles.append(x + (len(group) - 1) / 2)
+        for method in filter(group.__contains__, methods):
+            bar[method] = axes.bar(x, group[method], 0.92, color=_look(method)[0], zorder=2)[0]
+            text = f"{group[method]:.{digits}f}"
+            axes.annotate(text, (x, group[method]), (0, 2), textcoords="offset points", **look)
+            x += 1.0
+        x += GROUP_GAP
+    every = [value for group in values.values() for value in group.values()]
+    if min(every) > 1.0:  # percent: bars from 0 would all look the same
+        axes.set_ylim(accuracy_floor(every), min(100.0, max(every) + 4.0))
+    axes.set_xticks(middles, [f"{tasks} tasks" for tasks in values])
+    axes.grid(False, axis="x")
+    axes.set_ylabel(axis)
+    shown, names = [bar[method] for method in methods], [METHODS[method] for method in methods]
+    axes.legend(shown, names, frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
+    return to_png(figure)
+
+
+@styled
+def draw_similarities(chosen: Mapping[str, Entry]) -> bytes:
+    """Draw the similarity of prompts between classes, a map per method on one scale."""
+    maps = {method: np.asarray(entry.content["pictures"]["similarity"]["matrix"]) for method, entry in chosen.items()}
+    low = min(float(matrix.min()) for matrix in maps.values())
+    figure = Figure(figsize=(2.3 * len(maps) + 0.8, 2.9), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(maps), squeeze=False)[0]
+    for axes, (method, matrix) in zip(panels, maps.items(), strict=True):
+        image = axes.imshow(matrix, cmap=DEPTH, vmin=min(low, 0.99), vmax=1.0, interpolation="none")
+        axes.grid(False)
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(METHODS[method], fontsize=10)
+        axes.set_xlabel(f"mean {chosen[method].content['similarity']['mean']:.3f}")
+    figure.colorbar(image, ax=panels, fraction=0.02, pad=0.01, label="cosine")
+    return to_png(figure)
+
+
+@styled
+def draw_courses(matrices: Mapping[str, NDArray[np.float64]]) -> bytes:
+    """Draw a panel per task with its accuracy after each step, a line per method."""
+    count = len(next(iter(matrices.values())))
+    columns = min(5, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(2.7 * columns, 2.5 * rows), layout="constrained", facecolor="white")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for task, axes in enumerate(panels[:count]):
+        _course(axes, task, count, {method: matrix[task, task:] for method, matrix in matrices.items()})
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    shown = [_line(method) for method in matrices]
+    figure.legend(handles=shown, frameon=False, ncols=len(shown), fontsize=9, loc="outside upper center")
+    figure.supylabel("accuracy, %", fontsize=9.5, color=MUTED)
+    figure.supxlabel("after learning task", fontsize=9.5, color=MUTED)
+    return to_png(figure)
+
+
+def _line(method: str, places: Sequence[float] = (), values: Sequence[float] = ()) -> Line2D:
+    color, marker, place = _look(method)
+    look: dict[str, Any] = {"linestyle": DASHES[place % len(DASHES)], "markersize": 3.5, "linewidth": 1.3}
+    return Line2D(places, values, color=color, marker=marker, label=METHODS[method], **look)
+
+
+def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.float64]]) -> None:
+    """Draw a line per method, with what it lost at its end."""
+    for method, values in lines.items():
+        axes.add_line(_line(method, range(task + 1, count + 1), values.tolist()))
+    axes.autoscale_view()
+    low, high = axes.get_ylim()
+    if high - low < _LEAST:
+        low, high = ((low + high + sign * _LEAST) / 2 for sign in (-1, 1))
+        axes.set_ylim(low, high)
+    gap = (high - low) / _TEXTS
+    places = spread([float(values[-1]) for values in lines.values()], gap, (low + gap / 2, high))
+    for (method, values), place in zip(lines.items(), places, strict=True):
+        lost = f"({values[0] - values[-1]:.1f})".replace("-", "−")
+        axes.text(count + 0.35, place, lost, va="center", fontsize=7.5, color=_look(method)[0])
+    axes.set_title(f"Task {task + 1}", fontsize=9.5, color=MUTED)
+    axes.set_xlim(0.6, count * 1.28)
+    axes.set_xticks(range(count, 0, -count // 5)[::-1])  # at most six steps, the last among them
+    axes.tick_params(labelsize=8.5)
+    axes.grid(False, axis="x")

@@ -1,0 +1,336 @@
+"""Recorded runs as files, one per finished run: ``<benchmark>/<backbone>/<method>-<preset>-s<seed>.json``.
+
+A file holds all that its run recorded, without paths of the machine: folders of images and files of weights are
+given by name and hash. Settings that differ from the preset are part of the file name. The last entry is a hash of
+all others, so that an edited file is rejected.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probprompt import presets
+from probprompt.config import RunConfig, flatten, parse_config
+from probprompt.data import benchmarks
+from probprompt.errors import UserError, shorten
+from probprompt.evaluation import metrics
+from probprompt.report.page import write
+from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
+from probprompt.runs.files import content_hash, natural_order, read_json, sealed
+from probprompt.runs.grid import CUSTOM, describe
+from probprompt.runs.naming import backbone_slug, backbone_words
+from probprompt.runs.record import Run, settings_hash
+
+FORMAT = 2
+MAX_CLASSES = 50  # in the figure of similarity between classes: files stay small
+_DIGITS = 12  # of a hash in a name
+_TOLERANCE = 1e-6
+_TASKS = 10  # of a folder of images, if the preset does not say
+_LONGEST = 80  # characters of settings in a file name
+_FILE = re.compile(r".+-s\d+(?:\.\d+\.\d+)?\.json")
+_LEFT_OUT = ("format", "name", "status")  # the same in every file
+_NOT_OVERRIDES = {"preset", "data.benchmark", "data.test", "data.tasks", "method.name"} | {
+    *("backbone.name", "backbone.weights", "backbone.image_size"),
+    *("evaluation_batch", "data.root", "data.skip_unreadable"),
+}
+"""Settings that are compared in other ways than with a preset, or that change nothing but rounding."""
+_OF_MACHINE = ("backbone.precision", "data.stored_side")  # a smaller machine needs other values
+
+Settings = Mapping[str, Any]
+
+
+# What a file says
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A recorded run."""
+
+    path: str
+    """Within the folder of results."""
+    content: Mapping[str, Any]
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """The run as the tables of a comparison read it."""
+        return Recorded(self.path, self.content, metrics.from_json(self.content["matrix"]), self.content["similarity"])
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """Accuracy in % on task i (row) after step j (column)."""
+        return self.recorded.matrix
+
+    @property
+    def config(self) -> Settings:
+        """All settings."""
+        return dict(self.content["config"])
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return str(self.config["method"]["name"])
+
+    @property
+    def preset(self) -> str:
+        """The preset below its settings, or ``custom``."""
+        return str(self.config.get("preset") or CUSTOM)
+
+    @property
+    def benchmark(self) -> str:
+        """Name of the benchmark; of a folder, without its hash."""
+        return str(self.config["data"]["benchmark"]).partition("@")[0]
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks that were evaluated."""
+        return count_tasks(self.content)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order of classes."""
+        return int(self.config["seeds"]["order"])
+
+    @property
+    def backbone(self) -> str:
+        """The backbone as tables name it."""
+        return backbone_words(self.config["backbone"])
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it was evaluated on held-out training images."""
+        return bool(self.content.get("evaluated_on", "test") != "test")
+
+    @cached_property
+    def preset_overrides(self) -> dict[str, Any]:
+        """Settings that differ from the preset, by dotted names."""
+        return preset_overrides(self.content)
+
+    @property
+    def varied(self) -> dict[str, Any]:
+        """Those overrides that make it another experiment, not only a run on another machine."""
+        return {name: value for name, value in self.preset_overrides.items() if name not in _OF_MACHINE}
+
+
+def count_tasks(record: Mapping[str, Any]) -> int:
+    """Count the tasks that a run was evaluated on, also where it learned all of them jointly."""
+    stream = record["stream"]
+    return len(stream.get("test_classes") or stream["tasks"])
+
+
+def _preset_settings(config: Settings, tasks: object) -> Settings:
+    """Return the settings of a run's preset, or the defaults if it has none."""
+    return presets.of_run(config.get("preset"), config, tasks) or {
+        "data": {"benchmark": str(config["data"]["benchmark"])},
+        "method": {"name": config["method"]["name"]},
+    }
+
+
+def preset_overrides(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that differ from the preset, except benchmark, tasks, backbone and seeds."""
+    config = record["config"]
+    tasks = config["data"].get("tasks")
+    try:
+        of_preset, own = (
+            flatten(parse_config(part).model_dump(mode="json")) for part in (_preset_settings(config, tasks), config)
+        )
+    except UserError:  # settings of another version: runs that share them still belong together
+        text = json.dumps({**config, "seeds": None}, sort_keys=True)
+        return {"config": hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}
+    if own.get("method.top_k") == own.get("method.components"):
+        own["method.top_k"] = None  # all of them: the whole mixture
+    ignored = _NOT_OVERRIDES - {"data.tasks"} if isinstance(tasks, list) else _NOT_OVERRIDES  # sizes, or class names
+    names = [name for name in own if name not in ignored and not name.startswith("seeds.")]
+    return {name: own[name] for name in names if own[name] != of_preset.get(name)}
+
+
+def _default_tasks(config: Settings) -> int:
+    known = benchmarks.registered().get(str(config["data"]["benchmark"]))
+    return int(_preset_settings(config, None).get("data", {}).get("tasks") or (known.tasks if known else _TASKS))
+
+
+def entry_path(record: Mapping[str, Any]) -> str:
+    """Return the path of a run's file within the folder of results."""
+    config, tasks = record["config"], count_tasks(record)
+    parts = [f"tasks={tasks}"] if tasks != _default_tasks(config) else []
+    parts += describe(tuple(preset_overrides(record).items()))
+    overrides = re.sub(r"[^\w.,=+\[\]-]", "-", "".join(f",{part}" for part in parts))
+    if len(overrides) > _LONGEST:
+        overrides = f",{hashlib.sha256(overrides.encode()).hexdigest()[:_DIGITS]}"
+    seeds = [str(config["seeds"][name]) for name in ("order", "init", "data")]
+    seed = seeds[0] if len(set(seeds)) == 1 else ".".join(seeds)
+    benchmark = re.sub(r"[^\w.+-]", "-", str(config["data"]["benchmark"]).partition("@")[0])
+    name = f"{config['method']['name']}-{config.get('preset') or CUSTOM}{overrides}-s{seed}.json"
+    return f"{benchmark}/{backbone_slug(config['backbone'])}/{name}"
+
+
+def _portable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's record without paths: folders of images and files of weights by name and hash."""
+    portable: dict[str, Any] = without_paths(record)
+    before, after = record["config"], portable["config"]
+    if is_absolute(str(before["data"]["benchmark"])):
+        after["data"]["benchmark"] += f"@{record['stream']['split_hash'][:_DIGITS]}"
+    if is_absolute(str(before["backbone"].get("weights") or "")):
+        after["backbone"]["weights"] += f"@{record['backbone']['sha256'][:_DIGITS]}"
+    portable["stream"] = {name: part for name, part in portable["stream"].items() if name != "classes"}  # in tasks, too
+    return {name: part for name, part in portable.items() if name not in _LEFT_OUT}
+
+
+def same_settings(entry: Entry, config: RunConfig) -> bool:
+    """Return True if a run has these settings, including seeds, wherever its files were."""
+    return _bare(entry.config) == _bare(config.model_dump(mode="json"))
+
+
+def _bare(config: Settings) -> Settings | None:
+    """Return settings with those of later versions, with names for paths, without what changes no result."""
+    bare = without_paths(completed(config))
+    if bare is None:
+        return None
+    for group, name in (("data", "benchmark"), ("backbone", "weights")):
+        bare[group][name] = str(bare[group][name]).partition("@")[0]
+    bare["data"]["root"] = None
+    return {name: part for name, part in bare.items() if name != "evaluation_batch"}
+
+
+# Reading
+
+
+def read_entries(folder: Path) -> list[Entry]:
+    """Read all runs of a folder of results, in the order of their files; other files are skipped."""
+    paths = sorted(folder.glob("*/*/*.json"), key=lambda path: natural_order(path.relative_to(folder)))
+    return [read_entry(folder, path) for path in paths if _FILE.fullmatch(path.name)]
+
+
+def read_entry(folder: Path, path: Path) -> Entry:
+    """Read and check the file of one run."""
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("book") != FORMAT:
+        raise UserError(
+            f"{path} is not a file of results of format {FORMAT}: python -m reproduction results add RUN writes them"
+        )
+    try:
+        entry = Entry(path.relative_to(folder).as_posix(), content)
+        own = metrics.summarize(entry.matrix)
+        wrong = any(abs(own[name] - content["metrics"][name]) > _TOLERANCE for name in own)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is corrupted: {error}") from None
+    if wrong:
+        raise UserError(f"{path} was edited: its metrics are not those of its matrix; add the run again")
+    if content.get("sha256") != content_hash(content):
+        raise UserError(f"{path} was edited: it does not have the hash that it records; add the run again")
+    return entry
+
+
+# Writing
+
+
+@dataclass(frozen=True)
+class AddedRun:
+    """The file of a run that was added, and what writing it changed."""
+
+    path: Path
+    change: str
+
+
+def add_runs(
+    paths: Sequence[Path], folder: Path, replace: bool = False, skip_unfinished: bool = False
+) -> tuple[list[AddedRun], list[Path]]:
+    """Write the files of finished runs, each a folder or inside one; return these, and the folders that were skipped.
+
+    Nothing is written if any run is rejected: an unfinished one, unless those are skipped, or one whose file holds a
+    run of other settings, unless that is to be replaced.
+    """
+    runs = [run for path in paths for run in _runs(path)]
+    unfinished = [run.folder for run in runs if not run.finished]
+    if unfinished and not skip_unfinished:
+        raise UserError(
+            f"{len(unfinished)} run(s) are not finished: {shorten(unfinished)}. Finish them with probprompt train "
+            "--resume RUN, or skip them with --skip-unfinished"
+        )
+    made: dict[Path, tuple[Run, dict[str, Any]]] = {}
+    for run in runs:
+        if run.finished:
+            content = entry_content(run)
+            path = folder / entry_path(content)
+            if path in made:
+                raise UserError(f"{made[path][0].folder} and {run.folder} would both be {path}: add one of them")
+            made[path] = run, content
+    added = [AddedRun(path, _change(path, run, content, replace)) for path, (run, content) in made.items()]
+    for path, (_, content) in made.items():
+        write(path, _lines(content).encode())
+    return added, unfinished
+
+
+def _runs(path: Path) -> Iterator[Run]:
+    inside = [path / "run.json"] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=natural_order)
+    if not inside:
+        raise UserError(f"{path} is not a run and holds none: pass the folder of a run, or one with runs inside")
+    yield from (Run.open(record.parent) for record in inside)
+
+
+def entry_content(run: Run) -> dict[str, Any]:
+    """Return the content of a finished run's file."""
+    record, matrix = run.record, run.matrix
+    if settings_hash(record["config"]) != record["config_hash"]:
+        raise UserError(f"{run.folder}/run.json was edited: its settings do not have the hash that it records")
+    inside = run.folder / "diagnostics.json"
+    content = {
+        "book": FORMAT,
+        **_portable(record),
+        "matrix": metrics.to_json(matrix),
+        "metrics": metrics.summarize(matrix),
+        "similarity": dict(Recorded.of(run, "").similarity),
+        "pictures": _figure_data(read_json(inside) if inside.exists() else {}),
+    }
+    return sealed(content)
+
+
+def _figure_data(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what figures need, with few digits: similarity of prompts between classes, queries in the plane."""
+    kept: dict[str, Any] = {}
+    if "similarity" in diagnostics:
+        labels = diagnostics["similarity"]["labels"]
+        chosen = np.unique(np.linspace(0, len(labels) - 1, min(MAX_CLASSES, len(labels))).round().astype(int))
+        matrix = np.asarray(diagnostics["similarity"]["matrix"])[np.ix_(chosen, chosen)]
+        kept["similarity"] = {"labels": [labels[i] for i in chosen], "matrix": matrix.round(3).tolist()}
+    if "queries" in diagnostics:
+        queries = diagnostics["queries"]
+        kept["queries"] = {**queries, "points": np.asarray(queries["points"]).round(1).tolist()}
+    return kept
+
+
+def _change(path: Path, run: Run, content: Mapping[str, Any], replace: bool) -> str:
+    """Return what writing a file changes; one of other settings is rejected unless it may be replaced."""
+    if not path.exists():
+        return "added"
+    there = read_json(path)
+    if there == content:
+        return "there already"
+    before, after = (_identity(part) for part in (there, content))
+    differ = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if differ and not replace:
+        raise UserError(
+            f"{path} holds a run of other settings, images or weights than {run.folder} ({shorten(differ)}): replace "
+            "it with --replace, or do not add that run"
+        )
+    return "replaced"
+
+
+def _identity(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for one run to replace another."""
+    stream, backbone = content.get("stream") or {}, content.get("backbone") or {}
+    hashes = {"split_hash": stream.get("split_hash"), "sha256 of the weights": backbone.get("sha256")}
+    return {**flatten(content.get("config") or {}), **hashes}
+
+
+def _lines(content: Mapping[str, Any]) -> str:
+    """Return JSON with one line per entry: short, and readable in a comparison of two versions."""
+    entries = (f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False, allow_nan=False)}" for k, v in content.items())
+    return "{\n" + ",\n".join(entries) + "\n}\n"

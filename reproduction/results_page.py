@@ -1,0 +1,420 @@
+"""RESULTS.md, made from recorded runs: the paper's tables with our rows, its figures, and every run."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from probprompt import checkpoints, presets
+from probprompt.bench.record import read_record
+from probprompt.data.datasets import published_lists
+from probprompt.evaluation import metrics
+from probprompt.report.comparison import NOTHING, Comparison, Place, pixels_hash, read_result
+from probprompt.report.comparison import Row as MethodRow
+from probprompt.report.page import count, number, write
+from probprompt.report.tables import markdown, markdown_table
+from probprompt.runs.grid import describe
+from probprompt.runs.naming import backbone_slug, backbone_words
+from probprompt.runs.record import machine_name
+from reproduction import paper
+from reproduction.paper_figures import PaperFigure, paper_figures
+from reproduction.results import Entry, read_entries
+
+WEIGHTS, DATA, SETTINGS, WRONG = "†", "‡", "¶", "§"
+FLAGS = {
+    WEIGHTS: "other weights than the paper's, so not the paper's experiment",
+    DATA: "other images than the paper's, so not the paper's experiment",
+    SETTINGS: "other settings than those behind the paper's number, so not the paper's experiment",
+    WRONG: "not to be compared: published behaviour that is wrong was asked for, see the run",
+}
+COSTS = {"memory_mb": "Memory, MB", "epoch_min": "Epoch, min", "fps": "FPS"}
+PAPER_NETWORK = "vit_base_patch16_224"
+_IMAGE_COUNTS = {each.benchmark: (each.training, each.test) for each in paper.EXPERIMENTS}
+_IMAGE_SIZE = 224
+_ORDER = (*paper.METHODS, "linear-probe", "nearest-mean", "lda", "ranpac")
+
+Cells = dict[str, list[Entry]]
+"""Runs by the key of a column."""
+
+
+# Which runs go with which number
+
+
+@dataclass(frozen=True)
+class RowLabel:
+    """What a row of ours is about, and how it differs from the paper's experiment."""
+
+    benchmark: str
+    """If it is not the paper's."""
+    backbone: str
+    sha256: str
+    preset: str
+    flags: str
+
+    @property
+    def text(self) -> str:
+        """The label in the table."""
+        parts = ", ".join(filter(None, ("ours", self.benchmark, self.backbone, f"`{self.preset}`")))
+        return f"{parts} {self.flags}".strip()
+
+
+def has_paper_weights(entry: Entry, backbone: str) -> bool:
+    """Return True if a run used weights that the paper names, from where they are published.
+
+    A file with such a name could hold anything. It counts only for weights that are published as a file.
+    """
+    used, given = entry.content["backbone"], entry.config["backbone"].get("weights")
+    source = _published_sources().get(backbone, "")
+    if entry.config["backbone"].get("image_size") not in (None, _IMAGE_SIZE):
+        return False
+    if given is not None:
+        return bool(used["name"] == backbone) and given != checkpoints.RANDOM and not source.startswith("hub:")
+    return bool(used["name"] == backbone or used["source"] == source)
+
+
+@cache
+def _published_sources() -> dict[str, str]:
+    return {known.name: known.source for known in checkpoints.known()}
+
+
+def has_paper_data(entry: Entry, column: paper.Column) -> bool:
+    """Return True if a run used all images of a column's benchmark, as published.
+
+    A record that does not say how its images differ counts only if the benchmark is split without any lists.
+    """
+    stream = entry.content["stream"]
+    images = sum(stream["train_images"]), sum(stream["test_images"])
+    whole = images == _IMAGE_COUNTS.get(column.benchmark) and not entry.content.get("skipped")
+    differs = stream.get("differences", published_lists(column.benchmark))
+    return entry.config["data"]["benchmark"] == column.benchmark and whole and not differs
+
+
+def has_paper_settings(entry: Entry, row: paper.Row) -> bool:
+    """Return True if a run has the settings behind the paper's number, with crops of images of the same size."""
+    smaller = presets.are_smaller(entry.config["data"])
+    return entry.preset == paper.PRESET and entry.varied == row.all_settings and not smaller
+
+
+def belongs(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
+    """Return True if a run is shown with a number of the paper, flagged if it is another experiment."""
+    if entry.held_out or entry.method != row.method or entry.tasks != column.tasks:
+        return False
+    if entry.varied not in (row.settings, row.all_settings):
+        return False
+    return table.study or (entry.benchmark == column.benchmark and _is_of_family(column, entry))
+
+
+def pretraining_family(backbone: Mapping[str, Any]) -> str:
+    """Return the kind of pretraining that has separate columns in the paper, if any.
+
+    >>> pretraining_family({"name": "vit_small_patch14_dinov2"}), pretraining_family({"name": "sup1k"})
+    ('dino', '')
+    """
+    name = backbone_slug(backbone)
+    return next((kind for kind in ("dino", "ibot") if kind in name), "")
+
+
+def _is_of_family(column: paper.Column, entry: Entry) -> bool:
+    """Return True if a run has the column's kind of pretraining; one without separate columns counts as supervised."""
+    family = pretraining_family(entry.config["backbone"])
+    if column.family:
+        return family == column.family
+    own = (other for table in paper.tables() for other in table.columns if other.family == family != "")
+    return not any((other.benchmark, other.tasks) == (column.benchmark, column.tasks) for other in own)
+
+
+def is_paper_run(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
+    """Return True if a run is one of those behind a number of the paper: its weights, images and settings."""
+    return belongs(table, row, column, entry) and not _flags(row, column, entry)
+
+
+def _flags(row: paper.Row, column: paper.Column, entry: Entry) -> str:
+    """Return the flags of how a run differs from the paper's."""
+    same = {
+        WEIGHTS: has_paper_weights(entry, column.backbone),
+        DATA: has_paper_data(entry, column),
+        SETTINGS: has_paper_settings(entry, row),
+    }
+    return "".join(flag for flag, is_same in same.items() if not is_same)
+
+
+def _label(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> RowLabel:
+    flags = _flags(row, column, entry) + (WRONG if entry.content.get("marks") else "")
+    benchmark = entry.benchmark if table.study and entry.benchmark != column.benchmark else ""
+    return RowLabel(benchmark, entry.backbone, str(entry.content["backbone"]["sha256"]), entry.preset, flags)
+
+
+def our_rows(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[RowLabel, Cells]]:
+    """Group our runs by the label of the paper's row, by what was run, and by column.
+
+    A study shows only runs that fill several of its rows, or are the paper's own. Its rows are over the seeds that
+    all of them have, because each seed has another order of classes.
+    """
+    rows: dict[str, dict[RowLabel, Cells]] = {row.label: {} for row in table.rows}
+    for row in table.rows:
+        for column in table.columns:
+            for entry in entries:
+                if belongs(table, row, column, entry):
+                    cells = rows[row.label].setdefault(_label(table, row, column, entry), {})
+                    cells.setdefault(column.key, []).append(entry)
+    if table.study:
+        filled = Counter(label for ours in rows.values() for label in ours)
+        kept = {label for label in filled if filled[label] > 1 or not label.flags}
+        rows = {name: {label: ours[label] for label in ours if label in kept} for name, ours in rows.items()}
+        for label in kept:
+            _keep_shared_seeds([ours[label] for ours in rows.values() if label in ours])
+    return rows
+
+
+def _keep_shared_seeds(rows: Sequence[Cells]) -> None:
+    """Remove from each column the seeds that some row lacks; rows that share no seed stay unchanged."""
+    for key in {key for row in rows for key in row}:
+        filled = [row for row in rows if key in row]
+        shared = set.intersection(*({entry.seed for entry in row[key]} for row in filled))
+        for row in filled if shared else ():
+            row[key] = [entry for entry in row[key] if entry.seed in shared]
+
+
+def missing(table: paper.Table, entries: Sequence[Entry]) -> list[tuple[paper.Row, paper.Column, int]]:
+    """List the paper's runs that are not recorded, by seed."""
+    return [
+        (row, column, seed)
+        for row, column in table.cells()
+        for seed in table.seeds(row, column)
+        if not any(entry.seed == seed and is_paper_run(table, row, column, entry) for entry in entries)
+    ]
+
+
+# The paper's tables
+
+
+def paper_table(table: paper.Table, entries: Sequence[Entry], benches: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Set a table of the paper in Markdown, our rows under the paper's."""
+    single = len(table.columns) == 1
+    header = [table.first, "Whose"]
+    header += [m if single else f"{c.heading}: {m}" for c in table.columns for m in table.measures]
+    header += [COSTS[cost] for cost in table.costs]
+    ours, lines = our_rows(table, entries), list[list[str]]()
+    for row in table.rows:
+        lines.append([row.label, f"paper, ViT-B/16 ({', '.join(table.backbones)})", *_printed(table, row)])
+        for label, cells in ours[row.label].items():
+            numbers = (_mean(cells.get(c.key, []), m) for c in table.columns for m in table.measures)
+            lines.append(["", label.text, *numbers, *([NOTHING] * len(table.costs))])
+        lines += [["", *line] for line in _measured_costs(table, row, benches)]
+    labels = "".join(line[1] for line in lines)
+    return f"{_escaped_table(header, lines, 2)}\n\n{bullets(_table_notes(table, entries, labels))}"
+
+
+def _printed(table: paper.Table, row: paper.Row) -> list[str]:
+    cells = []
+    for column in table.columns:
+        printed = row.printed.get(column.key, {})
+        for place, measure in enumerate(table.measures):
+            words = row.words if column.key in row.printed and not place else ""
+            cells.append(_number(printed[measure], table.runs) if measure in printed else words or NOTHING)
+    return cells + [number(row.costs[cost], 2) for cost in table.costs]
+
+
+def _number(value: Sequence[float], runs: int) -> str:
+    """Return mean, standard deviation and number of seeds, as far as they are known."""
+    mean, *std = value
+    text = f"{number(mean, 2)}{f' ± {number(std[0], 2)}' if std else ''}"
+    return f"{text} ({runs})" if runs and std else text
+
+
+def _mean(entries: Sequence[Entry], measure: str) -> str:
+    known = [entry for entry in entries if measure == "FAA" or len(entry.matrix) > 1]  # CAA needs several steps
+    if not known:
+        return NOTHING
+    mean, std = metrics.mean_and_std([metrics.summarize(entry.matrix)[measure] for entry in known])
+    return f"{_number((mean,) if len(known) == 1 else (mean, std), 0)} ({len(known)})"
+
+
+def _measured_costs(table: paper.Table, row: paper.Row, benches: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return rows with what a method costs on measured machines."""
+    lines = []
+    for label, entries in _costs(table, benches).items():
+        for cost in (entry["cost"] for entry in entries if entry["method"] == row.method):
+            epoch = f"{number(cost['epoch_s'] / 60, 2)} ({number(cost['epoch_s'], 1)} s)"
+            lines.append([label, NOTHING, number(cost["with_backbone_mb"], 2), epoch, number(cost["fps"], 2)])
+    return lines
+
+
+def _costs(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return measured costs by label, each from the record that has most of the table's methods.
+
+    Of several such records the latest counts: speeds of different days and machines are not mixed. The paper's costs
+    are of a GPU, so those of a processor are shown only if there are no others.
+    """
+    benches = [record for record in benches if record["hardware"].get("gpu")] or benches
+    methods = {row.method for row in table.rows}
+    best: dict[str, tuple[tuple[int, str], list[Mapping[str, Any]]]] = {}
+    for record in benches if table.costs else ():
+        groups: dict[str, list[Mapping[str, Any]]] = {}
+        for entry in record["results"]:
+            if entry["method"] in methods and entry["cost"]["epoch_s"] is not None:
+                groups.setdefault(_cost_label(table, record, entry), []).append(entry)
+        for label, entries in groups.items():
+            rank = len({entry["method"] for entry in entries}), str(record["created"])
+            if label not in best or rank > best[label][0]:
+                best[label] = rank, entries
+    return {label: entries for label, (_, entries) in best.items()}
+
+
+def _cost_label(table: paper.Table, record: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+    config, column = entry["config"], table.columns[0]
+    weights = config["backbone"]["weights"]
+    flags = WEIGHTS if weights or entry["backbone"] != column.backbone else ""
+    flags += "" if config["data"]["benchmark"] == column.benchmark else DATA
+    flags += "" if config.get("preset") == paper.PRESET else SETTINGS
+    backbone = backbone_words({"name": entry["backbone"], "weights": weights})
+    machine = machine_name(record["hardware"])
+    return f"ours, {machine}, {backbone}, {entry['precision']}, batch {entry['batch']} {flags}".strip()
+
+
+def is_paper_network(backbone: str) -> bool:
+    """Return True if a backbone has the paper's architecture, with whatever weights."""
+    return backbone_words({"name": backbone}).startswith(backbone_words({"name": PAPER_NETWORK}))
+
+
+def _table_notes(table: paper.Table, entries: Sequence[Entry], labels: str) -> list[str]:
+    runs = sum(len(table.seeds(row, column)) for row, column in table.cells())
+    shared = "In a study our rows are over the seeds that all of them have: each seed has its own order of classes."
+    return [
+        *(f"{flag} {words}." for flag, words in FLAGS.items() if flag in labels),
+        *([shared] if table.study and "ours" in labels else []),
+        *table.notes,
+        f"The paper's numbers: `{table.label}` of its source, lines {table.rows[0].line} to {table.rows[-1].line}.",
+        f"With the paper's weights, images and settings: {runs - len(missing(table, entries))} of {runs} runs are "
+        f"here; `python -m reproduction run {table.name}` runs the others.",
+    ]
+
+
+def read_benches(folder: Path) -> list[dict[str, Any]]:
+    """Read the records of costs in a folder of results."""
+    return [read_record(path) for path in sorted((folder / "bench").glob("*.json"))]
+
+
+# Every run
+
+
+def _every_run(entries: Sequence[Entry]) -> list[str]:
+    """Return tables of all runs, by benchmark, number of tasks and backbone."""
+    groups: dict[tuple[str, int, str, str, bool], list[Entry]] = {}
+    for entry in entries:
+        weights = str(entry.content["backbone"]["sha256"])
+        benchmark = str(entry.config["data"]["benchmark"])
+        groups.setdefault((benchmark, entry.tasks, entry.backbone, weights, entry.held_out), []).append(entry)
+    parts = []
+    for (benchmark, tasks, backbone, weights, held_out), group in sorted(groups.items()):
+        split = ", on held-out training images" if held_out else ""
+        parts.append(f"### {benchmark}, {tasks} tasks, {backbone}{split}")
+        parts.append(f"Weights: sha256 `{weights[:12]}`, {count(len(group), 'run')}.")
+        for preset in sorted({entry.preset for entry in group}):
+            own = [entry for entry in group if entry.preset == preset]
+            tables = markdown(_comparison(own, [entry for entry in entries if entry not in own]))
+            parts.append(re.sub(r"^## ", "#### ", tables.partition("\n")[2].strip(), flags=re.MULTILINE))
+    return parts
+
+
+def _comparison(entries: Sequence[Entry], others: Sequence[Entry]) -> Comparison:
+    """Compare runs; others are those that may have run concurrently."""
+    results = []
+    for entry in entries:
+        varied = tuple(entry.preset_overrides.items())
+        row = MethodRow(", ".join((entry.method, *describe(varied))), entry.method, entry.method, varied)
+        results.append(read_result(entry.recorded, row, Place(entry.benchmark, entry.preset), entry.seed))
+    rows = sorted(dict.fromkeys(result.row for result in results), key=lambda row: _rank(row.method))
+    places = list(dict.fromkeys(result.place for result in results))
+    return Comparison(rows, places, results, others=[entry.content for entry in others])
+
+
+def _rank(method: str) -> int:
+    return _ORDER.index(method) if method in _ORDER else len(_ORDER)
+
+
+def _sources(entries: Sequence[Entry]) -> list[str]:
+    """Return tables of the weights, images and machines behind the numbers."""
+
+    def table(header: Sequence[str], line: Callable[[Entry], tuple[str, ...]]) -> str:
+        runs = Counter(map(line, entries))
+        return _escaped_table([*header, "Runs"], [[*key, str(runs[key])] for key in sorted(runs)], -1)
+
+    def weights(entry: Entry) -> tuple[str, ...]:
+        used = entry.content["backbone"]
+        return entry.backbone, f"`{used['name']}`", used["source"], f"`{used['sha256'][:12]}`"
+
+    def images(entry: Entry) -> tuple[str, ...]:
+        stream = entry.content["stream"]
+        counts = (f"{sum(stream[name]):,}" for name in ("train_images", "test_images"))
+        split = "held-out training images" if entry.held_out else "test"
+        hashes = (f"`{text[:12]}`" if text else NOTHING for text in (stream["split_hash"], pixels_hash(entry.content)))
+        return entry.benchmark, *counts, split, *hashes, "; ".join(stream.get("differences") or ()) or NOTHING
+
+    def machine(entry: Entry) -> tuple[str, ...]:
+        used, versions = entry.content["hardware"], entry.content["versions"]
+        revision = f"`{versions['revision']}`" if versions.get("revision") else NOTHING
+        return machine_name(used), versions["torch"], versions["timm"], revision
+
+    return [
+        "### Weights",
+        table(("Backbone", "Name", "Source", "sha256"), weights),
+        "### Images",
+        "Split: hash of the names of all images with their classes and sides. Pixels: hash of those evaluated, or of "
+        "all files of the folder. Older files say neither this nor, all of it, how images differ from the published.",
+        table(("Benchmark", "Training", "Evaluated", "On", "Split", "Pixels", "Differs from the published"), images),
+        "### Machines",
+        "A revision that ends in `-dirty` is of a working tree with changes that were not committed: what they were is "
+        "not known.",
+        table(("Hardware", "torch", "timm", "Revision"), machine),
+    ]
+
+
+# The page
+
+
+def _escaped_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> str:
+    return markdown_table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows], text_columns)
+
+
+def bullets(notes: Iterable[str]) -> str:
+    """Set notes as a list in Markdown."""
+    return "\n".join(f"- {note}" for note in notes)
+
+
+def build(folder: Path, page: Path) -> tuple[str, list[PaperFigure]]:
+    """Return the text of the page, and its figures."""
+    entries = read_entries(folder)
+    benches, figures = read_benches(folder), paper_figures(entries)
+    link = os.path.relpath(folder.absolute(), page.absolute().parent).replace(os.sep, "/")
+    parts = [
+        "# Results",
+        f"<!-- made by `python -m reproduction results` from the files in {link}: change those, not this page -->",
+        f"{count(len(entries), 'run')}, each a file in [{link}]({link}) that says its settings, weights, images, "
+        "versions and hardware. First the tables of the paper with ours under each of its rows, then every run.",
+        "## The paper's tables",
+        "In %, mean ± standard deviation (population) over the seeds, whose number stands in parentheses where it is "
+        "known. FAA: average accuracy over all tasks in the end; CAA: its mean over all steps. A row that carries "
+        f"{WEIGHTS}, {DATA} or {SETTINGS} is another experiment than the paper's, with other weights, images or "
+        "settings: it can be set against other such rows, not against the paper's.",
+    ]
+    for table in paper.tables():
+        parts += [f"### {table.heading}", paper_table(table, entries, benches)]
+    if figures:
+        parts.append("## The paper's figures, from our runs")
+        for figure in figures:
+            parts += [f"### {figure.title}", f"![{figure.title}]({link}/{figure.file})", figure.caption]
+    if entries:
+        parts += ["## Every run", *_every_run(entries), "## What is behind the numbers", *_sources(entries)]
+    return "\n\n".join(parts) + "\n", figures
+
+
+def write_page(folder: Path, page: Path) -> list[Path]:
+    """Write the page and its figures."""
+    text, figures = build(folder, page)
+    written = [write(folder / figure.file, figure.draw()) for figure in figures]
+    return [write(page, text.encode()), *written]
