@@ -25,7 +25,7 @@ from probprompt.cli.bench import _settings
 from probprompt.config import BackboneConfig, RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Readout, Tokens
-from probprompt.runs.files import sealed
+from probprompt.storage import with_hash
 
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
 CPU = torch.device("cpu")
@@ -496,7 +496,7 @@ def test_a_record_says_all_and_is_read_again(tmp_path: Path) -> None:
     written = made(entry("apt", 10.0))
     record.write_record(tmp_path / "bench.json", written)
     found = record.read_record(tmp_path / "bench.json")
-    assert found == sealed(written) and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
+    assert found == with_hash(written) and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
     assert found["matrix_peak"] == {"fp32": {"flops": 1e9, "size": 512, "precision": "fp32"}}
 
 
@@ -654,7 +654,7 @@ def test_mistakes_are_answered_in_words(
 ) -> None:
     (here / "other.json").write_text("[1]")
     (here / "later.json").write_text(json.dumps({"kind": record.KIND, "format": 99}))
-    changed = {**sealed({"kind": record.KIND, "format": record.FORMAT, "seconds": 2.0}), "seconds": 1.0}
+    changed = {**with_hash({"kind": record.KIND, "format": record.FORMAT, "seconds": 2.0}), "seconds": 1.0}
     (here / "changed.json").write_text(json.dumps(changed))
     answer = probprompt("bench", *arguments)
     assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err

@@ -25,9 +25,9 @@ from probprompt.data import benchmarks
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
 from probprompt.results import at_hand, book, page, paper, reproduce
-from probprompt.runs.carry_out import GridWatcher
-from probprompt.runs.files import sealed
+from probprompt.runs.carry_out import GridCallback
 from probprompt.runs.grid import Cell, Grid, Outcome
+from probprompt.storage import with_hash
 
 Command = Callable[..., Any]
 SMALL: dict[str, Any] = {"backbone.name": "test_vit", "backbone.weights": "random", "backbone.image_size": 32}
@@ -161,7 +161,7 @@ def test_the_papers_own_run_is_there_wherever_its_images_are(things: paper.Table
     (entry,) = book.read_entries(tmp_path / "book")
     stream = {**entry.content["stream"], "differences": [], "train_images": [50_000], "test_images": [10_000]}
     content = {**entry.content, "stream": {**stream, "test_classes": [2, 2, 2]}}
-    (tmp_path / "book" / entry.path).write_text(json.dumps(sealed(content)))
+    (tmp_path / "book" / entry.path).write_text(json.dumps(with_hash(content)))
     (tmp_path / "datasets").rename(tmp_path / "away")
     plan = _stand(things, tmp_path, "elsewhere")
     assert plan.papers and (plan.missing, plan.to_run) == (0, 0)
@@ -379,7 +379,7 @@ def _plan(table: paper.Table, where: Path, seeds: Sequence[int] | None = None) -
     return reproduce.make_plan(table, wanted, where / "book", where / "runs")
 
 
-class _Impatient(GridWatcher):
+class _Impatient(GridCallback):
     """Interrupts after the first cell."""
 
     def end(self, outcome: Outcome, rest: float | None) -> None:

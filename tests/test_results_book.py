@@ -21,10 +21,10 @@ from probprompt.config import merge, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.results import book, figures, page, paper
-from probprompt.runs.files import content_hash, sealed
 from probprompt.runs.grid import nest
 from probprompt.runs.naming import backbone_slug, backbone_words
 from probprompt.runs.record import Run, config_hash
+from probprompt.storage import content_hash, with_hash
 
 ROOT = Path(__file__).parent.parent
 Command = Callable[..., Any]
@@ -363,7 +363,7 @@ def _made(
         "time": {"total_s": 60.0},
     }
     content |= changes
-    return sealed(content)
+    return with_hash(content)
 
 
 def _entry(*arguments: Any, **named: Any) -> book.Entry:

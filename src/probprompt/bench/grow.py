@@ -11,8 +11,8 @@ from probprompt.bench import measure, timing
 from probprompt.bench.workshop import CLASSES, TASKS, Scale, Workshop, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
+from probprompt.progress import ProgressCallback as Watcher
 from probprompt.runs.execute import release, usual_precision
-from probprompt.runs.progress import Watcher
 
 WORSE = 1.15
 """An exponent above this is worse than linear; what is below it could be noise of the measurement."""

@@ -15,8 +15,8 @@ from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.bench.workshop import Workshop, build
 from probprompt.config import RunConfig
 from probprompt.methods import EVALUATION
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.execute import release
-from probprompt.runs.progress import Watcher
 
 MOST_STEPS = 40  # of an epoch: as many as a tenth of CIFAR-100 has in batches of 128
 EPOCHS_TIMED = 4  # what the time is meant for
@@ -140,16 +140,15 @@ class Peaks:
         return self.found[precision]
 
 
-def measure(config: RunConfig, seconds: float, peaks: Peaks, watch: Watcher | None = None) -> dict[str, Any]:
+def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT) -> dict[str, Any]:
     """All figures of one method."""
-    watch = watch or Watcher()
     workshop = build(config, peaks.device)
     peak = peaks.of(workshop.model.precision)
 
     def next_part(name: str, work: Callable[[], Any]) -> Any:
-        watch.describe(name)
+        progress.describe(name)
         result = work()
-        watch.advance(1)
+        progress.advance(1)
         return result
 
     trained = next_part(PARTS[0], lambda: training(workshop, seconds))
@@ -233,13 +232,12 @@ def _cost(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_each(
-    configs: Sequence[RunConfig], seconds: float, peaks: Peaks, watch: Watcher | None = None
+    configs: Sequence[RunConfig], seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT
 ) -> Iterator[dict[str, Any]]:
     """All figures of several methods, one after the other."""
-    watch = watch or Watcher()
     for config in configs:
-        with watch.stage(config.method.name, len(PARTS)):
-            entry = measure(config, seconds, peaks, watch)
-            watch.describe(f"{(entry['training'] or entry['inference'])['images_per_s']:,.0f} images/s")
+        with progress.stage(config.method.name, len(PARTS)):
+            entry = measure(config, seconds, peaks, progress)
+            progress.describe(f"{(entry['training'] or entry['inference'])['images_per_s']:,.0f} images/s")
         yield entry
         release(peaks.device)

@@ -16,8 +16,8 @@ from probprompt.bench.measure import EPOCH_IMAGES
 from probprompt.bench.record import read_record
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
-from probprompt.runs.files import write_bytes
 from probprompt.runs.record import chip_words, machine_name
+from probprompt.storage import write_bytes
 
 Entry = Mapping[str, Any]
 DASH = "-"  # not measured

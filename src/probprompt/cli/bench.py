@@ -27,8 +27,8 @@ from probprompt.cli.screen import PLAIN, Screen
 from probprompt.config import RunConfig, apply_assignments, merge, parse_config
 from probprompt.errors import UserError
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_bytes
 from probprompt.runs.record import chip_words
+from probprompt.storage import write_bytes
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"backbone": {"name": "demo"}, "training": {"batch": 16}},

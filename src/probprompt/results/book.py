@@ -24,10 +24,10 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
 from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
-from probprompt.runs.files import content_hash, natural_order, read_json, sealed
 from probprompt.runs.grid import CUSTOM, describe
 from probprompt.runs.naming import backbone_slug, backbone_words
 from probprompt.runs.record import Run, settings_hash
+from probprompt.storage import content_hash, natural_order, read_json, with_hash
 
 FORMAT = 2
 CLASSES = 50  # shown at most in the picture of a similarity: files stay small
@@ -296,7 +296,7 @@ def content_of(run: Run) -> dict[str, Any]:
         "similarity": dict(Recorded.of(run, "").similarity),
         "pictures": _pictures(found),
     }
-    return sealed(content)
+    return with_hash(content)
 
 
 def _pictures(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,17 +18,17 @@ from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import make_record, read_record, write_record
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.results import page, paper
 from probprompt.results.at_hand import Here, lacking, to_fetch, told_differences
 from probprompt.results.book import Entry, add_runs, content_of, file_of, read_entries
 from probprompt.results.page import is_base, is_there, read_benches, same_weights
 from probprompt.runs.book import without_paths
-from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_error
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import hardware, machine_name
+from probprompt.storage import write_error
 
 NETWORK = "vit_base_patch16_224"
 """What the paper's costs are of."""
@@ -295,16 +295,16 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
 
 
 def carry_out(
-    plan: Plan, book: Path, device: str | None = None, watcher: GridWatcher | None = None, where: Where | None = None
+    plan: Plan, book: Path, device: str | None = None, progress: GridCallback = SILENT_GRID, where: Where | None = None
 ) -> list[Outcome]:
     """Fetch weights, then run what is missing; whatever is finished by the end, however that came, is in the book."""
     if plan.problems:
         raise UserError("\n".join(plan.problems))
     for name in plan.fetched:
-        (watcher or GridWatcher()).note(f"the weights {name}: {checkpoints.fetch(name)}")
+        progress.note(f"the weights {name}: {checkpoints.fetch(name)}")
     grid = plan.grid
     try:
-        return run_grid(grid, Way(api.start, api.resume, device), watcher, where)
+        return run_grid(grid, Way(api.start, api.resume, device), progress, where)
     finally:
         finished = [outcome.cell.folder for outcome in grid.outcomes() if outcome.run]
         if finished:
@@ -330,7 +330,7 @@ def measure_costs(
     table: paper.Table,
     book: Path,
     device: torch.device,
-    watcher: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
     settings: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
 ) -> Path:
@@ -347,7 +347,7 @@ def measure_costs(
         for row in table.rows
     ]
     peaks = Peaks(device, seconds)
-    results = list(measure_each(configs, seconds, peaks, watcher))
+    results = list(measure_each(configs, seconds, peaks, progress))
     path = book / "bench" / f"{table.name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -15,7 +15,6 @@ from probprompt.classifier.pictures import same_name
 from probprompt.data.images import Pixels
 from probprompt.errors import UserError, shorten
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_error
 from probprompt.serve.batching import Batcher, Room
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.insight import Insight
@@ -25,6 +24,7 @@ from probprompt.serve.security import Access, Limits
 from probprompt.serve.teaching import School
 from probprompt.serve.uploads import Lesson, Upload, decode_each, each
 from probprompt.serve.values import AccuracyMatrix, KeptVersion, PredictedImage, Predictions, PromptFigures
+from probprompt.storage import lock, write_error
 
 DECODERS = 2
 WAITING_IMAGES, WAITING_BYTES = 1024, 2**30
@@ -219,23 +219,14 @@ def warm_up(classifier: ContinualClassifier) -> None:
 
 def hold(folder: Path) -> IO[str] | None:
     """Hold a model's folder against a second service; None where the system has no locks."""
-    place = folder / "serve"
-    try:
-        place.mkdir(exist_ok=True)
-        handle = (place / "lock").open("w")
-    except OSError as problem:
-        raise write_error(place, problem) from problem
-    try:
-        import fcntl
-    except ImportError:  # not on every system; then nobody is kept out
-        handle.close()
-        return None
-    until = time.monotonic() + LOCK_SECONDS
+    place, until = folder / "serve", time.monotonic() + LOCK_SECONDS
     while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        if time.monotonic() > until:
-            handle.close()
-            raise UserError(f"another service works with {folder}: stop that one first")
+        try:
+            place.mkdir(exist_ok=True)
+            return lock(place / "lock")
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise UserError(f"another service works with {folder}: stop that one first") from None
+        except OSError as problem:
+            raise write_error(place, problem) from problem
         time.sleep(0.1)
