@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from probprompt import methods
-from probprompt.bench import measure, page, record
+from probprompt.bench import measure, page
 from probprompt.bench.page import PAPER, PAPER_METHODS, SEEDS, Experiment, fill_page, published, run_seconds, time_on
+from probprompt.bench.results import FORMAT, KIND, make_record, write_record
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 
@@ -62,7 +63,7 @@ def curve(label: str = "classes, 10 tasks", worse: tuple[str, ...] = (), note: s
 def written(
     folder: Path, name: str, *results: dict[str, Any], growth: tuple[Any, ...] = (), hardware: dict[str, Any] = HARDWARE
 ) -> Path:
-    found = {"kind": record.KIND, "format": record.FORMAT, "hardware": hardware, "versions": VERSIONS}
+    found = {"kind": KIND, "format": FORMAT, "hardware": hardware, "versions": VERSIONS}
     path = folder / name
     path.write_text(json.dumps({**found, "results": results, "growth": growth}))
     return path
@@ -304,8 +305,8 @@ def test_the_command_fills_a_page_from_what_was_really_measured(probprompt: Comm
     )
     peaks = measure.Peaks(cpu, 0.01)
     found = measure.measure(config, 0.01, peaks)
-    made = record.make_record([found], [], peaks.found, cpu, 0.01)
-    record.write_record(tmp_path / "real.json", made)
+    made = make_record([found], [], peaks.found, cpu, 0.01)
+    write_record(tmp_path / "real.json", made)
     target = tmp_path / "page.md"
     target.write_text(marked("figures"), encoding="utf-8")
     answer = probprompt("bench", "--from", tmp_path / "real.json", "--page", target)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from probprompt import checkpoints
 from probprompt.bench.page import PAPER, run_seconds
-from probprompt.bench.record import FORMAT, KIND, write_record
+from probprompt.bench.results import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
 from probprompt.data import benchmarks
 from probprompt.data.cache import ImageCache

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from probprompt.bench import measure, timing
-from probprompt.bench.workshop import CLASSES, TASKS, Scale, Workshop, build, made_backbone, without_download
+from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
+from probprompt.bench.synthetic import BenchSetup as Workshop
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
 from probprompt.progress import ProgressCallback as Watcher

@@ -13,7 +13,7 @@ from typing import Any
 from probprompt import methods, presets
 from probprompt.bench.grow import AXES, COSTS, WORSE
 from probprompt.bench.measure import EPOCH_IMAGES
-from probprompt.bench.record import read_record
+from probprompt.bench.results import read_record
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.runs.record import chip_words, machine_name

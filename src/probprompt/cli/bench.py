@@ -14,7 +14,7 @@ from probprompt import api, methods
 from probprompt.bench.grow import COSTS, find_axes, measure_curve
 from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_each
 from probprompt.bench.page import draw_growth, write_page
-from probprompt.bench.record import (
+from probprompt.bench.results import (
     differences,
     make_record,
     matched,

@@ -15,7 +15,7 @@ import torch
 from probprompt import api, checkpoints, presets
 from probprompt.bench.measure import Peaks, measure_each
 from probprompt.bench.page import PAPER, run_seconds
-from probprompt.bench.record import make_record, read_record, write_record
+from probprompt.bench.results import make_record, read_record, write_record
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
 from probprompt.progress import SILENT, ProgressCallback
