@@ -8,7 +8,7 @@ import torch
 import typer
 
 from probprompt import cli, distributed
-from probprompt.bench.record import make_record, read_record, refuse_unwritable, write_record
+from probprompt.bench.results import make_record, read_record, refuse_unwritable, write_record
 from probprompt.cli.app import Device
 from probprompt.cli.bench import SECONDS_OF_MANY, bench_config, show_ratios
 from probprompt.cli.compare import GridScreen
@@ -17,9 +17,9 @@ from probprompt.config import apply_assignments, flatten
 from probprompt.errors import UserError
 from probprompt.runs.carry_out import Where
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_bytes
 from probprompt.runs.grid import Outcome
 from probprompt.runs.record import chip_words, hardware, machine_name
+from probprompt.storage import write_bytes
 from reproduction import bench_pages, paper, results, results_page
 from reproduction.plots import draw_growth
 from reproduction.reproduce import (

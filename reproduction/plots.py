@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from probprompt.bench.stages import STAGES
+from probprompt.bench.timing import STAGES
 from probprompt.report.figures import INK, MARKERS, MUTED, PAGE, PALETTE, label, styled
 from probprompt.runs.record import machine_name
 from reproduction.scaling import COSTS

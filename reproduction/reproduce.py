@@ -14,16 +14,16 @@ import torch
 
 from probprompt import api, checkpoints, presets
 from probprompt.bench.measure import Peaks, measure_each
-from probprompt.bench.record import make_record, read_record, write_record
+from probprompt.bench.results import make_record, read_record, write_record
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.book import without_paths
-from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_error
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import hardware, machine_name
+from probprompt.storage import write_error
 from reproduction import paper
 from reproduction.bench_pages import run_seconds
 from reproduction.local_resources import LocalResources, image_differences, missing_resources, weights_to_download
@@ -295,13 +295,17 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
 
 
 def run_missing(
-    plan: Plan, folder: Path, device: str | None = None, progress: GridWatcher | None = None, where: Where | None = None
+    plan: Plan,
+    folder: Path,
+    device: str | None = None,
+    progress: GridCallback = SILENT_GRID,
+    where: Where | None = None,
 ) -> list[Outcome]:
     """Download weights, run what is missing, and add all runs that are finished by the end, even if it is an error."""
     if plan.problems:
         raise UserError("\n".join(plan.problems))
     for name in plan.downloads:
-        (progress or GridWatcher()).note(f"the weights {name}: {checkpoints.fetch(name)}")
+        progress.note(f"the weights {name}: {checkpoints.fetch(name)}")
     grid = plan.grid
     try:
         return run_grid(grid, Way(api.start, api.resume, device), progress, where)
@@ -330,7 +334,7 @@ def measure_costs(
     table: paper.Table,
     folder: Path,
     device: torch.device,
-    progress: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
     settings: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
 ) -> Path:

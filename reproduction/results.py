@@ -24,10 +24,10 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
 from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
-from probprompt.runs.files import content_hash, natural_order, read_json, sealed
 from probprompt.runs.grid import CUSTOM, describe
 from probprompt.runs.naming import backbone_slug, backbone_words
 from probprompt.runs.record import Run, settings_hash
+from probprompt.storage import content_hash, natural_order, read_json, with_hash
 
 FORMAT = 2
 MAX_CLASSES = 50  # in the figure of similarity between classes: files stay small
@@ -289,7 +289,7 @@ def entry_content(run: Run) -> dict[str, Any]:
         "similarity": dict(Recorded.of(run, "").similarity),
         "pictures": _figure_data(read_json(inside) if inside.exists() else {}),
     }
-    return sealed(content)
+    return with_hash(content)
 
 
 def _figure_data(diagnostics: Mapping[str, Any]) -> dict[str, Any]:

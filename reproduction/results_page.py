@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from probprompt import checkpoints, presets
-from probprompt.bench.record import read_record
+from probprompt.bench.results import read_record
 from probprompt.data.datasets import published_lists
 from probprompt.evaluation import metrics
 from probprompt.report.comparison import NOTHING, Comparison, Place, pixels_hash, read_result

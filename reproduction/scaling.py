@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from probprompt.bench import measure, timing
-from probprompt.bench.workshop import CLASSES, TASKS, Scale, build, made_backbone, without_download
+from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.errors import UserError, suggest
+from probprompt.progress import ProgressCallback
 from probprompt.runs.execute import release, usual_precision
-from probprompt.runs.progress import Watcher
 
 WORSE = 1.15
 """An exponent above this is worse than linear; what is below could be noise of the measurement."""
@@ -149,7 +149,7 @@ def measure_point(
 
 
 def measure_curve(
-    axis: Axis, config: RunConfig, device: torch.device, seconds: float, progress: Watcher
+    axis: Axis, config: RunConfig, device: torch.device, seconds: float, progress: ProgressCallback
 ) -> dict[str, Any]:
     """Measure all values of an axis, and fit how each cost grows."""
     values, points = values_of(axis, config, device), list[Point]()

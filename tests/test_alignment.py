@@ -13,8 +13,8 @@ from probprompt import randomness
 from probprompt.alignment import AlignmentConfig, ClassStatistics, align, k_means
 from probprompt.config import parse_config
 from probprompt.heads import LinearHead, NormalisedHead
+from probprompt.progress import SILENT
 from probprompt.runs.execute import Workshop, prepare
-from probprompt.runs.progress import Watcher
 from probprompt.training.learner import TaskImages
 
 Settings = Callable[..., dict[str, Any]]
@@ -485,7 +485,7 @@ def test_after_the_first_task_there_is_nothing_to_align() -> None:
 
 
 def build(settings: dict[str, Any]) -> Workshop:
-    return prepare(parse_config(settings), CPU, Watcher())
+    return prepare(parse_config(settings), CPU, SILENT)
 
 
 def quiet(steps: int) -> None:

@@ -16,7 +16,8 @@ ROOT = Path(probprompt.__file__).parent
 # A module may import what stands before its own line, never what stands after it.
 LAYERS: list[set[str]] = [
     {"capture", "errors", "kernels", "randomness", "equations", "prompts", "transport"}
-    | {"distributed", "evaluation.metrics"},
+    | {"distributed", "evaluation.metrics", "progress"},
+    {"hub", "storage"},
     {"data", "weights_files"},
     {"fused"},
     {"backbone", "checkpoints"},
@@ -92,8 +93,11 @@ KNOWS: dict[str, set[str]] = {
     "equations": set(),
     "prompts": set(),
     "transport": set(),
+    "progress": set(),
+    "hub": {"errors"},
+    "storage": {"errors"},
     "kernels": {"kernels", "errors", "data"},
-    "data": {"data", "errors", "kernels", "randomness"},
+    "data": {"data", "errors", "hub", "kernels", "progress", "randomness", "storage"},
     "fused": {"kernels"},
     "backbone": {"errors", "fused", "kernels", "prompts"},
     "heads": {"errors", "randomness"},

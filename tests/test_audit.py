@@ -23,11 +23,11 @@ from probprompt.errors import UserError
 from probprompt.evaluation.audit import TOLERANCES, Audit, Check, Tolerance, audit, compare, spread_of
 from probprompt.heads import LinearHead
 from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape
+from probprompt.progress import SILENT
 from probprompt.prompts import Prefix
 from probprompt.randomness import Noise
 from probprompt.runs import execute, proof
 from probprompt.runs.model_folder import load_model
-from probprompt.runs.progress import Watcher
 from probprompt.runs.proof import Proof, audit_method, audit_saved
 from probprompt.runs.record import Run
 from probprompt.training.learner import Learner, TaskImages
@@ -394,12 +394,12 @@ def test_futures_agree_in_what_is_learned_and_in_nothing_else(pictures: Path) ->
     tasks = ("class3", "class1"), ("class5",), ("class0", "class2"), ("class4",)
     names = *tasks[:2], ("class4", "class2", "class0")
     config = config_for(pictures, {"name": "linear-probe"}, data={"benchmark": str(pictures), "tasks": tasks})
-    first = execute.prepare(config, CPU, Watcher())
+    first = execute.prepare(config, CPU, SILENT)
     other = proof._with_another_future(first, 2)
     assert other.data.tasks == names
     seen: list[list[Tensor]] = []
     for future, images, told in (("as it is", 48, tasks), ("another", 48, names), ("none", 24, names[:2])):
-        workshop = first if future == "as it is" else execute.prepare(other, CPU, Watcher())
+        workshop = first if future == "as it is" else execute.prepare(other, CPU, SILENT)
         learner, learned = proof._world(workshop, future, 2)
         assert len(learner.images.labels) == len(learner.images.store) == len(learner.images.names) == images
         assert learner.config.data.tasks == told
@@ -412,7 +412,7 @@ def test_futures_agree_in_what_is_learned_and_in_nothing_else(pictures: Path) ->
 
 
 def test_images_to_come_become_their_negatives(pictures: Path) -> None:
-    images = execute.prepare(config_for(pictures, {"name": "linear-probe"}), CPU, Watcher()).learner.images
+    images = execute.prepare(config_for(pictures, {"name": "linear-probe"}), CPU, SILENT).learner.images
     every = torch.arange(len(images.store))
     before, after = images.store.canvas(every), proof._negatives(images, torch.tensor([3])).store.canvas(every)
     assert (before != after).flatten(1).any(dim=1).nonzero().flatten().tolist() == [3]
@@ -476,7 +476,7 @@ def test_the_images_are_those_the_run_was_evaluated_on(
 
     monkeypatch.setattr(proof, "audit", watched)
     audit_saved(folder, CPU)
-    scorer = execute.prepare(Run.open(folder).config, CPU, Watcher()).scorer
+    scorer = execute.prepare(Run.open(folder).config, CPU, SILENT).scorer
     expected = scorer.viewer.evaluation(scorer.images.store, torch.arange(12))
     assert torch.equal(taken[1], expected) and taken[2].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert taken[3] == 6 and taken[4] is None
@@ -492,9 +492,9 @@ def test_a_run_on_held_out_images_is_audited_with_those(pictures: Path, tmp_path
 
 
 def test_a_run_that_is_not_finished_meets_its_own_future(pictures: Path, tmp_path: Path) -> None:
-    workshop = execute.prepare(config_for(pictures, {"name": "nearest-mean"}), CPU, Watcher())
+    workshop = execute.prepare(config_for(pictures, {"name": "nearest-mean"}), CPU, SILENT)
     run = Run.create(tmp_path / "run", execute.describe(workshop, "run"))
-    under_way = execute.Execution(run, workshop, None, Watcher(), None)
+    under_way = execute.Execution(run, workshop, None, SILENT, None)
     for task in workshop.tasks[:2]:
         under_way._learn(task)
     outcome = audit_saved(run.folder, CPU).audit
@@ -558,7 +558,7 @@ def test_unreadable_images_are_told_unless_they_may_be_skipped(pictures: Path, t
     spoiled = Path(shutil.copytree(pictures, tmp_path / "spoiled"))
     data = {"benchmark": str(spoiled), "tasks": 3, "skip_unreadable": True}
     run = execute.train(config_for(spoiled, {"name": "lda"}, data=data), tmp_path / "run", "cpu")
-    test = execute.prepare(run.config, CPU, Watcher()).scorer.images.names
+    test = execute.prepare(run.config, CPU, SILENT).scorer.images.names
     (spoiled / test[0]).write_bytes(b"no image")
     assert audit_saved(run.folder, CPU).audit.images == 11
     with pytest.raises(UserError, match=r"1 image\(s\) cannot be read, repair or remove them: class0/"):

@@ -15,16 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from probprompt import methods
-from probprompt.backbone import FrozenViT
-from probprompt.bench import flops, measure, memory, record, stages, timing, workshop
-from probprompt.bench.workshop import Scale, Workshop
+from probprompt.bench import measure, results, synthetic, timing
+from probprompt.bench.synthetic import BenchSetup, Scale
 from probprompt.capture import SWITCH
 from probprompt.checkpoints import load_backbone
 from probprompt.cli.bench import bench_config
 from probprompt.config import BackboneConfig, RunConfig, parse_config
 from probprompt.errors import UserError
-from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Readout, Tokens
-from probprompt.runs.files import sealed
+from probprompt.prompts import ClassTokenShift, Prefix, Prompts, Readout, Tokens
+from probprompt.storage import with_hash
 
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
 CPU = torch.device("cpu")
@@ -41,8 +40,8 @@ def config(named: str = "probprompt", **groups: dict[str, Any]) -> RunConfig:
     return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
 
 
-def build(named: str = "probprompt", **groups: dict[str, Any]) -> Workshop:
-    return workshop.build(config(named, **groups), CPU)
+def build(named: str = "probprompt", **groups: dict[str, Any]) -> BenchSetup:
+    return synthetic.build(config(named, **groups), CPU)
 
 
 # Operations -----------------------------------------------------------------------------------------------------
@@ -55,71 +54,60 @@ def counted(work: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.fixture(scope="module")
-def tiny() -> FrozenViT:
-    return load_backbone("test_vit", "random", 32).model
-
-
-def learned(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.ones(shape))
-
-
 def prefix(length: int, width: int = 64) -> Prefix:
-    return Prefix(learned(2, length, width), learned(2, length, width))
+    return Prefix(torch.ones(1, length, width), torch.ones(1, length, width))
 
 
-PROMPTED: list[tuple[dict[int, Prompt], Readout]] = [
-    ({0: prefix(3), 1: prefix(5)}, "class"),
-    ({2: prefix(4), 4: prefix(1)}, "class"),
-    ({5: prefix(2)}, "class before norm"),  # the last block, which computes the class token alone
-    ({0: Tokens(learned(2, 7, 64))}, "tokens"),
-    ({index: Tokens(learned(2, 2, 64)) for index in range(6)}, "class"),
-    ({1: ClassTokenShift(learned(2, 64), learned(2, 64))}, "class"),
-]
+def products(model: Any, prefixes: dict[int, int], learns: bool = False) -> tuple[int, int]:
+    """Operations of a pass and of its backward pass, from the shape of a timm model and the lengths of prefixes."""
+    width, hidden, tokens = model.embed_dim, model.blocks[0].mlp.fc1.out_features, model.pos_embed.shape[1]
+    embedding = 2 * model.patch_embed.num_patches * model.patch_embed.proj.weight.numel()
+    forward, backward, first = embedding, embedding * learns, 0 if learns else min(prefixes)
+    for index in range(len(model.blocks)):
+        read = 1 if index == len(model.blocks) - 1 else tokens  # the last block computes the class token only
+        qkv, rest = 2 * width**2 * (read + 2 * tokens), 2 * (width**2 + 2 * width * hidden) * read
+        attention = 4 * width * read * (tokens + prefixes.get(index, 0))
+        forward += qkv + attention + rest
+        if learns:
+            backward += 2 * (qkv + rest + attention)
+        elif index == first:  # neither queries nor what goes into the block need a gradient
+            backward += rest + attention * 3 // 2
+        elif index > first:
+            backward += qkv + rest + attention * 2
+    return forward, backward
 
 
-@pytest.mark.parametrize(("name", "size"), [("test_vit", 32), ("test_vit", 64), ("vit_tiny_patch16_224", 32)])
-def test_a_frozen_pass_costs_what_pytorch_counts(name: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "lengths"),
+    [("test_vit", 32, {0: 3, 1: 5}), ("test_vit", 64, {2: 4, 4: 1}), ("vit_tiny_patch16_224", 224, {2: 4, 3: 4, 4: 4})],
+)
+def test_operations_equal_an_analytic_count(name: str, size: int, lengths: dict[int, int]) -> None:
     backbone = load_backbone(name, "random", size).model
-    images = torch.zeros(2, 3, size, size)
-    assert 2 * flops.flops(backbone).query == counted(lambda: backbone.query(images))
-
-
-@pytest.mark.parametrize(("prompts", "readout"), PROMPTED)
-def test_prompts_and_the_way_back_to_them_cost_what_pytorch_counts(
-    tiny: FrozenViT, prompts: dict[int, Prompt], readout: Readout
-) -> None:
-    images, count = torch.zeros(2, 3, 32, 32), flops.flops(tiny, prompts, readout=readout)
-    with torch.no_grad():
-        assert 2 * count.prompted == counted(lambda: tiny.features(images, prompts, readout))
-    both = counted(lambda: tiny.features(images, prompts, readout).sum().backward())
-    assert 2 * (count.prompted + count.backward) == both
+    count = measure.flops(backbone, {index: prefix(length, backbone.width) for index, length in lengths.items()})
+    assert (count.prompted, count.backward) == products(backbone.model, lengths)
+    if size == 224:
+        assert (count.query, count.prompted, count.backward) == (2_332_821_504, 2_334_637_056, 2_080_073_856)
     assert count.training == count.inference + count.backward == count.query + count.prompted + count.backward
-
-
-def test_a_backbone_that_learns_costs_what_pytorch_counts() -> None:
-    backbone = load_backbone("test_vit", "random", 32).model
+    assert measure.flops(backbone) == measure.Count(count.query, count.query, 0)
     backbone.unfreeze()
-    count = flops.flops(backbone, query=False, learns=True)
-    both = counted(lambda: backbone.features(torch.zeros(2, 3, 32, 32)).sum().backward())
-    assert (count.query, 2 * count.training) == (0, both)
+    learning = measure.flops(backbone)
+    assert (learning.prompted, learning.backward) == products(backbone.model, {}, learns=True)
 
 
-def test_without_prompts_nothing_goes_back(tiny: FrozenViT) -> None:
-    assert flops.flops(tiny).backward == 0
-
-
-def test_the_operations_of_the_paper_s_backbone_are_known() -> None:
-    shape = flops.ViTShape(12, 768, 768, 197, 196, 768, 2 * 768 * 3072)
-    block = 2 * 197 * (12 * 768**2) + 4 * 197**2 * 768
-    last = 2 * (2 * 197 * 768**2 + 10 * 768**2) + 4 * 197 * 768  # keys and values of all tokens, the rest of one
-    assert flops.forward(shape) == 2 * 196 * 768**2 + 11 * block + last
+def test_injected_tokens_and_shifts_are_counted() -> None:
+    backbone, images = load_backbone("test_vit", "random", 32).model, torch.zeros(1, 3, 32, 32)
+    shift, tokens = ClassTokenShift(torch.ones(1, 64), torch.ones(1, 64)), Tokens(torch.ones(1, 7, 64))
+    cases: list[tuple[Prompts, Readout]] = [({0: tokens}, "tokens"), ({5: shift}, "class before norm")]
+    for prompts, readout in cases:
+        with torch.no_grad():
+            expected = counted(functools.partial(backbone.features, images, prompts, readout))
+        assert measure.flops(backbone, prompts, readout).prompted == expected
 
 
 def test_a_method_s_own_prompts_are_counted() -> None:
     count = measure.count_flops(build("probprompt", method={"tokens": 6, "blocks": [1, 2]}))
     backbone = load_backbone("test_vit", "random", 32).model
-    assert count == flops.flops(backbone, {1: prefix(3), 2: prefix(3)})
+    assert count == measure.flops(backbone, {1: prefix(3), 2: prefix(3)})
 
 
 @pytest.mark.parametrize(
@@ -213,8 +201,8 @@ def test_the_shares_of_the_stages_are_all_of_the_time_and_leave_no_trace(monkeyp
     place = build()
     monkeypatch.setenv(SWITCH, "on")
     backward, own = torch.autograd.backward, [set(vars(part)) for part in (place.learner.viewer, place.model.backbone)]
-    shares = stages.shares(place, 2)
-    assert tuple(shares) == stages.STAGES and sum(shares.values()) == pytest.approx(1)
+    shares = timing.shares(place, 2)
+    assert tuple(shares) == timing.STAGES and sum(shares.values()) == pytest.approx(1)
     assert all(share > 0 for share in shares.values())
     assert torch.autograd.backward is backward and os.environ[SWITCH] == "on"
     assert [set(vars(part)) for part in (place.learner.viewer, place.model.backbone)] == own
@@ -231,11 +219,11 @@ def test_a_slow_stage_is_found(stage: str, part: str, name: str, monkeypatch: py
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, slow)
-    assert stages.shares(place, 1)[stage] > 0.5
+    assert timing.shares(place, 1)[stage] > 0.5
 
 
 def test_a_call_inside_a_stage_belongs_to_that_stage() -> None:
-    watch = stages.Stopwatch(CPU)
+    watch = timing.Stopwatch(CPU)
     inner = watch.around("prompted forward", lambda: time.sleep(0.01))
     watch.around("query", inner)()
     assert watch.seconds["query"] >= 0.01 and watch.seconds["prompted forward"] == 0
@@ -246,7 +234,7 @@ def test_a_call_inside_a_stage_belongs_to_that_stage() -> None:
 
 def test_tensors_are_followed_from_birth_to_death() -> None:
     old = torch.ones(500)
-    with memory.LiveTensors() as live:
+    with measure.LiveTensors() as live:
         first = old + 1  # 2000 bytes
         first.add_(1)
         first[10:].view(49, 10)
@@ -261,7 +249,7 @@ def test_tensors_are_followed_from_birth_to_death() -> None:
 
 def test_the_way_back_is_followed_too() -> None:
     weight = nn.Parameter(torch.ones(100, 100))
-    with memory.LiveTensors() as live:
+    with measure.LiveTensors() as live:
         (weight * weight).sum().backward()
     assert live.now == 40_000  # the gradient
     assert live.peak >= 80_000
@@ -274,7 +262,7 @@ def test_memory_grows_with_the_batch_from_what_is_always_held() -> None:
         found = measure.training(place, 0.01)
         assert found is not None and found.memory.reserved is None
         peaks.append(found.memory.peak)
-    weights = memory.size_of(place.model.parameters())
+    weights = measure.size_of(place.model.parameters())
     assert peaks[0] < peaks[1] < peaks[2]
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
     assert 2 * peaks[0] - peaks[1] > weights
@@ -282,14 +270,14 @@ def test_memory_grows_with_the_batch_from_what_is_always_held() -> None:
 
 def test_shared_memory_is_counted_once() -> None:
     whole = torch.ones(10)
-    assert memory.size_of([whole, whole[:5], torch.ones(3)]) == 52
+    assert measure.size_of([whole, whole[:5], torch.ones(3)]) == 52
 
 
 # What is measured -----------------------------------------------------------------------------------------------
 
 
 def test_images_have_the_shapes_of_photographs_and_are_noise() -> None:
-    images = workshop.random_images(10, 20)
+    images = synthetic.random_images(10, 20)
     assert {min(image.shape[:2]) for image in images} == {20}
     assert {image.shape[:2] for image in images} == {(20, 20), (20, 25), (20, 30), (25, 20), (30, 20)}
     assert len({image.tobytes() for image in images}) == 10 and images[0].std() > 60
@@ -308,7 +296,7 @@ def test_a_task_has_as_many_images_as_are_asked_for_of_its_own_classes() -> None
     place = build()
     task = place.steps_of(20)
     assert len(task) == 80 and place.learner.steps(task) == 20
-    assert set(task.labels.tolist()) == {5, 6, 7} and int(task.rows.max()) < workshop.STORED["cpu"]
+    assert set(task.labels.tolist()) == {5, 6, 7} and int(task.rows.max()) < synthetic.STORED["cpu"]
 
 
 def test_where_prompts_learn_in_the_first_task_that_one_is_measured() -> None:
@@ -345,7 +333,7 @@ def test_more_tasks_than_classes_are_refused() -> None:
     ],
 )
 def test_nothing_is_downloaded(name: str, weights: str | None, expected: tuple[str, str | None]) -> None:
-    chosen = workshop.without_download(BackboneConfig(name=name, weights=weights))
+    chosen = synthetic.without_download(BackboneConfig(name=name, weights=weights))
     assert (chosen.name, chosen.weights) == expected
 
 
@@ -372,7 +360,7 @@ def test_the_memory_of_prompts_is_that_of_the_method() -> None:
     place = build("probprompt", method={"tokens": 4, "components": 3, "blocks": [0, 1]})
     entry = measure._memory(place, None)
     assert entry["prompts"] == 2 * 2 * 4 * 3 * 64 * 4  # means and deviations, blocks, tokens, components, width, bytes
-    assert entry["images"] == sum(array.nbytes for array in workshop.random_images(64, 37))
+    assert entry["images"] == sum(array.nbytes for array in synthetic.random_images(64, 37))
 
 
 # Records --------------------------------------------------------------------------------------------------------
@@ -399,7 +387,7 @@ def entry(method: str, speed: float, **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def empty_record() -> dict[str, Any]:
-    return record.make_record([], [], {"fp32": timing.Peak(1e9, 512, "fp32")}, CPU, 1.0)
+    return results.make_record([], [], {"fp32": timing.Peak(1e9, 512, "fp32")}, CPU, 1.0)
 
 
 def made(*results: dict[str, Any], growth: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
@@ -408,15 +396,15 @@ def made(*results: dict[str, Any], growth: tuple[dict[str, Any], ...] = ()) -> d
 
 def test_a_record_says_all_and_is_read_again(tmp_path: Path) -> None:
     written = made(entry("apt", 10.0))
-    record.write_record(tmp_path / "bench.json", written)
-    found = record.read_record(tmp_path / "bench.json")
-    assert found == sealed(written) and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
+    results.write_record(tmp_path / "bench.json", written)
+    found = results.read_record(tmp_path / "bench.json")
+    assert found == with_hash(written) and found["hardware"]["device"] == "cpu" and found["versions"]["torch"]
     assert found["matrix_peak"] == {"fp32": {"flops": 1e9, "size": 512, "precision": "fp32"}}
 
 
 def test_ratios_are_now_over_before() -> None:
     before = made(entry("apt", 10.0), entry("l2p", 10.0, training=None))
-    found = record.ratios(before, made(entry("apt", 15.0), entry("l2p", 5.0), entry("vq-prompt", 1.0)))
+    found = results.ratios(before, made(entry("apt", 15.0), entry("l2p", 5.0), entry("vq-prompt", 1.0)))
     of = {(ratio.subject, ratio.words): ratio for ratio in found}
     assert len(found) == 6 + 5  # nothing was trained before, and one method was not there
     assert of["apt", "training, images/s"].ratio == pytest.approx(1.5) and of["apt", "training, images/s"].better
@@ -429,11 +417,11 @@ def test_ratios_are_now_over_before() -> None:
 def test_the_most_similar_entry_is_compared_with_and_what_differs_is_said() -> None:
     before = made(entry("apt", 1.0, batch=64, precision="bf16"), entry("apt", 10.0, batch=64))
     now = made(entry("apt", 10.0))
-    ((old, new),) = record.matched(before, now)
-    assert record.differences(old, new) == ["batch 64 before, 16 now"]
+    ((old, new),) = results.matched(before, now)
+    assert results.differences(old, new) == ["batch 64 before, 16 now"]
     mirrored = entry("apt", 5.0, config={"head": {"mirrored": True}, "method": {"evaluation_draws": 3}})
-    assert record.differences(new, mirrored) == ["mirrored False before, True now", "evaluation_draws 1 before, 3 now"]
-    assert record.ratios(before, now)[0].ratio == pytest.approx(1)
+    assert results.differences(new, mirrored) == ["mirrored False before, True now", "evaluation_draws 1 before, 3 now"]
+    assert results.ratios(before, now)[0].ratio == pytest.approx(1)
 
 
 def test_growing_settings_are_compared_where_both_were_measured() -> None:
@@ -444,7 +432,7 @@ def test_growing_settings_are_compared_where_both_were_measured() -> None:
         ]
         return {"axis": "batch", "method": "apt", "points": points}
 
-    (found,) = record.ratios(made(growth=(curve(1.0, 2.0, None),)), made(growth=(curve(2.0, 16.0, 7.0),)))
+    (found,) = results.ratios(made(growth=(curve(1.0, 2.0, None),)), made(growth=(curve(2.0, 16.0, 7.0),)))
     assert found.ratio == pytest.approx(4.0)  # the geometric mean of 2 and 8
 
 
@@ -466,7 +454,7 @@ def test_a_method_is_measured_recorded_and_compared(probprompt: Command, here: P
     assert "probprompt on test_vit, fp32" in answer.out and "images of 32 px in batches of 4" in answer.out
     for words in ("training", "inference, two passes", "one image alone", "of the peak", "warm-up", "backward"):
         assert words in answer.out
-    (found,) = record.read_record(here / "first.json")["results"]
+    (found,) = results.read_record(here / "first.json")["results"]
     assert found["config"]["data"]["tasks"] == [3, 2] and found["classes"] == 5
     again = probprompt("bench", *QUICK, "--batch", "6", "--against", "first.json")
     assert again.code == 0, again.err
@@ -510,7 +498,7 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
     monkeypatch.setattr(measure, "measure", cut)
     answer = probprompt("bench", *QUICK, "--methods", "apt,linear-probe,lda", "--out", "costs.json")
     assert answer.code == 130
-    found = record.read_record(here / "costs.json")
+    found = results.read_record(here / "costs.json")
     assert [entry["method"] for entry in found["results"]] == ["apt", "linear-probe"]
 
 
@@ -534,8 +522,8 @@ def test_mistakes_are_answered_in_words(
     probprompt: Command, here: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     (here / "other.json").write_text("[1]")
-    (here / "later.json").write_text(json.dumps({"kind": record.KIND, "format": 99}))
-    changed = {**sealed({"kind": record.KIND, "format": record.FORMAT, "seconds": 2.0}), "seconds": 1.0}
+    (here / "later.json").write_text(json.dumps({"kind": results.KIND, "format": 99}))
+    changed = {**with_hash({"kind": results.KIND, "format": results.FORMAT, "seconds": 2.0}), "seconds": 1.0}
     (here / "changed.json").write_text(json.dumps(changed))
     answer = probprompt("bench", *arguments)
     assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
@@ -566,9 +554,9 @@ def test_predictions_are_the_engine_s_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_backbone_is_made_once_and_each_measurement_has_its_own() -> None:
-    first, second = (workshop.fresh_backbone("test_vit", "random", 32) for _ in range(2))
+    first, second = (synthetic.fresh_backbone("test_vit", "random", 32) for _ in range(2))
     assert first.sha256 == second.sha256 and first.model is not second.model
     with torch.no_grad():
         next(first.model.parameters()).add_(1)
-    assert workshop.fresh_backbone("test_vit", "random", 32).model.fingerprint() == second.model.fingerprint()
-    assert workshop.made_backbone.cache_info().hits >= 2
+    assert synthetic.fresh_backbone("test_vit", "random", 32).model.fingerprint() == second.model.fingerprint()
+    assert synthetic.made_backbone.cache_info().hits >= 2

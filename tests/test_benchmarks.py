@@ -19,8 +19,8 @@ from probprompt.data.benchmarks import Folder, ImageData, ImageSet, find, regist
 from probprompt.data.datasets import Cifar100
 from probprompt.data.loading import ImageStore, Loaded, load, refuse_unreadable
 from probprompt.errors import UserError
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.execute import describe, prepare
-from probprompt.runs.progress import Watcher
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -323,7 +323,7 @@ def test_a_file_name_that_is_no_unicode_has_a_hash(tmp_path: Path) -> None:
 
 def test_the_split_hash_does_not_change_with_the_seeds(settings: Settings) -> None:
     runs = [
-        prepare(parse_config(settings(seeds=dict.fromkeys(("order", "init", "data"), seed))), CPU, Watcher())
+        prepare(parse_config(settings(seeds=dict.fromkeys(("order", "init", "data"), seed))), CPU, SILENT)
         for seed in (0, 5)
     ]
     assert runs[0].split_hash == runs[1].split_hash
@@ -363,7 +363,7 @@ def test_validation_is_not_cut_like_the_test_set() -> None:
 
 def test_a_run_with_validation_never_sees_the_test_images(settings: Settings) -> None:
     plain, validated = (
-        prepare(parse_config(settings(data={"validation": share})), CPU, Watcher()) for share in (0.0, 0.25)
+        prepare(parse_config(settings(data={"validation": share})), CPU, SILENT) for share in (0.0, 0.25)
     )
     trained, tested = set(plain.learner.images.names), set(plain.scorer.images.names)
     assert set(validated.learner.images.names) | set(validated.scorer.images.names) == trained
@@ -466,9 +466,9 @@ def test_a_run_tells_what_it_skipped(settings: Settings, pictures: Path, tmp_pat
     root = Path(shutil.copytree(pictures, tmp_path / "pictures"))
     spoil(root / "class3" / "4.png")
     with pytest.raises(UserError, match=r"class3/4\.png"):
-        prepare(parse_config(settings(data={"benchmark": str(root)})), CPU, Watcher())
+        prepare(parse_config(settings(data={"benchmark": str(root)})), CPU, SILENT)
     config = parse_config(settings(data={"benchmark": str(root), "skip_unreadable": True}))
-    assert prepare(config, CPU, Watcher()).skipped == ["class3/4.png"]
+    assert prepare(config, CPU, SILENT).skipped == ["class3/4.png"]
 
 
 def test_a_folder_is_known_by_its_path_alone(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_a_folder_is_known_by_its_path_alone(tmp_path: Path) -> None:
 # What a run says of its images
 
 
-class Listening(Watcher):
+class Listening(ProgressCallback):
     """Remembers what is noted."""
 
     def __init__(self) -> None:
@@ -516,7 +516,7 @@ def test_images_of_another_size_and_quality_are_recorded_by_a_run(
             for index in range(4):
                 draw(tmp_path / ending / place / f"{index}{ending}", index, (size, size))
         data = {"benchmark": "cifar100", "root": str(tmp_path / ending), "tasks": 1}
-        workshop = prepare(parse_config(settings(data=data)), CPU, Watcher())
+        workshop = prepare(parse_config(settings(data=data)), CPU, SILENT)
         recorded[ending] = describe(workshop, "run")["stream"]["differences"]
     assert recorded[".png"] == []
     assert recorded[".jpg"] == [
@@ -539,4 +539,4 @@ def test_classes_without_images_are_named(settings: Settings, tmp_path: Path, si
         (home / f"{which}.txt").write_text("\n".join(lines))
     config = parse_config(settings(data={"benchmark": "imagenet-r", "root": str(home), "tasks": 3}))
     with pytest.raises(UserError, match=rf"imagenet-r has no {words} images of .*: add some, or take"):
-        prepare(config, CPU, Watcher())
+        prepare(config, CPU, SILENT)

@@ -16,7 +16,7 @@ from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, novelty, sums
 from probprompt.data.loading import ImageStore
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 
 Pixels = NDArray[np.uint8]
 Classes = dict[str, list[Pixels]]
@@ -128,7 +128,7 @@ def test_the_report_says_what_was_learned(two_tasks: ContinualClassifier) -> Non
 
 
 def test_every_stage_is_told() -> None:
-    class Listener(Watcher):
+    class Listener(ProgressCallback):
         steps: dict[str, list[int]]
 
         def stage(self, description: str, total: int) -> Any:
@@ -139,7 +139,7 @@ def test_every_stage_is_told() -> None:
             list(self.steps.values())[-1][1] += steps
 
     listener = Listener()
-    ContinualClassifier(**PROBPROMPT).learn(paint("ab"), watcher=listener)
+    ContinualClassifier(**PROBPROMPT).learn(paint("ab"), progress=listener)
     assert listener.steps["reading images"] == [20, 20]
     assert listener.steps["learning"][0] == listener.steps["learning"][1] > 1
 
@@ -211,7 +211,7 @@ def test_predictions_go_on_from_the_old_version_while_another_is_learned() -> No
     picture, versions = paint("b", 1, seed=3)["b"], list[int]()
     expected = made.predict(picture, top_k=9)
 
-    class Asking(Watcher):
+    class Asking(ProgressCallback):
         def advance(self, steps: int) -> None:
             asked = threading.Thread(target=lambda: answers.append(made.predict(picture, top_k=9)))
             asked.start()
@@ -219,7 +219,7 @@ def test_predictions_go_on_from_the_old_version_while_another_is_learned() -> No
             versions.append(made.version)
 
     answers: list[list[Prediction]] = []
-    made.learn(paint("de", 3), watcher=Asking())
+    made.learn(paint("de", 3), progress=Asking())
     assert set(versions) == {1} and len(answers) == len(versions) > 6
     assert all(answer == expected for answer in answers)
     assert len(made.predict(picture, top_k=9)[0].top) == 5

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from probprompt import ContinualClassifier, UserError
 from probprompt.classifier import changing
 from probprompt.classifier.versions import Store
-from probprompt.runs.tensors import read_tensors
+from probprompt.storage import read_tensors
 
 SETTINGS: dict[str, Any] = {
     "backbone": "test_vit",

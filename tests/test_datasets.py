@@ -28,8 +28,8 @@ from probprompt.data.datasets import Dataset, data_folder
 from probprompt.data.pickles import read_pickle
 from probprompt.data.stream import build_stream
 from probprompt.errors import UserError
+from probprompt.progress import SILENT
 from probprompt.runs.execute import prepare
-from probprompt.runs.progress import Watcher
 
 Settings = Callable[..., dict[str, Any]]
 PUBLISHED = ("cifar100", "cub200", "imagenet-r", "tiny-imagenet", "tu-berlin")
@@ -917,6 +917,6 @@ def test_the_lists_of_imagenet_r_come_from_a_fixed_commit() -> None:
 def test_a_benchmark_by_name_can_be_learned(home: Path, settings: Settings) -> None:
     cifar(home / "cifar100" / "cifar-100-python")
     config = parse_config(settings(data={"benchmark": "cifar100", "tasks": 1}, training={"epochs": 1, "batch": 2}))
-    workshop = prepare(config, torch.device("cpu"), Watcher())
+    workshop = prepare(config, torch.device("cpu"), SILENT)
     assert workshop.class_names == ("apple", "aquarium fish", "baby")
     assert [len(task.rows) for task in workshop.tasks] == [12]

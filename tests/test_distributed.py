@@ -23,11 +23,11 @@ from probprompt import methods
 from probprompt.config import parse_config
 from probprompt.distributed import ALONE, World, from_environment, join
 from probprompt.errors import UserError
+from probprompt.progress import SILENT
 from probprompt.runs import execute
 from probprompt.runs.checkpoint import learner_tensors
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
-from probprompt.runs.tensors import read_tensors
+from probprompt.storage import read_tensors
 from probprompt.training.learner import Learner, TaskImages
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ RUNS = {
 
 def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
     """All that two tasks leave behind, and the gradients of the very first epoch."""
-    workshop = execute.prepare(parse_config(given), CPU, Watcher(), world=world)
+    workshop = execute.prepare(parse_config(given), CPU, SILENT, world=world)
     learner, found = workshop.learner, dict[str, Tensor]()
     for task in workshop.tasks:
         if task.index and not world.writes:  # a process that went astray is put right when a task begins
@@ -330,7 +330,7 @@ def test_a_mistake_is_told_once_and_ends_all_processes(worked: Worked, tmp_path:
 
 
 def prepared(given: dict[str, Any], size: int) -> None:
-    execute.prepare(parse_config(given), CPU, Watcher(), world=World(0, size))
+    execute.prepare(parse_config(given), CPU, SILENT, world=World(0, size))
 
 
 def test_what_processes_cannot_share_is_refused(pictures: Path) -> None:

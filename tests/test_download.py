@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,11 +29,12 @@ from probprompt.data.download import verify
 from probprompt.data.obtain import get
 from probprompt.data.sources import Figures, Source
 from probprompt.errors import UserError
+from probprompt.progress import ProgressCallback
 
 CONTENT = bytes(range(256)) * 4000
 
 
-class Watch:
+class Watch(ProgressCallback):
     """Remembers what it is told."""
 
     def __init__(self) -> None:
@@ -42,9 +43,6 @@ class Watch:
         self.done: list[str] = []
         """Transfers that came to their end."""
         self.notes: list[str] = []
-
-    def stage(self, description: str, total: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     @contextmanager
     def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:

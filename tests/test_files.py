@@ -6,6 +6,7 @@ import pickle
 import resource
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,10 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from probprompt import storage
 from probprompt.errors import UserError
-from probprompt.runs import files
-from probprompt.runs.files import read_json, remove_parts, write_bytes, write_json, write_with
-from probprompt.runs.tensors import read_tensors, write_tensors
+from probprompt.storage import read_json, read_tensors, remove_parts, write_bytes, write_json, write_tensors, write_with
 
 CPU = torch.device("cpu")
 
@@ -269,13 +269,29 @@ def test_missing_tensors_are_told(tmp_path: Path) -> None:
 
 def test_every_file_goes_through_the_atomic_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    whole = files.write_with
+    whole = storage.write_with
 
     def spy(path: Path, fill: Callable[[Path], None]) -> None:
         written.append(path.name)
         whole(path, fill)
 
-    monkeypatch.setattr(files, "write_with", spy)
+    monkeypatch.setattr(storage, "write_with", spy)
     write_json(tmp_path / "a.json", 1)
     write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)}, {})
     assert written == ["a.json", "a.safetensors"]
+
+
+def test_a_lock_lasts_until_the_last_process_with_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = storage.lock(tmp_path / "lock")
+    assert held
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, pass_fds=[held.fileno()]) as heir:
+        held.close()
+        with pytest.raises(BlockingIOError):
+            storage.lock(tmp_path / "lock")
+        heir.kill()
+    again = storage.lock(tmp_path / "lock", wait=True)
+    assert again
+    again.close()
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert storage.lock(tmp_path / "lock") is None, "a system without locks keeps no process out"

@@ -18,10 +18,10 @@ from probprompt.cli import Interrupted
 from probprompt.cli.compare import GridScreen, read_spec, run_compare
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import UserError
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as grids
-from probprompt.runs.carry_out import GridWatcher, Pace, Way, Where, carry_out, run_grid
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Pace, Way, Where, carry_out, run_grid
 from probprompt.runs.grid import Grid, Outcome, parse_spec
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +56,7 @@ class Worker:
         self.resumed: list[str] = []
         self.fail, self.interrupt, self.seconds = fail, interrupt, seconds
 
-    def start(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None) -> Run:
+    def start(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback) -> Run:
         self.started.append(_name(out))
         if self.fail and self.fail in str(out):
             raise RuntimeError(f"no luck with {config.method.name}")
@@ -66,7 +66,7 @@ class Worker:
             raise KeyboardInterrupt
         return self._finish(run)
 
-    def resume(self, out: Path, device: str | None, watcher: Watcher | None) -> Run:
+    def resume(self, out: Path, device: str | None, progress: ProgressCallback) -> Run:
         self.resumed.append(_name(out))
         return self._finish(Run.open(out))
 
@@ -75,8 +75,8 @@ class Worker:
         run.update(status="finished", time={"total_s": self.seconds})
         return run
 
-    def run(self, grid: Grid, watcher: GridWatcher | None = None) -> list[Outcome]:
-        return run_grid(grid, Way(self.start, self.resume, "cpu"), watcher)
+    def run(self, grid: Grid, progress: GridCallback = SILENT_GRID) -> list[Outcome]:
+        return run_grid(grid, Way(self.start, self.resume, "cpu"), progress)
 
 
 def _name(folder: Path) -> str:
@@ -273,19 +273,19 @@ def test_the_time_left_is_that_of_the_cells_most_alike(spec: Spec, tmp_path: Pat
     grid = Grid(spec(vary={"components": [4, 8]}), tmp_path)
     assert Pace(grid.outcomes()).expect(grid.cells) is None
     four, eight, probe, *later = grid.cells
-    Worker(seconds=10.0).start(four.config, four.folder, None, None)
-    Worker(seconds=1.0).start(probe.config, probe.folder, None, None)
+    Worker(seconds=10.0).start(four.config, four.folder, None, SILENT)
+    Worker(seconds=1.0).start(probe.config, probe.folder, None, SILENT)
     pace = Pace(grid.outcomes())
     assert pace.expect([later[0]]) == 10.0  # the same row with another seed
     assert pace.expect([eight]) == 10.0  # the same method
     assert pace.expect([later[2]]) == 1.0
-    Worker(seconds=20.0).start(eight.config, eight.folder, None, None)
+    Worker(seconds=20.0).start(eight.config, eight.folder, None, SILENT)
     assert Pace(grid.outcomes()).expect(later) == 10.0 + 20.0 + 1.0
     other = Grid(spec(methods=["vq-prompt"], seeds=[0]), tmp_path)
     assert Pace(grid.outcomes()).expect(other.cells) == pytest.approx(31.0 / 3)  # nothing is alike: the mean
 
 
-class Diary(GridWatcher):
+class Diary(GridCallback):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -324,7 +324,7 @@ class TwoAtATime:
         self.most = max(self.most, len(self.running))
 
     def receive(self) -> Outcome:
-        return Way(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), GridWatcher())
+        return Way(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), SILENT_GRID)
 
 
 def test_the_time_left_is_shared_by_the_cells_that_run_side_by_side(spec: Spec, tmp_path: Path) -> None:
@@ -471,19 +471,19 @@ def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
 def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
     screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
 ) -> None:
-    watcher, shown = screen
+    progress, shown = screen
 
     class Staged(Worker):
-        def start(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None) -> Run:
-            assert watcher
-            with watcher.stage("task 1 of 2", 4):
-                watcher.advance(3)
-                watcher.describe("loss 1.25")
-                assert isinstance(watcher, GridScreen) and watcher._whole
-                watcher._whole.refresh()
-            return super().start(config, out, device, watcher)
+        def start(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback) -> Run:
+            assert progress
+            with progress.stage("task 1 of 2", 4):
+                progress.advance(3)
+                progress.describe("loss 1.25")
+                assert isinstance(progress, GridScreen) and progress._whole
+                progress._whole.refresh()
+            return super().start(config, out, device, progress)
 
-    Staged(seconds=90.0).run(Grid(spec(), tmp_path), watcher)
+    Staged(seconds=90.0).run(Grid(spec(), tmp_path), progress)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
     assert re.search(r"cells +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
     assert re.search(r"task 1 of 2 +[━╺╸]+ 3/4 .* loss 1\.25", plain)
@@ -495,13 +495,13 @@ def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
 def test_the_time_left_counts_down_while_cells_run_side_by_side(
     screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
 ) -> None:
-    watcher, _ = screen
+    progress, _ = screen
     cell = Grid(spec(), tmp_path).cells[0]
-    with watcher.grid(3, 0):
-        watcher.end(Outcome(cell, problem={"type": "UserError", "message": "no"}), 3600.0)
-        watcher._begun -= 1800.0  # half an hour later
-        left = re.fullmatch(r"about (29|30) min.* left", watcher._told_left())
-        assert left, watcher._told_left()
+    with progress.grid(3, 0):
+        progress.end(Outcome(cell, problem={"type": "UserError", "message": "no"}), 3600.0)
+        progress._begun -= 1800.0  # half an hour later
+        left = re.fullmatch(r"about (29|30) min.* left", progress._told_left())
+        assert left, progress._told_left()
 
 
 WORKERS = """
@@ -511,15 +511,15 @@ from pathlib import Path
 from probprompt import api
 
 
-def start(config, out, device, watcher):
+def start(config, out, device, progress):
     if "lda" in str(out):  # dies without a word
         os.kill(os.getpid(), signal.SIGKILL)
     Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(f"{time.time()} {out}")
-    return api.start(config, out, device, watcher)
+    return api.start(config, out, device, progress)
 
 
-def resume(out, device, watcher):
-    return api.resume(out, device, watcher)
+def resume(out, device, progress):
+    return api.resume(out, device, progress)
 """
 
 
@@ -538,12 +538,12 @@ def test_cells_run_side_by_side_and_one_that_is_killed_takes_nobody_with_it(
     asked = parse_spec({"methods": names, "benchmarks": [str(pictures)], "seeds": [0], "settings": settings})
     grid = Grid(asked, tmp_path / "grid")
     two = Where(workers=2)
-    outcomes = {o.cell.method: o for o in run_grid(grid, Way(module.start, module.resume, "cpu"), None, two)}
+    outcomes = {o.cell.method: o for o in run_grid(grid, Way(module.start, module.resume, "cpu"), where=two)}
     assert outcomes["nearest-mean"].run and outcomes["ranpac"].run
     assert "its process ended with exit code -9" in outcomes["lda"].reason
     assert len(list(diary.iterdir())) == 2, "a process for each cell, and not this one"
     assert str(os.getpid()) not in {path.name for path in diary.iterdir()}
     alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
     assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
-    again = {o.cell.method: o for o in run_grid(grid, Way(api.start, api.resume, "cpu"), None, two)}
+    again = {o.cell.method: o for o in run_grid(grid, Way(api.start, api.resume, "cpu"), where=two)}
     assert again["lda"].run and len(list(diary.iterdir())) == 2, "what is finished is not run again"

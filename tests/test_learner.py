@@ -19,9 +19,9 @@ from probprompt.heads import LinearHead, RidgeHead
 from probprompt.methods import EVALUATION, Context, Prompted, TaskSummary
 from probprompt.methods.hide_prompt import HiDePrompt
 from probprompt.methods.probprompt import ProbPrompt
+from probprompt.progress import SILENT
 from probprompt.runs import execute
 from probprompt.runs.execute import Workshop, prepare
-from probprompt.runs.progress import Watcher
 from probprompt.training.learner import Ahead, Drawn, EpochResult, Learner, TaskImages
 
 Settings = Callable[..., dict[str, Any]]
@@ -35,7 +35,7 @@ EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
 def build(settings: dict[str, Any]) -> Workshop:
     if settings["method"]["name"] == PROBE["name"]:
         settings["method"] = PROBE
-    return prepare(parse_config(settings), torch.device("cpu"), Watcher())
+    return prepare(parse_config(settings), torch.device("cpu"), SILENT)
 
 
 def build_with(method: dict[str, Any], settings: dict[str, Any]) -> Workshop:
@@ -1105,7 +1105,7 @@ def test_the_data_seed_leaves_the_beginning_alone(settings: Settings) -> None:
 
 def test_a_refit_that_diverges_is_told(settings: Settings) -> None:
     config = parse_config(settings(alignment={"rate": 1e35, "final_rate": 1e35}))
-    workshop = prepare(config, torch.device("cpu"), Watcher())
+    workshop = prepare(config, torch.device("cpu"), SILENT)
     with pytest.raises(UserError, match=r"refit of the head diverged after task 2: lower alignment\.rate"):
         for task in workshop.tasks[:2]:
             workshop.learner.begin(task)

@@ -22,8 +22,8 @@ from probprompt.data.colour import Augmentation, draws_needed
 from probprompt.data.images import ImageFiles, Pixels
 from probprompt.data.loading import ImageStore, Loaded, RandomViews, Viewer, load, load_kept
 from probprompt.data.views import DRAWS, Kernel, random_boxes
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import execute
-from probprompt.runs.progress import Watcher
 
 CPU = torch.device("cpu")
 Settings = Callable[..., dict[str, Any]]
@@ -218,7 +218,7 @@ class Counted(ImageFiles):
         return super().read(row)
 
 
-class Watch:
+class Watch(ProgressCallback):
     """Remembers what it is told."""
 
     def __init__(self) -> None:
@@ -411,7 +411,7 @@ def test_the_record_of_a_run_says_how_its_images_are_held(
     settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
-    workshop = execute.prepare(parse_config(settings(data={"stored_side": 24})), CPU, Watcher())
+    workshop = execute.prepare(parse_config(settings(data={"stored_side": 24})), CPU, SILENT)
     record = execute.describe(workshop, "run")["data"]
     assert set(record) == {"train", "test"}
     for side, count in (("train", 48), ("test", 12)):

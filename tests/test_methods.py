@@ -18,10 +18,10 @@ from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.heads import ClosedFormHead, HeadConfig, make_head
 from probprompt.methods import EVALUATION, Context, Shape
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
 from probprompt.randomness import Noise
 from probprompt.runs import checkpoint, execute, model_folder
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def trained(
 
 def restored(run: Run) -> execute.Workshop:
     """A run's end, from its checkpoint."""
-    workshop = execute.prepare(run.config, CPU, Watcher())
+    workshop = execute.prepare(run.config, CPU, SILENT)
     saved = checkpoint.load_checkpoint(run.checkpoint, config_hash(run.config), CPU)
     saved.restore(workshop.learner, workshop.tasks)
     return workshop
@@ -116,7 +116,7 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
 
 def learn(config: RunConfig, tasks: int | None = None) -> execute.Workshop:
     """Learn the first tasks."""
-    workshop = execute.prepare(config, CPU, Watcher())
+    workshop = execute.prepare(config, CPU, SILENT)
     for task in workshop.tasks[:tasks]:
         teach(workshop, task.index)
     return workshop
@@ -159,7 +159,7 @@ class Spy:
 @pytest.mark.parametrize("name", METHODS)
 def test_forward_and_backward(name: str, few: Path, kind: str) -> None:
     """Prompts fit the backbone, the loss is finite, and every parameter that should learn gets a gradient."""
-    workshop = execute.prepare(configure(few, kind, name), CPU, Watcher())
+    workshop = execute.prepare(configure(few, kind, name), CPU, SILENT)
     learner, model, task = workshop.learner, workshop.learner.model, workshop.tasks[0]
     learner.begin(task)
     labels = torch.arange(4) % task.classes
@@ -236,7 +236,7 @@ class CrashError(BaseException):
 
 
 @dataclass
-class Bomb(Watcher):
+class Bomb(ProgressCallback):
     """Lets a run die in a given task: after so many steps, or else before it is scored."""
 
     stage_name: str
@@ -264,9 +264,9 @@ def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Ru
     whole = trained(name)
     last = "task 1 of 1" if methods.find(name).joint else "task 3 of 3"
     with pytest.raises(CrashError):
-        execute.train(whole.config, tmp_path / "broken", watcher=Bomb(last, 3))
+        execute.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
     with pytest.raises(CrashError):
-        execute.resume(tmp_path / "broken", watcher=Bomb(last, 1000))
+        execute.resume(tmp_path / "broken", progress=Bomb(last, 1000))
     assert_equal_runs(whole, execute.resume(tmp_path / "broken"))
 
 
@@ -502,7 +502,7 @@ def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path,
 )
 def test_what_no_head_could_read_is_refused(head: dict[str, Any], message: str, few: Path, loading: None) -> None:
     with pytest.raises(UserError, match=message):
-        execute.prepare(configure(few, "narrow", "probprompt", head=head), CPU, Watcher())
+        execute.prepare(configure(few, "narrow", "probprompt", head=head), CPU, SILENT)
 
 
 @pytest.mark.parametrize(
@@ -517,4 +517,4 @@ def test_a_query_that_no_head_could_use_is_refused(
 ) -> None:
     config = configure(few, "narrow", name, head={"kind": head, "with_query": True})
     with pytest.raises(UserError, match=message):
-        execute.prepare(config, CPU, Watcher())
+        execute.prepare(config, CPU, SILENT)

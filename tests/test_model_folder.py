@@ -18,9 +18,9 @@ from probprompt import load_backbone, load_model
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.heads import LinearHead
+from probprompt.progress import SILENT
 from probprompt.runs import execute, model_folder
 from probprompt.runs.model_folder import save_model
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 from probprompt.training.learner import Learner
 
@@ -44,9 +44,9 @@ def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **gro
             "alignment": {"epochs": 1},
         }
     )
-    workshop = execute.prepare(config, torch.device("cpu"), Watcher())
+    workshop = execute.prepare(config, torch.device("cpu"), SILENT)
     run = Run.create(out, execute.describe(workshop, out.name))
-    execute.Execution(run, workshop, None, Watcher(), None).run_all()
+    execute.Execution(run, workshop, None, SILENT, None).run_all()
     return Trained(run, workshop.learner)
 
 

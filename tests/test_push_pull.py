@@ -26,7 +26,7 @@ from probprompt.errors import UserError
 from probprompt.export.bundle import LIST, read_record
 from probprompt.export.card import MARK, make_card
 from probprompt.export.hub import pull, push
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 from probprompt.runs.record import Run
 
 Command = Callable[..., Any]
@@ -35,7 +35,7 @@ BACKBONE = {"name": "test_vit", "weights": "random", "image_size": 32}
 # Models to send ------------------------------------------------------------------------------------------------------
 
 
-class Notes(Watcher):
+class Notes(ProgressCallback):
     """Remembers what it is told."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def test_a_later_push_removes_what_it_replaces_and_touches_nothing_else(
     classifier.rename("class0", "robin")
     classifier.save(folder)
     notes = Notes()
-    push(folder, "me/birds", watcher=notes)
+    push(folder, "me/birds", progress=notes)
     files = repository.files
     assert "versions/2.json" in files and "versions/1.json" not in files
     assert (

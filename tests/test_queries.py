@@ -9,8 +9,8 @@ from torch import Tensor
 
 from probprompt.backbone import FrozenViT
 from probprompt.config import parse_config
+from probprompt.progress import SILENT
 from probprompt.runs.execute import Workshop, prepare
-from probprompt.runs.progress import Watcher
 from probprompt.training import queries
 from probprompt.training.queries import Queries
 
@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def taught(settings: dict[str, Any], tasks: int = 2) -> Workshop:
     """The first tasks learned, without what follows an epoch."""
-    workshop = prepare(parse_config(settings), DEVICE, Watcher())
+    workshop = prepare(parse_config(settings), DEVICE, SILENT)
     for task in workshop.tasks[:tasks]:
         workshop.learner.begin(task)
         optimiser = workshop.learner.optimiser(task)

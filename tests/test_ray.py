@@ -25,11 +25,11 @@ from probprompt.config import flatten
 from probprompt.errors import UserError
 from probprompt.report.comparison import gather
 from probprompt.runs import ray_cells
-from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
-from probprompt.runs.files import is_part
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
 from probprompt.runs.grid import Grid, GridSpec, Outcome, parse_spec
 from probprompt.runs.ray_cells import Losses, RayCells, Share, carry_out_there, find_share, parse_address
 from probprompt.runs.record import Run
+from probprompt.storage import is_part
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'probprompt[ray]'")
 TINY: dict[str, Any] = {
@@ -44,10 +44,10 @@ import json, os, signal
 from pathlib import Path
 
 from probprompt import api
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 
 
-class Killer(Watcher):
+class Killer(ProgressCallback):
     "Kills its process when the second epoch is trained and its checkpoint is not yet written."
 
     epochs = 0
@@ -58,18 +58,18 @@ class Killer(Watcher):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(config, out, device, watcher):
+def start(config, out, device, progress):
     import ray
 
     taken = ray.get_runtime_context().get_assigned_resources()
     Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(json.dumps(taken))
     if config.method.name == "lda":
         raise RuntimeError("no luck")
-    return api.start(config, out, device, Killer() if config.method.name == "probprompt" else watcher)
+    return api.start(config, out, device, Killer() if config.method.name == "probprompt" else progress)
 
 
-def resume(out, device, watcher):
-    return api.resume(out, device, watcher)
+def resume(out, device, progress):
+    return api.resume(out, device, progress)
 """
 
 
@@ -108,7 +108,7 @@ def spec(pictures: Path) -> Callable[..., GridSpec]:
 Spec = Callable[..., GridSpec]
 
 
-class Diary(GridWatcher):
+class Diary(GridCallback):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ def test_what_goes_wrong_on_a_machine_before_the_run_begins_fails_the_cell(
     def refuse() -> bool:
         raise UserError("not here")
 
-    cells = RayCells(cluster.ray, way, Share(0, 1), gone, GridWatcher())
+    cells = RayCells(cluster.ray, way, Share(0, 1), gone, SILENT_GRID)
     cells._running[cluster.ray.remote(refuse).remote()] = cell
     outcome = cells.receive()
     assert outcome.cell is cell and outcome.reason == "not here" and cells.places == 2
@@ -348,7 +348,7 @@ def test_shares_that_cannot_be_are_refused(asked: dict[str, Any], device: str | 
 
 def test_a_cell_wants_no_more_than_this_machine_has() -> None:
     with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU: ask for less"):
-        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridWatcher())
+        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", SILENT_GRID)
     diary = Diary()
     ray_cells._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
     assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]

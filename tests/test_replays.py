@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from probprompt.capture import SWITCH, WARM_UP, Captured, Replays
 from probprompt.config import parse_config
+from probprompt.progress import SILENT
 from probprompt.runs.execute import prepare
-from probprompt.runs.progress import Watcher
 from probprompt.training.model import PromptedModel
 
 Settings = Callable[..., dict[str, Any]]
@@ -142,7 +142,7 @@ def test_every_method_predicts_by_replays_what_it_predicts(
     settings: Settings, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = {**settings(training={"epochs": 1, "batch": 8}), "method": {"name": method}}
-    workshop = prepare(parse_config(chosen), torch.device("cuda"), Watcher())
+    workshop = prepare(parse_config(chosen), torch.device("cuda"), SILENT)
     learner = workshop.learner
     for task in workshop.tasks[:2]:
         with torch.enable_grad():
@@ -160,7 +160,7 @@ def test_every_method_predicts_by_replays_what_it_predicts(
 
 
 def test_a_copy_of_a_model_has_replays_of_its_own(settings: Settings) -> None:
-    model = prepare(parse_config(settings()), torch.device("cpu"), Watcher()).learner.model
+    model = prepare(parse_config(settings()), torch.device("cpu"), SILENT).learner.model
     with torch.no_grad():
         model.look(torch.zeros(1, 3, 32, 32))
     other = copy.deepcopy(model)

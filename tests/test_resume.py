@@ -25,15 +25,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from probprompt import api
+from probprompt import api, storage
 from probprompt.checkpoints import load_backbone
 from probprompt.config import parse_config
 from probprompt.errors import UserError
-from probprompt.runs import execute, files
+from probprompt.progress import SILENT, ProgressCallback
+from probprompt.runs import execute
 from probprompt.runs.checkpoint import load_checkpoint
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
-from probprompt.runs.tensors import read_tensors
+from probprompt.storage import read_tensors
 
 CPU = torch.device("cpu")
 PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1}
@@ -103,7 +103,7 @@ class CrashError(BaseException):
 
 
 @dataclass
-class Minefield(Watcher):
+class Minefield(ProgressCallback):
     """Lets a run die at every place it reaches for the first time, or at some of them."""
 
     share: float = 1.0
@@ -152,15 +152,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Start the run again and again until it ends; writing a file or an event is a place to die, too."""
-    write, log = files.write_with, Run.log
-    monkeypatch.setattr(files, "write_with", lambda path, fill: mines.around(path.name, lambda: write(path, fill)))
+    write, log = storage.write_with, Run.log
+    monkeypatch.setattr(storage, "write_with", lambda path, fill: mines.around(path.name, lambda: write(path, fill)))
     monkeypatch.setattr(Run, "log", lambda run, event, **values: mines.around(event, lambda: log(run, event, **values)))
     for _ in range(500):
         mines.where = "beginning"
         try:
             if (out / "run.json").exists():
-                return execute.resume(out, watcher=mines)
-            return execute.train(parse_config(settings), out, watcher=mines)
+                return execute.resume(out, progress=mines)
+            return execute.train(parse_config(settings), out, progress=mines)
         except CrashError:
             continue
     raise AssertionError("the run never ends")
@@ -308,7 +308,7 @@ class StopHereError(BaseException):
     """The run is stopped here."""
 
 
-class Stopper(Watcher):
+class Stopper(ProgressCallback):
     """Stops a run in the second epoch of its second task."""
 
     stage_name = ""
@@ -347,7 +347,7 @@ def stopped(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped
     settings = configure(images, method=PROBPROMPT, backbone={"weights": str(weights)})
     expected = outcome(execute.train(parse_config(settings), home / "whole"))
     with pytest.raises(StopHereError):
-        execute.train(parse_config(settings), home / "run", watcher=Stopper())
+        execute.train(parse_config(settings), home / "run", progress=Stopper())
     return Stopped(Run(home / "run"), images, weights, settings, expected)
 
 
@@ -397,7 +397,7 @@ def test_a_run_goes_on_from_another_working_folder(
     monkeypatch.chdir(stopped.images.parent)
     settings = configure(Path("images"), method=PROBPROMPT, backbone={"weights": "tiny.safetensors"})
     with pytest.raises(StopHereError):
-        api.start(parse_config(settings), tmp_path / "run", watcher=Stopper())
+        api.start(parse_config(settings), tmp_path / "run", progress=Stopper())
     monkeypatch.chdir(tmp_path)
     assert api.resume("run").metrics == Run(stopped.run.folder.parent / "whole").metrics
 
@@ -512,7 +512,7 @@ def test_an_image_that_became_readable_since_the_start_is_refused(
     broken.write_bytes(whole[:50])
     settings = configure(images, method={"name": "linear-probe"}, data={"skip_unreadable": True})
     with pytest.raises(StopHereError):
-        execute.train(parse_config(settings), tmp_path / "run", watcher=Stopper())
+        execute.train(parse_config(settings), tmp_path / "run", progress=Stopper())
     broken.write_bytes(whole)
     run = Run(tmp_path / "run")
     assert "other images can be read than when the run began (class1/3.png)" in refused(probprompt, run)
@@ -533,7 +533,7 @@ def test_weights_may_move_into_the_folder_of_the_run(pictures: Path, tmp_path: P
     settings["backbone"]["weights"] = str(weights)
     whole = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
     with pytest.raises(StopHereError):
-        execute.train(parse_config(settings), tmp_path / "run", watcher=Stopper())
+        execute.train(parse_config(settings), tmp_path / "run", progress=Stopper())
     save_weights(tmp_path / "run" / weights.name, seed=2)
     weights.rename(tmp_path / "kept.safetensors")
     with pytest.raises(UserError, match="other weights"):
@@ -565,7 +565,7 @@ def test_other_weights_are_refused_with_both_fingerprints(stopped: Stopped, prob
 
 
 def test_other_pixels_than_at_the_beginning_are_refused(settings: Any) -> None:
-    workshop = execute.prepare(parse_config(settings()), torch.device("cpu"), Watcher())
+    workshop = execute.prepare(parse_config(settings()), torch.device("cpu"), SILENT)
     record = execute.describe(workshop, "run")
     execute._refuse_changed_data(record, workshop)  # nothing is kept on disk: there is no hash to compare
     workshop.learner.images = replace(workshop.learner.images, sha256="b" * 64)

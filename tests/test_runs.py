@@ -23,12 +23,12 @@ import probprompt
 from probprompt import api
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import checkpoint, execute
 from probprompt.runs.checkpoint import load_checkpoint
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import CHECKPOINTS, SWITCHES, Run, config_hash, hardware
-from probprompt.runs.tensors import read_tensors
 from probprompt.runs.tracking import open_tracker
+from probprompt.storage import read_tensors
 
 CPU = torch.device("cpu")
 
@@ -261,7 +261,7 @@ def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_p
 
 def test_the_order_of_classes_is_the_same_for_joint_training(pictures: Path, tmp_path: Path) -> None:
     apart, joint = (
-        execute.prepare(parse_config({**fast(pictures), "method": method}), CPU, Watcher())
+        execute.prepare(parse_config({**fast(pictures), "method": method}), CPU, SILENT)
         for method in ("linear-probe", "joint")
     )
     one, other = (execute.describe(workshop, "run")["stream"] for workshop in (apart, joint))
@@ -271,7 +271,7 @@ def test_the_order_of_classes_is_the_same_for_joint_training(pictures: Path, tmp
 
 def test_a_published_mistake_that_was_asked_for_marks_the_record(pictures: Path, tmp_path: Path) -> None:
     settings = {**tiny(pictures), "method": {"name": "l2p", "batchwise": True}}
-    workshop = execute.prepare(parse_config(settings), CPU, Watcher())
+    workshop = execute.prepare(parse_config(settings), CPU, SILENT)
     (mark,) = execute.describe(workshop, "run")["marks"]
     assert mark.startswith("batchwise: ")
 
@@ -288,7 +288,7 @@ def test_the_input_is_normalised_as_set_and_recorded(
     pictures: Path, normalisation: str, mean: list[float], std: list[float]
 ) -> None:
     settings = fast(pictures, backbone={"normalisation": normalisation}, data={"interpolation": "bicubic"})
-    workshop = execute.prepare(parse_config(settings), CPU, Watcher())
+    workshop = execute.prepare(parse_config(settings), CPU, SILENT)
     recorded = execute.describe(workshop, "run")["preprocessing"]
     assert recorded["normalisation"] == normalisation
     assert recorded["mean"] == pytest.approx(mean) and recorded["std"] == pytest.approx(std)
@@ -307,7 +307,7 @@ def test_large_photographs_are_evaluated_as_torchvision_resizes_them(
         Image.fromarray(drawn.integers(0, 256, (90, 120, 3), dtype=np.uint8)).save(path)
     data = {"interpolation": kernel, "stored_side": side, "tasks": 1, "test_fraction": 0.5}
     settings = fast(tmp_path / "photographs", data=data, backbone={"normalisation": "unit"})
-    workshop = execute.prepare(parse_config(settings), CPU, Watcher())
+    workshop = execute.prepare(parse_config(settings), CPU, SILENT)
     images = workshop.scorer.images
     found = workshop.scorer.viewer.evaluation(images.store, torch.arange(len(images.names)))
     view = transforms.Compose(
@@ -350,7 +350,7 @@ def test_a_folder_of_its_own_is_found_for_every_run(tmp_path: Path) -> None:
     assert api.free_folder(tmp_path, "a") == tmp_path / "a-3"
 
 
-class Nosy(Watcher):
+class Nosy(ProgressCallback):
     """Notes whether anything was begun."""
 
     def __init__(self) -> None:
@@ -372,11 +372,11 @@ def test_a_folder_that_is_taken_is_refused_before_any_work(
     elif kind == "file":
         out.write_text("mine")
     before = files(out) if out.is_dir() else set()
-    watcher = Nosy()
+    progress = Nosy()
     hint = "go on with --resume" if kind == "run" else "choose another folder"
     with pytest.raises(UserError, match=hint):
-        execute.train(parse_config(fast(pictures)), out, watcher=watcher)
-    assert watcher.stages == []
+        execute.train(parse_config(fast(pictures)), out, progress=progress)
+    assert progress.stages == []
     assert before == (files(out) if out.is_dir() else set())
 
 
@@ -406,7 +406,7 @@ class StopHere(BaseException):
     """The run is stopped here."""
 
 
-class Stopper(Watcher):
+class Stopper(ProgressCallback):
     """Stops a run as it begins its second task."""
 
     def stage(self, description: str, total: int) -> Any:
@@ -417,7 +417,7 @@ class Stopper(Watcher):
 
 def interrupted(config: dict[str, Any], out: Path) -> Run:
     with pytest.raises(StopHere):
-        execute.train(parse_config(config), out, watcher=Stopper())
+        execute.train(parse_config(config), out, progress=Stopper())
     return Run.open(out)
 
 
@@ -634,7 +634,7 @@ def test_a_run_writes_few_checkpoints_and_one_at_its_end(
 def test_the_model_of_an_unfinished_run_predicts_without_what_learning_needs(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    class Stop(Watcher):
+    class Stop(ProgressCallback):
         tasks = 0
 
         def describe(self, text: str) -> None:
@@ -643,7 +643,7 @@ def test_the_model_of_an_unfinished_run_predicts_without_what_learning_needs(
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute.train(parse_config(settings(training={"epochs": 2, "batch": 8})), tmp_path / "run", watcher=Stop())
+        execute.train(parse_config(settings(training={"epochs": 2, "batch": 8})), tmp_path / "run", progress=Stop())
     model = tmp_path / "run" / "model"
     assert json.loads((model / "model.json").read_text())["statistics"] is None
     assert len(probprompt.load_model(model).class_names) == 2

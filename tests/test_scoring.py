@@ -10,8 +10,8 @@ from torch import Tensor
 from probprompt.config import parse_config
 from probprompt.evaluation.scoring import Cache, Scorer
 from probprompt.heads import LinearHead
+from probprompt.progress import SILENT
 from probprompt.runs.execute import Workshop, prepare
-from probprompt.runs.progress import Watcher
 
 Counter = Callable[[Workshop], list[int]]
 Settings = Callable[..., dict[str, Any]]
@@ -30,7 +30,7 @@ def learned(settings: Settings, **method: Any) -> Workshop:
     given = settings(method=method)
     if method.get("name") == "linear-probe":
         given["method"] = method
-    workshop = prepare(parse_config(given), torch.device("cpu"), Watcher())
+    workshop = prepare(parse_config(given), torch.device("cpu"), SILENT)
     for task in workshop.tasks:
         workshop.learner.begin(task)
     means = []
@@ -195,7 +195,7 @@ def test_features_of_prompts_that_learn_follow_them(settings: Settings) -> None:
 def test_a_backbone_that_learns_is_asked_anew(settings: Settings) -> None:
     given = settings()
     given["method"] = {"name": "ft"}
-    workshop = prepare(parse_config(given), torch.device("cpu"), Watcher())
+    workshop = prepare(parse_config(given), torch.device("cpu"), SILENT)
     workshop.learner.begin(workshop.tasks[0])
     rows = everything(workshop)[0]
     queries, features = workshop.scorer.queries(rows), workshop.scorer.features(rows)
@@ -208,7 +208,7 @@ def test_a_backbone_that_learns_is_asked_anew(settings: Settings) -> None:
 def test_queries_are_read_out_as_the_method_asks(settings: Settings) -> None:
     given = settings()
     given["method"] = {"name": "evo-prompt"}
-    workshop = prepare(parse_config(given), torch.device("cpu"), Watcher())
+    workshop = prepare(parse_config(given), torch.device("cpu"), SILENT)
     backbone, rows = workshop.learner.model.backbone, everything(workshop)[0]
     images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
     found = workshop.scorer.queries(rows)

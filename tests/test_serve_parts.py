@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from probprompt.classifier import ContinualClassifier, Prediction
 from probprompt.data.images import read_image
@@ -21,8 +22,8 @@ from probprompt.serve import jobs
 from probprompt.serve.batching import Answer, Batcher, OverloadedError, Room
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.jobs import Job, JobStore, Progress, Runner
-from probprompt.serve.metrics import SECONDS, Counter, Histogram, Metrics
 from probprompt.serve.security import Access, make_access
+from probprompt.serve.service import SECONDS, Metrics
 from probprompt.serve.uploads import each, plain
 
 
@@ -342,26 +343,23 @@ def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path
 # Metrics, tokens, names
 
 
-def test_metrics_are_in_the_text_that_prometheus_reads() -> None:
+def test_metrics_scraped_by_prometheus_are_named_and_labeled() -> None:
     metrics = Metrics()
-    metrics.requests.add(route='/a"b\\', method="GET", status="200")
-    metrics.seconds.observe(0.03, route="/a")
-    metrics.seconds.observe(99.0, route="/a")
+    metrics.requests.labels('/a"b\\', "GET", 200).inc()
+    metrics.seconds.labels("/a").observe(SECONDS[3])
+    metrics.seconds.labels("/a").observe(99.0)
     metrics.gauge("classes", "How many.", lambda: 2.5)
-    lines = metrics.text().splitlines()
-    assert 'probprompt_requests_total{method="GET",route="/a\\"b\\\\",status="200"} 1' in lines
-    assert 'probprompt_request_seconds_bucket{route="/a",le="0.025"} 0' in lines
-    assert 'probprompt_request_seconds_bucket{route="/a",le="0.05"} 1' in lines
-    assert 'probprompt_request_seconds_bucket{route="/a",le="+Inf"} 2' in lines
-    assert 'probprompt_request_seconds_sum{route="/a"} 99.03' in lines and "probprompt_classes 2.5" in lines
-    assert metrics.text().endswith("\n") and metrics.requests.value(route="none") == 0
-
-
-def test_a_value_at_a_bound_is_inside() -> None:
-    histogram = Histogram(SECONDS)
-    histogram.observe(SECONDS[0])
-    assert histogram.lines("x")[0].endswith(" 1")
-    assert Counter().lines("x") == []
+    families = {family.name: family for family in text_string_to_metric_families(metrics.text())}
+    samples = {(s.name, *sorted(s.labels.items())): s.value for family in families.values() for s in family.samples}
+    labels = (("method", "GET"), ("route", '/a"b\\'), ("status", "200"))
+    assert samples["probprompt_requests_total", *labels] == 1
+    bucket, route = "probprompt_request_seconds_bucket", ("route", "/a")
+    assert [samples[bucket, ("le", bound), route] for bound in ("0.025", "0.05", "+Inf")] == [0, 1, 2]
+    assert samples["probprompt_request_seconds_sum", route] == 99.05 and samples["probprompt_classes",] == 2.5
+    kinds = {name.removeprefix("probprompt_"): family.type for name, family in families.items()}
+    counters = dict.fromkeys(("requests", "predicted_images", "unknown_images", "refused_images", "jobs"), "counter")
+    assert kinds == {**counters, "request_seconds": "histogram", "batch_images": "histogram", "classes": "gauge"}
+    assert families["probprompt_jobs"].documentation == "Jobs by kind and how they ended."
 
 
 @pytest.mark.parametrize("token", ["short", "x" * 15, "fifteen or more but spaces", "ééééééééééééééééé"])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from probprompt.capture import SWITCH, WARM_UP, Captured
 from probprompt.config import parse_config
+from probprompt.progress import SILENT
 from probprompt.runs.execute import prepare
-from probprompt.runs.progress import Watcher
 from probprompt.training.step import Inputs, look_ahead
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -109,7 +109,7 @@ def test_captured_training_is_plain_training(settings: Any, method: str, monkeyp
     for switch in ("on", "off"):
         monkeypatch.setenv(SWITCH, switch)
         chosen = {**settings(training={"epochs": 3, "batch": 4}), "method": {"name": method, **more}}
-        workshop = prepare(parse_config(chosen), torch.device("cuda"), Watcher())
+        workshop = prepare(parse_config(chosen), torch.device("cuda"), SILENT)
         learner, task = workshop.learner, workshop.tasks[0]
         learner.begin(task)
         optimiser = learner.optimiser(task)

@@ -17,14 +17,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from probprompt import checkpoints
-from probprompt.bench.record import FORMAT, KIND, write_record
+from probprompt.bench.results import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
 from probprompt.data import benchmarks
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
-from probprompt.runs.carry_out import GridWatcher
-from probprompt.runs.files import sealed
+from probprompt.runs.carry_out import GridCallback
 from probprompt.runs.grid import Cell, Outcome
+from probprompt.storage import with_hash
 from reproduction import local_resources, paper, reproduce, results, results_page
 from reproduction.bench_pages import run_seconds
 
@@ -152,7 +152,7 @@ def test_the_papers_run_counts_wherever_its_images_are(cifar: paper.Table, tmp_p
     (entry,) = results.read_entries(tmp_path / "book")
     stream = {**entry.content["stream"], "differences": [], "train_images": [50_000], "test_images": [10_000]}
     content = {**entry.content, "stream": {**stream, "test_classes": [2, 2, 2]}}
-    (tmp_path / "book" / entry.path).write_text(json.dumps(sealed(content)))
+    (tmp_path / "book" / entry.path).write_text(json.dumps(with_hash(content)))
     (tmp_path / "datasets").rename(tmp_path / "away")
     plan = _plan(cifar, tmp_path, "elsewhere")
     assert plan.is_paper and (plan.missing, plan.to_run) == (0, 0)
@@ -349,7 +349,7 @@ def test_the_cost_is_estimated_from_a_record(tmp_path: Path, reproduction: Comma
 # Running it
 
 
-class _Impatient(GridWatcher):
+class _Impatient(GridCallback):
     """Interrupts after the first run."""
 
     def end(self, outcome: Outcome, rest: float | None) -> None:

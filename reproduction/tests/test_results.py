@@ -20,10 +20,10 @@ from probprompt import api, presets
 from probprompt.config import merge, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.files import content_hash, sealed
 from probprompt.runs.grid import nest
 from probprompt.runs.naming import backbone_slug, backbone_words
 from probprompt.runs.record import Run, config_hash
+from probprompt.storage import content_hash, with_hash
 from reproduction import paper, paper_figures, results, results_page
 
 ROOT = Path(__file__).parents[2]
@@ -279,7 +279,7 @@ def _content(
         "trainable_parameters": 10,
         "time": {"total_s": 60.0},
     }
-    return sealed(content | changes)
+    return with_hash(content | changes)
 
 
 def _entry(*arguments: Any, **named: Any) -> results.Entry:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from probprompt.bench import measure, record
-from probprompt.bench.workshop import Scale
+from probprompt.bench.synthetic import Scale
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 from reproduction import scaling
 from reproduction.scaling import AXES, Axis, Point
 
@@ -99,13 +99,13 @@ def test_ends_of_tasks_are_measured_only_if_quick(
         return Point(value, closing_s=seconds if rest[-1] else None)
 
     monkeypatch.setattr(scaling, "measure_point", point)
-    scaling.measure_curve(Axis(axis, axis, (20, 60, 2000)), _config(), CPU, 0.002, Watcher())
+    scaling.measure_curve(Axis(axis, axis, (20, 60, 2000)), _config(), CPU, 0.002, ProgressCallback())
     assert asked[:3] == closed
 
 
 def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = Axis("classes", "classes", (20, 40))
-    curve = scaling.measure_curve(axis, _config(), CPU, 0.002, Watcher())
+    curve = scaling.measure_curve(axis, _config(), CPU, 0.002, ProgressCallback())
     assert [point["value"] for point in curve["points"]] == [20, 40]
     for point in curve["points"]:
         assert min(point["training_images_per_s"], point["inference_images_per_s"], point["closing_s"]) > 0

@@ -6,11 +6,11 @@ from typing import Any
 
 from probprompt import distributed, presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.report import write_report
 from probprompt.runs import execute
-from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
 from probprompt.runs.grid import Grid, GridSpec, Outcome, benchmark_label, parse_spec
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 
 
@@ -24,7 +24,7 @@ def train(
     epochs: int | None = None,
     config: Mapping[str, Any] | None = None,
     device: str | None = None,
-    watcher: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
     track: str | None = None,
     **settings: Any,
 ) -> Run:
@@ -47,7 +47,7 @@ def train(
         named["training"] = {"epochs": epochs}
     given = apply_values(merge(config or {}, named), settings)
     parsed = parse_config(with_preset(preset, given))
-    return start(parsed, Path(out) if out else default_folder(parsed), device, watcher, track)
+    return start(parsed, Path(out) if out else default_folder(parsed), device, progress, track)
 
 
 def with_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,17 +64,19 @@ def start(
     config: RunConfig,
     out: Path,
     device: str | None = None,
-    watcher: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
     track: str | None = None,
 ) -> Run:
     """Carry out a run whose settings are complete."""
-    run = execute.train(with_absolute_paths(config), out, device, watcher, track)
+    run = execute.train(with_absolute_paths(config), out, device, progress, track)
     return _reported(run)
 
 
-def resume(out: str | Path, device: str | None = None, watcher: Watcher | None = None, track: str | None = None) -> Run:
+def resume(
+    out: str | Path, device: str | None = None, progress: ProgressCallback = SILENT, track: str | None = None
+) -> Run:
     """Go on with a run that was stopped; the result is the same as if it had not been."""
-    run = execute.resume(Path(out), device, watcher, track)
+    run = execute.resume(Path(out), device, progress, track)
     return _reported(run)
 
 
@@ -89,7 +91,7 @@ def compare(
     spec: GridSpec | Mapping[str, Any],
     out: str | Path,
     device: str | None = None,
-    watcher: GridWatcher | None = None,
+    progress: GridCallback = SILENT_GRID,
     workers: int = 1,
     on: str | None = None,
     gpus_per_cell: float | None = None,
@@ -105,7 +107,7 @@ def compare(
 
     grid = Grid(spec if isinstance(spec, GridSpec) else parse_spec(spec), Path(out))
     where = Where(workers, on, gpus_per_cell, cpus_per_cell)
-    outcomes = run_grid(grid, Way(start, resume, device), watcher, where)
+    outcomes = run_grid(grid, Way(start, resume, device), progress, where)
     if any(outcome.run for outcome in outcomes):
         write_comparison(gather(grid, outcomes), grid.out)
     return outcomes

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probprompt import weights_files
-from probprompt.data.hub_client import TIMEOUT, failures
 from probprompt.errors import UserError, says_out_of_memory, shorten
+from probprompt.hub import TIMEOUT, failures
 
 if TYPE_CHECKING:
     from torch import nn

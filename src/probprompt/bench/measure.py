@@ -1,22 +1,27 @@
 """One method on one backbone: all figures of a benchmark, measured through the engine."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from probprompt.backbone import Precision
-from probprompt.bench import memory, stages, timing
-from probprompt.bench.flops import Count, flops
-from probprompt.bench.memory import MemoryUse
+from probprompt.backbone import FrozenViT, Precision
+from probprompt.bench import timing
+from probprompt.bench.synthetic import BenchSetup, build
 from probprompt.bench.timing import Latency, Peak, Rate
-from probprompt.bench.workshop import Workshop, build
 from probprompt.config import RunConfig
 from probprompt.methods import EVALUATION
+from probprompt.progress import SILENT, ProgressCallback
+from probprompt.prompts import Prompt, Prompts, Readout
 from probprompt.runs.execute import release
-from probprompt.runs.progress import Watcher
 
 MOST_STEPS = 40  # of an epoch: as many as a tenth of CIFAR-100 has in batches of 128
 EPOCHS_TIMED = 4  # what the time is meant for
@@ -28,6 +33,16 @@ PARTS = ("training", "stages", "inference", "latency", "frozen pass")
 
 
 @dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that training takes at its peak, without the images."""
+
+    peak: int
+    """Largest sum of live tensors: backbone, prompts, head, statistics, gradients, activations, one batch."""
+    reserved: int | None
+    """What the GPU's allocator took from the device, without the images too; None on a CPU."""
+
+
+@dataclass(frozen=True)
 class Training:
     """How fast a task is trained, and what that takes."""
 
@@ -35,25 +50,25 @@ class Training:
     memory: MemoryUse
 
 
-def training(workshop: Workshop, seconds: float) -> Training | None:
-    """Epochs of the engine: data path, both passes, the way back, the optimiser. None where nothing is trained."""
-    if workshop.learner.epochs(workshop.task) == 0:
+def training(setup: BenchSetup, seconds: float) -> Training | None:
+    """Epochs of the engine: data path, both passes, the backward pass, the optimizer. None where nothing is trained."""
+    if setup.learner.epochs(setup.task) == 0:
         return None
-    epochs, found = Epochs(workshop), list[Rate]()
-    if workshop.device.type == "cuda":
-        used = memory.watched(workshop, lambda: found.append(_epochs_per_s(epochs, seconds)))
+    epochs, found = Epochs(setup), list[Rate]()
+    if setup.device.type == "cuda":
+        used = watched(setup, lambda: found.append(_epochs_per_s(epochs, seconds)))
     else:
         found.append(_epochs_per_s(epochs, seconds))
-        used = memory.followed(workshop, epochs.optimiser, lambda: epochs(epochs.shortest))
+        used = followed(setup, epochs.optimizer, lambda: epochs(epochs.shortest))
     return Training(found[0], used)
 
 
 def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
     """Find a length of an epoch that lets several be made in the time, then make them."""
-    device, shortest = epochs.workshop.device, epochs.shortest
+    device, shortest = epochs.setup.device, epochs.shortest
     first, again = (timing.timed(lambda: epochs(shortest), device) for _ in range(2))
     steps = shortest
-    if not epochs.workshop.model.static:
+    if not epochs.setup.model.static:
         # On a GPU the first steps tell nothing of the later ones: kernels are still compiled, and no step captured.
         wanted = MOST_STEPS if device.type == "cuda" else math.ceil(seconds / EPOCHS_TIMED / again)
         steps = max(1, min(MOST_STEPS, wanted))
@@ -64,66 +79,55 @@ def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
 class Epochs:
     """Trains one epoch after another, and counts what it did."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self.workshop, self.optimiser = workshop, workshop.learner.optimiser(workshop.task)
-        self.shortest = STATIC_STEPS[workshop.device.type] if workshop.model.static else 1
+    def __init__(self, setup: BenchSetup) -> None:
+        self.setup, self.optimizer = setup, setup.learner.optimiser(setup.task)
+        self.shortest = STATIC_STEPS[setup.device.type] if setup.model.static else 1
         """Steps of the shortest epoch that can be made."""
         self._number = 0
 
     def __call__(self, steps: int) -> tuple[int, int]:
         """Train an epoch of so many steps; the images and steps that were made."""
         made: list[int] = []
-        training = self.workshop.config.training
-        number, task = self._number % training.epochs, self.workshop.steps_of(steps)
-        self.workshop.learner.train_epoch(task, number, self.optimiser, made.append)
+        training = self.setup.config.training
+        number, task = self._number % training.epochs, self.setup.steps_of(steps)
+        self.setup.learner.train_epoch(task, number, self.optimizer, made.append)
         self._number += 1
         return sum(made) * training.batch, sum(made)
 
 
-def inference(workshop: Workshop, seconds: float) -> Rate:
+def inference(setup: BenchSetup, seconds: float) -> Rate:
     """Predictions in batches: evaluation views, query, prompted pass, head."""
-    batch = workshop.config.training.batch
-    rows = workshop.rows_of(batch).rows
+    batch = setup.config.training.batch
+    rows = setup.rows_of(batch).rows
 
     def predict() -> tuple[int, int]:
-        workshop.model.predict(workshop.learner.viewer.evaluation(workshop.learner.images.store, rows))
+        setup.model.predict(setup.learner.viewer.evaluation(setup.learner.images.store, rows))
         return batch, 1
 
-    return timing.rate(predict, seconds, workshop.device)
+    return timing.rate(predict, seconds, setup.device)
 
 
-def latency(workshop: Workshop, seconds: float) -> Latency:
+def latency(setup: BenchSetup, seconds: float) -> Latency:
     """Predictions of one image at a time, from its pixels to its logits."""
-    learner, rows = workshop.learner, workshop.rows_of(len(workshop.learner.images.store)).rows
+    learner, rows = setup.learner, setup.rows_of(len(setup.learner.images.store)).rows
 
     def predict(number: int) -> None:
         one = rows[number % len(rows)][None]
-        workshop.model.predict(learner.viewer.evaluation(learner.images.store, one))
+        setup.model.predict(learner.viewer.evaluation(learner.images.store, one))
 
-    return timing.latency(predict, seconds, workshop.device)
+    return timing.latency(predict, seconds, setup.device)
 
 
-def frozen_pass(workshop: Workshop, seconds: float) -> Rate:
+def frozen_pass(setup: BenchSetup, seconds: float) -> Rate:
     """The backbone without prompts on images that are ready."""
-    batch, model, learner = workshop.config.training.batch, workshop.model, workshop.learner
-    images = learner.viewer.evaluation(learner.images.store, workshop.rows_of(batch).rows)
+    batch, model, learner = setup.config.training.batch, setup.model, setup.learner
+    images = learner.viewer.evaluation(learner.images.store, setup.rows_of(batch).rows)
 
     def ask() -> tuple[int, int]:
         model.backbone.query(images, model.method.query_readout)
         return batch, 1
 
-    return timing.rate(ask, seconds, workshop.device)
-
-
-@torch.no_grad()
-def count_flops(workshop: Workshop) -> Count:
-    """Operations for one image, by the prompts that the method really injects."""
-    model = workshop.model
-    query = torch.zeros(1, model.backbone.width, device=workshop.device) if model.method.needs_query else None
-    prompts = model.method.prompts(query, EVALUATION).prompts
-    learns = model.method.trains_backbone and not model.static
-    count = flops(model.backbone, prompts, model.method.needs_query, model.method.readout, learns)
-    return replace(count, draws=model.method.draws, looks=2 if model.head.mirrored else 1)
+    return timing.rate(ask, seconds, setup.device)
 
 
 class Peaks:
@@ -140,55 +144,54 @@ class Peaks:
         return self.found[precision]
 
 
-def measure(config: RunConfig, seconds: float, peaks: Peaks, watch: Watcher | None = None) -> dict[str, Any]:
+def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT) -> dict[str, Any]:
     """All figures of one method."""
-    watch = watch or Watcher()
-    workshop = build(config, peaks.device)
-    peak = peaks.of(workshop.model.precision)
+    setup = build(config, peaks.device)
+    peak = peaks.of(setup.model.precision)
 
     def next_part(name: str, work: Callable[[], Any]) -> Any:
-        watch.describe(name)
+        progress.describe(name)
         result = work()
-        watch.advance(1)
+        progress.advance(1)
         return result
 
-    trained = next_part(PARTS[0], lambda: training(workshop, seconds))
-    shown = next_part(PARTS[1], lambda: _stages(workshop, trained))
-    if not workshop.model.head.trained:
-        workshop.close()  # it cannot predict before it is solved
-    predicted = next_part(PARTS[2], lambda: inference(workshop, seconds))
-    alone = next_part(PARTS[3], lambda: latency(workshop, seconds))
-    frozen = next_part(PARTS[4], lambda: frozen_pass(workshop, seconds))
+    trained = next_part(PARTS[0], lambda: training(setup, seconds))
+    shown = next_part(PARTS[1], lambda: _stages(setup, trained))
+    if not setup.model.head.trained:
+        setup.close()  # it cannot predict before it is solved
+    predicted = next_part(PARTS[2], lambda: inference(setup, seconds))
+    alone = next_part(PARTS[3], lambda: latency(setup, seconds))
+    frozen = next_part(PARTS[4], lambda: frozen_pass(setup, seconds))
     entry = {
-        **_about(workshop),
+        **_about(setup),
         "training": _rate(trained.rate) if trained else None,
         "inference": _rate(predicted),
         "latency": asdict(alone),
         "frozen_pass": _rate(frozen),
-        "memory": _memory(workshop, trained.memory if trained else None),
+        "memory": _memory(setup, trained.memory if trained else None),
         "stages": shown,
-        **_efficiency(workshop, trained, predicted, peak),
+        **_efficiency(setup, trained, predicted, peak),
     }
     return {**entry, "cost": _cost(entry)}
 
 
-def _stages(workshop: Workshop, trained: Training | None) -> dict[str, float] | None:
-    if trained is None or workshop.model.static:
+def _stages(setup: BenchSetup, trained: Training | None) -> dict[str, float] | None:
+    if trained is None or setup.model.static:
         return None  # nothing passes through the backbone
-    return stages.shares(workshop, STAGE_STEPS[workshop.device.type])
+    return timing.shares(setup, STAGE_STEPS[setup.device.type])
 
 
-def _about(workshop: Workshop) -> dict[str, Any]:
+def _about(setup: BenchSetup) -> dict[str, Any]:
     """What was measured."""
-    config, model = workshop.config, workshop.model
+    config, model = setup.config, setup.model
     return {
         "method": config.method.name,
-        "backbone": workshop.backbone.name,
+        "backbone": setup.backbone.name,
         "precision": model.precision,
-        "image_size": workshop.backbone.preprocessing.image_size,
+        "image_size": setup.backbone.preprocessing.image_size,
         "batch": config.training.batch,
-        "task": workshop.task.index + 1,
-        "classes": workshop.task.first + workshop.task.classes,
+        "task": setup.task.index + 1,
+        "classes": setup.task.first + setup.task.classes,
         "static": model.static,
         "config": config.model_dump(mode="json"),
     }
@@ -198,23 +201,23 @@ def _rate(found: Rate) -> dict[str, Any]:
     return {"images_per_s": found.images_per_s, **asdict(found)}
 
 
-def _memory(workshop: Workshop, used: MemoryUse | None) -> dict[str, Any]:
+def _memory(setup: BenchSetup, used: MemoryUse | None) -> dict[str, Any]:
     """Bytes."""
-    method = workshop.model.method
+    method = setup.model.method
     return {
         "training_peak": used.peak if used else None,
         "training_reserved": used.reserved if used else None,
-        "images": workshop.images_bytes,
-        "prompts": memory.size_of(method.parameters()),
-        "backbone": memory.size_of(workshop.model.backbone.parameters()),
+        "images": setup.images_bytes,
+        "prompts": size_of(method.parameters()),
+        "backbone": size_of(setup.model.backbone.parameters()),
     }
 
 
-def _efficiency(workshop: Workshop, trained: Training | None, predicted: Rate, peak: Peak) -> dict[str, Any]:
+def _efficiency(setup: BenchSetup, trained: Training | None, predicted: Rate, peak: Peak) -> dict[str, Any]:
     """Operations for one image, and which share of the machine's peak they were done at."""
-    count = count_flops(workshop)
+    count = count_flops(setup)
     needed, done = {"inference": count.inference}, {"inference": predicted.images_per_s}
-    if trained and not workshop.model.static:  # else no image passes through the backbone while the head learns
+    if trained and not setup.model.static:  # else no image passes through the backbone while the head learns
         needed["training"], done["training"] = count.training, trained.rate.images_per_s
     shares = {name: operations * done[name] / peak.flops for name, operations in needed.items()}
     parts = {name: getattr(count, name) for name in ("query", "prompted", "backward")}
@@ -233,13 +236,164 @@ def _cost(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_each(
-    configs: Sequence[RunConfig], seconds: float, peaks: Peaks, watch: Watcher | None = None
+    configs: Sequence[RunConfig], seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT
 ) -> Iterator[dict[str, Any]]:
     """All figures of several methods, one after the other."""
-    watch = watch or Watcher()
     for config in configs:
-        with watch.stage(config.method.name, len(PARTS)):
-            entry = measure(config, seconds, peaks, watch)
-            watch.describe(f"{(entry['training'] or entry['inference'])['images_per_s']:,.0f} images/s")
+        with progress.stage(config.method.name, len(PARTS)):
+            entry = measure(config, seconds, peaks, progress)
+            progress.describe(f"{(entry['training'] or entry['inference'])['images_per_s']:,.0f} images/s")
         yield entry
         release(peaks.device)
+
+
+# Memory
+
+
+class LiveTensors(TorchDispatchMode):
+    """Adds up the memory of tensors made while it is active, and keeps the largest sum.
+
+    Scratch memory inside an operation is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self.peak = 0, 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and record the tensors it makes."""
+        made = func(*args, **(kwargs or {}))
+        given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(made):
+            # A view, or what was changed in place, is no new memory.
+            if isinstance(leaf, Tensor) and _address(leaf) not in given and _address(leaf) not in self._known:
+                self._note(leaf)
+        return made
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = _address(tensor), storage.nbytes()
+
+        def forget(_: object) -> None:
+            self.now -= size
+            self._known.pop(address, None)
+
+        self._known[address] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def held(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that training holds all the time: weights, prompts, head, statistics, moments."""
+    learner = setup.learner
+    parts: list[Tensor] = [*learner.model.parameters(), *learner.model.buffers(), *learner.trained.parameters()]
+    parts += [learner.statistics.mean, learner.statistics.variance, learner.prototypes]
+    parts += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return size_of(parts)
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of these tensors; what two of them share is counted once."""
+    return sum({_address(one): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def watched(setup: BenchSetup, train: Callable[[], Any]) -> MemoryUse:
+    """Return the peak on a GPU, from its allocator, while something trains from its first step on."""
+    device = setup.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    train()
+    without = setup.held_before + setup.images_bytes
+    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return MemoryUse(peak - without, reserved - without)
+
+
+def followed(setup: BenchSetup, optimizer: torch.optim.Optimizer, train: Callable[[], Any]) -> MemoryUse:
+    """Return the peak on a CPU, which has no allocator to ask, while something trains that has made a step."""
+    with LiveTensors() as live:
+        train()
+    return MemoryUse(held(setup, optimizer) + live.peak, None)
+
+
+# Operations
+
+
+@dataclass(frozen=True)
+class Count:
+    """Floating-point operations for one image."""
+
+    query: int
+    """The pass without prompts; 0 if the method needs no query."""
+    prompted: int
+    """The pass with prompts (or without, for a method that has none)."""
+    backward: int
+    """The backward pass from the features to the prompts, or to all weights of a backbone that learns."""
+    draws: int = 1
+    """Passes with prompts that a prediction averages."""
+    looks: int = 1
+    """Views of an image that it averages."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of a prediction."""
+        return self.looks * (bool(self.query) + self.draws)
+
+    @property
+    def inference(self) -> int:
+        """Operations of a prediction."""
+        return self.looks * (self.query + self.draws * self.prompted)
+
+    @property
+    def training(self) -> int:
+        """Operations of a training step, per image."""
+        return self.query + self.prompted + self.backward
+
+
+@torch.no_grad()
+def count_flops(setup: BenchSetup) -> Count:
+    """Count the operations for one image, with the prompts that the method really injects."""
+    model = setup.model
+    query = torch.zeros(1, model.backbone.width, device=setup.device) if model.method.needs_query else None
+    prompts = model.method.prompts(query, EVALUATION).prompts
+    count = flops(model.backbone, prompts, model.method.readout)
+    needed = count.query if model.method.needs_query else 0
+    return replace(count, query=needed, draws=model.method.draws, looks=2 if model.head.mirrored else 1)
+
+
+def flops(backbone: FrozenViT, prompts: Prompts | None = None, readout: Readout = "class") -> Count:
+    """Count the matrix products of a query, of a pass with these prompts and of its backward pass, for one image.
+
+    This is what a machine's matrix peak is measured in. PyTorch counts on its meta device, where nothing is computed
+    and attention is plain products. Norms, activations and softmax are left out: about a hundredth of a pass. What
+    passes share is counted in each, and what a kernel computes twice to save memory only once.
+    """
+    memo: dict[int, Any] = {id(backbone._fused): None}  # copies of the weights for kernels
+    for weight in backbone.parameters():
+        memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in backbone.buffers()}
+    model, size = deepcopy(backbone, memo), backbone.model.patch_embed.img_size
+    images = torch.empty(1, 3, *size, device="meta")
+    leaves = {index: _on_meta(prompt) for index, prompt in (prompts or {}).items()}
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+        model.query(images)
+        query = counter.get_total_flops()
+        features = model.features(images, leaves, readout)
+        forward = counter.get_total_flops() - query
+        if features.requires_grad:
+            features.sum().backward()
+        return Count(query, forward, counter.get_total_flops() - query - forward)
+
+
+def _on_meta(prompt: Prompt) -> Prompt:
+    leaves: dict[str, Any] = vars(prompt).copy()
+    for name, part in leaves.items():
+        if isinstance(part, Tensor):
+            leaves[name] = torch.empty_like(part, device="meta", requires_grad=True)
+    return replace(prompt, **leaves)

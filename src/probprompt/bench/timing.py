@@ -1,27 +1,39 @@
-"""Stopwatches: how often a piece of work is done in a given time, how long one takes, what the machine can do."""
+"""Rates, latencies, the matrix peak of the machine, and the shares of a training step.
+
+The shares come from timers around the engine's own calls that wait for the device at each. Waiting makes the steps
+slower, and a step that is otherwise captured and replayed as a whole runs call by call. So this is a separate pass:
+its shares show where the time goes, its sum does not measure speed.
+"""
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import numpy as np
 import torch
 
 from probprompt import randomness
 from probprompt.backbone import DTYPES, Precision
+from probprompt.bench.synthetic import BenchSetup
+from probprompt.capture import SWITCH
 
 ROUNDS = 5  # that the calls of a measurement are divided into, as far as there are so many
 MOST_LATENCIES = 2000
 PEAK_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
 PEAK_SECONDS = 0.4  # for each size
+STAGES = ("data", "query", "prompts", "prompted forward", "backward", "optimiser", "other")
+"""Parts of a training step. The embedding of patches, which both passes share, belongs to the query."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Work done in a time; the warm-up before it is told apart."""
+    """Work done in a time; the warm-up before it is reported separately."""
 
     images: int
     steps: int
@@ -58,26 +70,26 @@ class Peak:
 
 
 Work = Callable[[], tuple[int, int]]
-"""Does something once, and says how many images and steps that was."""
+"""Does something once, and returns how many images and steps that was."""
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all it was asked for."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all requested work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the work takes, to its end on the device."""
-    synchronise(device)
+    """Return the seconds that the work takes, to its end on the device."""
+    synchronize(device)
     begun = time.perf_counter()
     work()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - begun
 
 
 def rate(work: Work, seconds: float, device: torch.device, warm_ups: int = 3) -> Rate:
-    """Do the work again and again for about so many seconds, after some calls that are not counted."""
+    """Repeat the work for about this many seconds, after some calls that are not counted."""
     first = timed(work, device)
     # As much as a fifth of the time is spent on warming up; one call more than the first is the least.
     warm, last = [first], first
@@ -105,14 +117,14 @@ class _Round:
 
 
 def _round(work: Work, calls: int, device: torch.device) -> _Round:
-    """Do the work so many times without waiting for the device in between."""
+    """Do the work ``calls`` times without waiting for the device in between."""
     done: list[tuple[int, int]] = []
     spent = timed(lambda: done.extend(work() for _ in range(calls)), device)
     return _Round(sum(images for images, _ in done), sum(steps for _, steps in done), spent)
 
 
 def latency(work: Callable[[int], object], seconds: float, device: torch.device) -> Latency:
-    """Time calls one by one for about so many seconds; each is given its number."""
+    """Time calls one by one for about this many seconds; each gets its number."""
     for number in range(3):
         timed(partial(work, number), device)
     found: list[float] = []
@@ -124,7 +136,7 @@ def latency(work: Callable[[int], object], seconds: float, device: torch.device)
 
 
 def matrix_peak(device: torch.device, precision: Precision, seconds: float) -> Peak:
-    """Measure the machine's matrix peak: the best of several sizes of square products, so many seconds for each."""
+    """Measure the machine's matrix peak: the best of several sizes of square products, ``seconds`` for each."""
     best = Peak(0.0, 0, precision)
     for size in PEAK_SIZES[device.type]:
         source = randomness.generator(device, 0, "bench", "matrix")
@@ -139,3 +151,98 @@ def matrix_peak(device: torch.device, precision: Precision, seconds: float) -> P
         if products_per_s * seconds < 1:
             break  # larger ones would take too long
     return best
+
+
+# Stages
+
+
+class Stopwatch:
+    """Adds up the time of stages; inside one, no other starts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = dict.fromkeys(STAGES[:-1], 0.0)
+        self._inside = False
+
+    def around(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same call, its time counted to the stage."""
+
+        @wraps(call)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return call(*args, **kwargs)
+            self._inside = True
+            synchronize(self.device)
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                synchronize(self.device)
+                self.seconds[stage] += time.perf_counter() - begun
+                self._inside = False
+
+        return counted
+
+
+def _calls(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, str]]:
+    """Return the owner, name and stage of each call that is timed."""
+    learner, model = setup.learner, setup.model
+    return [
+        (learner.viewer, "random", "data"),
+        (learner, "_random_views", "data"),
+        (model.backbone, "embed", "query"),
+        (model.backbone, "query", "query"),
+        (model.method, "prompts", "prompts"),
+        (model.backbone, "features", "prompted forward"),
+        (torch.autograd, "backward", "backward"),
+        (optimizer, "zero_grad", "optimiser"),
+        (model.method, "before_step", "optimiser"),
+        (optimizer, "step", "optimiser"),
+    ]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of an object or a module inside the block."""
+    own = vars(owner)
+    before = own.get(name)
+    own[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before
+
+
+@contextmanager
+def _plain_steps() -> Iterator[None]:
+    """Keep the engine from capturing steps inside the block: a replayed one cannot be timed call by call."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "off"
+    try:
+        yield
+    finally:
+        del os.environ[SWITCH]
+        if before is not None:
+            os.environ[SWITCH] = before
+
+
+def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
+    """Return the share of each stage in this many training steps."""
+    learner, device, task = setup.learner, setup.device, setup.steps_of(steps)
+    watch = Stopwatch(device)
+    with ExitStack() as stack:
+        stack.enter_context(_plain_steps())
+        optimizer = learner.optimiser(task)  # a new one, so that the engine makes a new step
+        learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
+        for owner, name, stage in _calls(setup, optimizer):
+            stack.enter_context(_replaced(owner, name, watch.around(stage, getattr(owner, name))))
+        synchronize(device)
+        begun = time.perf_counter()
+        learner.train_epoch(task, 0, optimizer, lambda _: None)
+        synchronize(device)
+        whole = time.perf_counter() - begun
+    found = {stage: seconds / whole for stage, seconds in watch.seconds.items()}
+    return {**found, STAGES[-1]: 1 - sum(found.values())}

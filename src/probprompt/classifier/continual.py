@@ -26,8 +26,8 @@ from probprompt.config import RunConfig, parse_config
 from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.data.preparation import preparation
 from probprompt.errors import UserError, suggest
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.execute import pick_device
-from probprompt.runs.progress import Watcher
 
 
 class ContinualClassifier:
@@ -140,14 +140,14 @@ class ContinualClassifier:
         while group := list(islice(stream, size)):
             yield from _answers(predictor, group, wanted)
 
-    def evaluate(self, images: object, unknown: object = None, watcher: Watcher | None = None) -> Evaluation:
+    def evaluate(self, images: object, unknown: object = None, progress: ProgressCallback = SILENT) -> Evaluation:
         """Measure accuracy on images with known classes: overall, per task, and what was forgotten.
 
         What a task lost is measured against the version that had just learned it, where that is still kept.
         ``unknown`` are images of no known class: how well they are told apart is then measured, too.
         """
         given = labelled(images, self._engine.short_side)
-        return evaluate(self._engine, self.predictor, self._kept, given, unknown, watcher or Watcher())
+        return evaluate(self._engine, self.predictor, self._kept, given, unknown, progress)
 
     def accuracy_matrix(self) -> AccuracyMatrix:
         """How well each task's held-out images were recognised by each version that is kept; no image is needed."""
@@ -160,7 +160,7 @@ class ContinualClassifier:
     # Changing -------------------------------------------------------------------------------------------------------
 
     def learn(
-        self, images: object, *, known: Known = "refuse", name: str | None = None, watcher: Watcher | None = None
+        self, images: object, *, known: Known = "refuse", name: str | None = None, progress: ProgressCallback = SILENT
     ) -> LearnReport:
         """Learn new classes: a folder of class folders, lists of images by class name, or a dataset with ``classes``.
 
@@ -175,7 +175,7 @@ class ContinualClassifier:
             title = name or (
                 Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(state.tasks) + 1}"
             )
-            done = teaching.learn(self._engine, state, given, known, title, number, watcher or Watcher())
+            done = teaching.learn(self._engine, state, given, known, title, number, progress)
             lesson, calibration = done.lesson, done.state.calibration
             new, refined = lesson.new, lesson.refined
             note = title if not (new and refined) else f"{title}; more images of {', '.join(refined)}"

@@ -16,7 +16,7 @@ from probprompt.classifier.pictures import Labelled, Picture, decode_ahead, pict
 from probprompt.classifier.state import Kept
 from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.errors import UserError, shorten, suggest
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ class Tally:
 
 
 def evaluate(
-    engine: Engine, predictor: Predictor, kept: Sequence[Kept], given: Labelled, unknown: object, watch: Watcher
+    engine: Engine,
+    predictor: Predictor,
+    kept: Sequence[Kept],
+    given: Labelled,
+    unknown: object,
+    progress: ProgressCallback,
 ) -> Evaluation:
     """Measure the current version on images with classes, and how it knows images of none."""
     labels = _labels(predictor, given)
@@ -50,13 +55,13 @@ def evaluate(
     tally = Tally([], [], [], {one.task: [] for one in earlier}, [])
     each = ((_picture(given, row), labels[label]) for row, label in enumerate(given.images.labels.tolist()))
     size = engine.config.images_at_a_time(engine.device.type)
-    with watch.stage("evaluating", len(given.images)):
-        _go_through(predictor, each, earlier, tally, size, watch.advance)
+    with progress.stage("evaluating", len(given.images)):
+        _go_through(predictor, each, earlier, tally, size, progress.advance)
     if not tally.truth:
         raise UserError("none of the images can be read: there is nothing to evaluate")
     strange = None
     if unknown is not None:
-        strange = _novelty_of(predictor, pictures(unknown, engine.short_side), tally, size, watch)
+        strange = _novelty_of(predictor, pictures(unknown, engine.short_side), tally, size, progress)
     return _summary(predictor, tally, earlier, strange)
 
 
@@ -126,7 +131,9 @@ def _go_through(
         advance(len(group))
 
 
-def _novelty_of(predictor: Predictor, images: Iterator[Picture], tally: Tally, size: int, watch: Watcher) -> Tensor:
+def _novelty_of(
+    predictor: Predictor, images: Iterator[Picture], tally: Tally, size: int, progress: ProgressCallback
+) -> Tensor:
     """The novelty of images of no known class."""
     found: list[Tensor] = []
     stream = decode_ahead(images)

@@ -16,7 +16,7 @@ from torch import Tensor
 from probprompt import randomness
 from probprompt.errors import UserError
 from probprompt.heads import symmetric
-from probprompt.runs.tensors import read_tensors, store_by_contents
+from probprompt.storage import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
 VIEWS = ("rows", "mirrors")

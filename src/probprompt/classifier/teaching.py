@@ -20,8 +20,8 @@ from probprompt.classifier.sums import VIEWS, Part, Sums, Views, compact, hold_o
 from probprompt.data.loading import Loaded, load
 from probprompt.errors import UserError, shorten
 from probprompt.heads import ClosedFormHead, Head, RidgeHead
+from probprompt.progress import ProgressCallback
 from probprompt.runs.checkpoint import learner_tensors
-from probprompt.runs.progress import Watcher
 from probprompt.training.learner import Learner, TaskImages
 
 Known = Literal["refuse", "refine"]
@@ -54,19 +54,19 @@ class Learned:
 
 
 def learn(
-    engine: Engine, state: State, given: Labelled, known: Known, name: str, version: int, watch: Watcher
+    engine: Engine, state: State, given: Labelled, known: Known, name: str, version: int, progress: ProgressCallback
 ) -> Learned:
     """Learn images; the state that was is left as it is."""
     new, refined = sort_classes(engine, state, given.classes, known)
-    with watch.stage("reading images", len(given.images)):
-        loaded = load(given.images, engine.device, watch.advance)
+    with progress.stage("reading images", len(given.images)):
+        loaded = load(given.images, engine.device, progress.advance)
     lesson = _lesson(engine, state, given.classes, loaded, new, refined)
     before = engine.build(state).head
     rest = engine.sums(state, before)
     learner = engine.learner(state, loaded, engine.with_held_out(state, rest, before))
     index, first = len(state.tasks), len(state.classes)
-    features = _train(engine, learner, lesson, index, first, watch)
-    watch.describe("calibrating")
+    features = _train(engine, learner, lesson, index, first, progress)
+    progress.describe("calibrating")
     if not bool(features.isfinite().all()):
         raise UserError("the features of some images are not finite: nothing was learned")
     head, views = learner.model.head, engine.views(learner.model.head)
@@ -151,7 +151,9 @@ def _lesson(
     return Lesson(loaded, labels, held, new, refined, tuple(warnings))
 
 
-def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: int, watch: Watcher) -> Tensor:
+def _train(
+    engine: Engine, learner: Learner, lesson: Lesson, index: int, first: int, progress: ProgressCallback
+) -> Tensor:
     """Train what is to be trained, and solve or refit the head.
 
     Returns what it is given of all images, (n, V, D or more): of each the views that a head in closed form learns.
@@ -162,18 +164,18 @@ def _train(engine: Engine, learner: Learner, lesson: Lesson, index: int, first: 
     learner.begin(seen)
     epochs = learner.epochs(seen) if lesson.new else 0
     batches = learner.views * -(-len(every) // engine.config.images_at_a_time(engine.device.type))
-    with watch.stage("learning", epochs * learner.steps(seen) + batches):
+    with progress.stage("learning", epochs * learner.steps(seen) + batches):
         optimiser = learner.optimiser(seen) if epochs else None
         for epoch in range(epochs):
             assert optimiser is not None
-            result = learner.train_epoch(seen, epoch, optimiser, watch.advance)
-            watch.describe(f"loss {result.loss:.2f}")
+            result = learner.train_epoch(seen, epoch, optimiser, progress.advance)
+            progress.describe(f"loss {result.loss:.2f}")
         if engine.closed_form:
-            features = learner.finish(every, watch.advance)
+            features = learner.finish(every, progress.advance)
             assert features is not None
             return features
         learner.finish(seen, lambda _: None)
-        return learner.look(every, watch.advance)[:, None]
+        return learner.look(every, progress.advance)[:, None]
 
 
 def _extended(

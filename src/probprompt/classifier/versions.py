@@ -12,16 +12,16 @@ Loading reads JSON and safetensors, and executes no code.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from probprompt.classifier.answers import Version
 from probprompt.classifier.state import Kept, State
 from probprompt.classifier.sums import Part
 from probprompt.errors import UserError, shorten
-from probprompt.runs.files import is_part, read_json, write_error, write_json
+from probprompt.storage import is_part, lock, read_json, write_error, write_json
 
 FORMAT = 1
 Busy = Callable[[], None]
@@ -52,22 +52,27 @@ class Store:
             yield
             return
         self._refuse_foreign()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle = (self.folder / ".lock").open("a")
-        except OSError as problem:
-            raise write_error(self.folder, problem) from problem
-        with handle:
-            while not _lock(handle):
-                if busy is None:
-                    raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
-                busy()
+        while (held := self._lock()) is False:
+            if busy is None:
+                raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
+            busy()
+        with held or nullcontext():  # without locks no process is kept out
             self._held = True
             try:
                 yield
             finally:
                 self._held = False
                 self._leave_nothing()
+
+    def _lock(self) -> IO[str] | Literal[False] | None:
+        """Take the lock; False while another process has it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return lock(self.folder / ".lock")
+        except BlockingIOError:
+            return False
+        except OSError as problem:
+            raise write_error(self.folder, problem) from problem
 
     def _refuse_foreign(self) -> None:
         """A new classifier goes into a folder of its own."""
@@ -197,18 +202,3 @@ class Store:
 
     def _version_file(self, number: int) -> Path:
         return self.folder / "versions" / f"{number}.json"
-
-
-def _lock(handle: Any) -> bool:
-    """Take the lock; False where another process has it."""
-    try:
-        import fcntl
-    except ImportError:  # not on every system; then nobody is kept out
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks; then nobody is kept out
-        return True
-    return True

@@ -14,8 +14,8 @@ from probprompt.config import RunConfig, apply_assignments, merge, parse_config,
 from probprompt.errors import UserError
 from probprompt.evaluation.audit import TOLERANCES, Audit, Check
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_json
 from probprompt.runs.proof import Proof, audit_method, audit_saved
+from probprompt.storage import write_json
 
 LEAK = 1  # exit code
 SAVED_IMAGES, METHOD_IMAGES = 64, 32

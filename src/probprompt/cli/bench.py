@@ -9,7 +9,7 @@ from rich.table import Table
 
 from probprompt import api, methods
 from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_each
-from probprompt.bench.record import (
+from probprompt.bench.results import (
     differences,
     make_record,
     matched,

@@ -46,7 +46,7 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
         config = presets.settings(preset, method, "emoji-r")
         target = folder / method
         with _resumable(target):
-            run = api.train(out=target, seed=seed, config=config, device=device, watcher=screen)
+            run = api.train(out=target, seed=seed, config=config, device=device, progress=screen)
         runs.append(run)
     folders = [run.folder for run in runs]
     picture = save_overview(folders, folder / "overview.png")

@@ -36,7 +36,7 @@ from probprompt.report.comparison import (
     write_page,
 )
 from probprompt.runs.book import write_book
-from probprompt.runs.carry_out import GridWatcher, Way, Where, run_grid
+from probprompt.runs.carry_out import GridCallback, Way, Where, run_grid
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, parse_spec
 
 
@@ -174,7 +174,7 @@ class _Left(TimeRemainingColumn):
         return Text(told(), style="progress.remaining") if told else super().render(task)
 
 
-class GridScreen(Screen, GridWatcher):
+class GridScreen(Screen, GridCallback):
     """A bar for the whole grid over one for the stage of its cell; where there is no terminal, a line per cell."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ def run_push(model: Path, repository: str, private: bool, with_statistics: bool)
     from probprompt.export.hub import push
 
     screen = Screen()
-    done = push(model, repository, private=private, with_statistics=with_statistics, watcher=screen)
+    done = push(model, repository, private=private, with_statistics=with_statistics, progress=screen)
     _tell(screen, done)
     if not done.statistics:
         screen.say("without what further learning needs: add it with --with-statistics")
@@ -44,7 +44,7 @@ def run_pull(repository: str, model: Path, revision: str | None, weights: Path |
     from probprompt.export.hub import pull
 
     screen = Screen()
-    done = pull(repository, model, revision=revision, weights=weights, watcher=screen)
+    done = pull(repository, model, revision=revision, weights=weights, progress=screen)
     _tell(screen, done)
     further = (
         "can learn further classes" if done.statistics else "predicts, but was published without what learning needs"

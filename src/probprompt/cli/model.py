@@ -56,7 +56,7 @@ def run_learn(
     with _unchanged(model), changing(model, device, create) as classifier:
         if keep_versions is not None:
             classifier.keep_versions = keep_versions
-        report = classifier.learn(folder, known=known, name=name, watcher=screen)  # type: ignore[arg-type]
+        report = classifier.learn(folder, known=known, name=name, progress=screen)  # type: ignore[arg-type]
     _show_lesson(screen, model, classifier, report)
 
 
@@ -223,7 +223,7 @@ def run_evaluate(
     """Measure a classifier on a folder of class folders."""
     classifier = ContinualClassifier.load(model, version=version, device=device)
     screen = Screen(stderr=as_json)
-    found = classifier.evaluate(folder, unknown, watcher=screen)
+    found = classifier.evaluate(folder, unknown, progress=screen)
     if as_json:
         sys.stdout.write(json.dumps(asdict(found)) + "\n")
         return

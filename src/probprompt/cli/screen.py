@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 from probprompt.runs.record import Run
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
@@ -20,7 +20,7 @@ WIDE = 10_000  # columns: more than any table has
 WORDS = 16  # columns that words need at least to be read
 
 
-class Screen(Watcher):
+class Screen(ProgressCallback):
     """Draws a bar per stage; where there is no terminal, a line per stage."""
 
     def __init__(self, stderr: bool = False) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from probprompt.cli.screen import Screen
 from probprompt.errors import UserError
 
-NEEDED = ("fastapi", "uvicorn", "python_multipart")
+NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 TOKEN_VARIABLE = "PROBPROMPT_TOKEN"
 
 

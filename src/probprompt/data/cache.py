@@ -20,7 +20,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from PIL import features
 
 from probprompt.data.images import ImageFiles, Pixels, UnreadableImageError
 from probprompt.errors import UserError
+from probprompt.storage import lock, sync
 
 FORMAT = 1
 SWITCH = "PROBPROMPT_CACHE"
@@ -194,7 +195,7 @@ class ImageCache:
                 freed += size
         for path in _inside(self.folder):
             if path.suffix == ".lock":
-                with _locked(path, wait=False) as held:
+                with suppress(BlockingIOError), lock(path) or nullcontext() as held:
                     if held:
                         _remove_parts(path.with_suffix(""))
         return freed
@@ -261,7 +262,7 @@ class Entry:
 
     def _fill(self, advance: Advance, note: Note, workers: int | None) -> Decoded:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.folder.with_suffix(".lock"), note=note) as held:
+        with self._lock(note) or nullcontext() as held:
             if held:
                 found = self.read()  # another process may have been first
                 if found is not None:
@@ -280,6 +281,14 @@ class Entry:
             raise OSError("what was written cannot be read back")
         return found
 
+    def _lock(self, note: Note) -> IO[str] | None:
+        path = self.folder.with_suffix(".lock")
+        try:
+            return lock(path)
+        except BlockingIOError:
+            note("another process is decoding the same images: waiting for it")
+            return lock(path, wait=True)
+
     def _decode_to(self, folder: Path, advance: Advance, workers: int | None) -> None:
         digest = hashlib.sha256()
         with (folder / _PIXELS).open("wb") as stream:
@@ -289,7 +298,7 @@ class Entry:
                 stream.write(data)
 
             sizes, failed = _decode_into(keep, self.files.read, len(self.files), advance, workers)
-            _settle(stream)
+        sync(folder / _PIXELS)
         index = {
             "format": FORMAT,
             "key": self.folder.name,
@@ -303,7 +312,7 @@ class Entry:
         }
         with (folder / _INDEX).open("w", encoding="ascii") as text:
             json.dump(index, text)
-            _settle(text)
+        sync(folder / _INDEX)
 
     def _put(self, part: Path) -> None:
         """Move what is finished to its place; whole entries of others are left there, damaged ones are not."""
@@ -400,32 +409,3 @@ def _discard(folder: Path) -> bool:
         return False
     shutil.rmtree(aside, ignore_errors=True)
     return True
-
-
-def _settle(stream: IO[Any]) -> None:
-    """Have the disk hold what was written before anything depends on it."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-@contextmanager
-def _locked(path: Path, wait: bool = True, note: Note | None = None) -> Iterator[bool]:
-    """Hold a lock, which ends with the process at the latest; False where there are none, or others hold it."""
-    try:
-        import fcntl
-    except ImportError:  # not on every system
-        yield False
-        return
-    with path.open("a") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except BlockingIOError:
-            held = wait
-            if wait:
-                if note:
-                    note("another process is decoding the same images: waiting for it")
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            held = False
-        yield held

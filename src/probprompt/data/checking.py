@@ -12,11 +12,11 @@ import numpy as np
 from probprompt.data.benchmarks import Folder
 from probprompt.data.cache import decoders
 from probprompt.data.datasets import Dataset, recognise
-from probprompt.data.download import Progress
 from probprompt.data.images import UnreadableImageError
 from probprompt.data.layouts import LISTED, find_lists
 from probprompt.data.sets import Benchmark, ImageData, ImageSet
 from probprompt.errors import UserError, shorten
+from probprompt.progress import ProgressCallback
 
 _AHEAD = 4  # images per thread that may wait
 _SHOWN = 5
@@ -34,7 +34,7 @@ class Report:
     """What is wrong."""
 
 
-def check(source: Benchmark, watch: Progress, quick: bool = False) -> Report:
+def check(source: Benchmark, watch: ProgressCallback, quick: bool = False) -> Report:
     """Look at all images of a dataset or folder; ``quick`` counts them and looks into a few files."""
     facts: list[str] = []
     try:
@@ -98,7 +98,7 @@ def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
         yield images, f"{root.name}/" if root and roots[0] != roots[1] else ""
 
 
-def _look(images: ImageSet, within: str, watch: Progress) -> _Seen:
+def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
     names: dict[bytes, list[str]] = {}
     unreadable: dict[str, str] = {}
     sizes: set[tuple[int, int]] = set()

@@ -10,15 +10,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from email.message import Message
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from probprompt.data.archives import make_room
 from probprompt.data.sources import Source
 from probprompt.errors import UserError
+from probprompt.progress import ProgressCallback
 
 ATTEMPTS = 5
 """How often a download that gets nowhere is tried before it is given up."""
@@ -32,22 +33,6 @@ _OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _NOBODY = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 _LATER = (408, 425, 429, 500, 502, 503, 504)  # codes of servers that may well answer next time
-
-
-class Progress(Protocol):
-    """Who is told how it goes."""
-
-    def stage(self, description: str, total: int) -> AbstractContextManager[None]:
-        """So many steps begin."""
-
-    def transfer(self, description: str, total: int | None, done: int = 0) -> AbstractContextManager[None]:
-        """So many bytes will be moved, of which some are done."""
-
-    def advance(self, steps: int) -> None:
-        """Some steps are done, or bytes moved."""
-
-    def note(self, text: str) -> None:
-        """Something the user should read."""
 
 
 class _CutError(Exception):
@@ -66,7 +51,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def download(url: str, target: Path, watch: Progress, pause: float = 1.0, room: float = 1.0) -> None:
+def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0, room: float = 1.0) -> None:
     """Fetch a file; what was fetched before, and is unchanged on the server, is not fetched again.
 
     ``room`` is how many times its size the disk must have free. What is there so far lies beside the target, as
@@ -149,7 +134,7 @@ class _Part:
         self.state.unlink(missing_ok=True)
 
 
-def _fetch(url: str, part: _Part, watch: Progress, room: float) -> None:
+def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
     """One connection: append what the server sends."""
     request = urllib.request.Request(url, headers={"User-Agent": "probprompt", "Accept-Encoding": "identity"})
     known = part.known(url)
@@ -210,7 +195,7 @@ def _length(headers: Message, start: int) -> int | None:
 # Hashes ----------------------------------------------------------------------------------------------------------
 
 
-def hashes(path: Path, watch: Progress) -> dict[str, str]:
+def hashes(path: Path, watch: ProgressCallback) -> dict[str, str]:
     """The MD5 and SHA-256 of a file."""
     found = {"md5": hashlib.md5(usedforsecurity=False), "sha256": hashlib.sha256()}
     with watch.transfer("verifying", path.stat().st_size), path.open("rb") as stream:
@@ -221,7 +206,7 @@ def hashes(path: Path, watch: Progress) -> dict[str, str]:
     return {name: digest.hexdigest() for name, digest in found.items()}
 
 
-def verify(path: Path, source: Source, watch: Progress) -> dict[str, str]:
+def verify(path: Path, source: Source, watch: ProgressCallback) -> dict[str, str]:
     """The hashes of a file, which must be the published ones."""
     found = hashes(path, watch)
     for name, published in (("md5", source.md5), ("sha256", source.sha256)):

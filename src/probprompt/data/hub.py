@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from probprompt.data.hub_client import TIMEOUT, asking_for, failures, without_bars
 from probprompt.data.images import Pixels, UnreadableImageError, read_image
 from probprompt.data.layouts import SIDES
 from probprompt.data.sets import Benchmark, ImageData, ImageSet, stratified_split
 from probprompt.errors import UserError, one_line, shorten
+from probprompt.hub import TIMEOUT, asking_for, failures, without_bars
 
 PREFIX = "hf:"
 _FORM = "hf:owner/name or hf:name, :configuration and @revision behind it where needed, or hf:FOLDER"

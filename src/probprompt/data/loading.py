@@ -2,9 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from probprompt.data.colour import Augmentation, after_crop, before_crop, draws_
 from probprompt.data.images import Pixels
 from probprompt.data.views import Boxes, Kernel, centre_boxes, resample
 from probprompt.errors import UserError
+from probprompt.progress import ProgressCallback
 
 Advance = Callable[[int], None]
 RESIDENT = 0.4  # the share of a GPU's free memory that a set may fill; a larger one stays on the host
@@ -287,19 +287,6 @@ class Loaded:
         }
 
 
-class Watching(Protocol):
-    """Who is told how loading goes."""
-
-    def stage(self, description: str, total: int) -> AbstractContextManager[None]:
-        """Loading begins; it is so many steps."""
-
-    def advance(self, steps: int) -> None:
-        """Some of them are done."""
-
-    def note(self, text: str) -> None:
-        """Something the user should read."""
-
-
 def load(images: ImageSet, device: torch.device, advance: Advance, workers: int | None = None) -> Loaded:
     """Decode a set, no more than that, and keep it nowhere; files that cannot be read are left out and named."""
     if images.pixels is None:
@@ -313,7 +300,11 @@ def load(images: ImageSet, device: torch.device, advance: Advance, workers: int 
 
 
 def load_kept(
-    sets: Sequence[ImageSet], device: torch.device, watch: Watching, cache: ImageCache | None, verify: bool = False
+    sets: Sequence[ImageSet],
+    device: torch.device,
+    watch: ProgressCallback,
+    cache: ImageCache | None,
+    verify: bool = False,
 ) -> list[Loaded]:
     """Load sets by way of the cache: the folder of each is decoded whole, once for all sets and all later runs."""
     folders = {id(images.files): images.files for images in sets if images.files is not None}

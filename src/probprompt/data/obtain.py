@@ -9,10 +9,11 @@ from pathlib import Path
 
 from probprompt.data.archives import ArchiveError, make_room, unpack, unpacked_size
 from probprompt.data.datasets import Dataset, data_folder
-from probprompt.data.download import SLACK, Progress, download, verify
+from probprompt.data.download import SLACK, download, verify
 from probprompt.data.layouts import LISTED, find_lists
 from probprompt.data.sources import Source
 from probprompt.errors import UserError
+from probprompt.progress import ProgressCallback
 
 NOTE = "source.json"
 """The file beside the images that says where they came from, and by which hashes they were known."""
@@ -20,7 +21,12 @@ _ROOM = 2.5  # times the size of an archive: itself and its files
 
 
 def get(
-    kind: type[Dataset], to: Path | None, url: str | None, file: Path | None, watch: Progress, pause: float = 1.0
+    kind: type[Dataset],
+    to: Path | None,
+    url: str | None,
+    file: Path | None,
+    watch: ProgressCallback,
+    pause: float = 1.0,
 ) -> Dataset:
     """Put a dataset into ``to``/its name, from its publisher, a mirror (``url``) or an archive that is here (``file``).
 
@@ -51,7 +57,13 @@ def _refuse_others(target: Path, kind: type[Dataset]) -> None:
 
 
 def _bring(
-    kind: type[Dataset], home: Path, target: Path, url: str | None, file: Path | None, watch: Progress, pause: float
+    kind: type[Dataset],
+    home: Path,
+    target: Path,
+    url: str | None,
+    file: Path | None,
+    watch: ProgressCallback,
+    pause: float,
 ) -> None:
     """Fetch and unpack beside the target, then put everything in its place with one rename."""
     main, *others = kind.sources
@@ -99,7 +111,9 @@ def _archive(source: Source, home: Path, url: str | None, file: Path | None) -> 
     return _Archive(path, source, url or source.url, "It was removed: try again, or name a mirror with --url")
 
 
-def _open_up(archive: _Archive, kind: type[Dataset], part: Path, watch: Progress, pause: float) -> dict[str, str]:
+def _open_up(
+    archive: _Archive, kind: type[Dataset], part: Path, watch: ProgressCallback, pause: float
+) -> dict[str, str]:
     """Verify and unpack an archive; one that was fetched, but is not the dataset, is removed. Returns what it was."""
     if archive.url and not archive.path.exists():
         download(archive.url, archive.path, watch, pause, _ROOM)
@@ -115,7 +129,7 @@ def _open_up(archive: _Archive, kind: type[Dataset], part: Path, watch: Progress
     return {"file": archive.source.file, "from": archive.url or str(archive.path), **known}
 
 
-def _checked(path: Path, source: Source, watch: Progress) -> dict[str, str]:
+def _checked(path: Path, source: Source, watch: ProgressCallback) -> dict[str, str]:
     try:
         known = verify(path, source, watch)
     except UserError as problem:
@@ -125,14 +139,16 @@ def _checked(path: Path, source: Source, watch: Progress) -> dict[str, str]:
     return known
 
 
-def _unpack(archive: Path, part: Path, watch: Progress) -> None:
+def _unpack(archive: Path, part: Path, watch: ProgressCallback) -> None:
     size = unpacked_size(archive)
     make_room(part.parent, size + SLACK, f"unpacking {archive.name}")
     with watch.transfer("unpacking", size):
         unpack(archive, part, watch.advance)
 
 
-def _fetch_beside(source: Source, folder: Path, watch: Progress, pause: float, file: Path | None) -> dict[str, str]:
+def _fetch_beside(
+    source: Source, folder: Path, watch: ProgressCallback, pause: float, file: Path | None
+) -> dict[str, str]:
     """A file that lies with the images as it is: from its publisher, or from beside the archive that is here."""
     path = folder / source.file
     waiting = path.with_name(f".{path.name}")  # not to be mistaken for the file before it is verified

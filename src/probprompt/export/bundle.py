@@ -13,7 +13,7 @@ from typing import Any
 
 from probprompt import __version__
 from probprompt.errors import UserError
-from probprompt.runs.files import read_json
+from probprompt.storage import read_json
 
 FORMAT = 1
 LIST = "probprompt.json"

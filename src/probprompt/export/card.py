@@ -11,9 +11,9 @@ from probprompt.errors import UserError
 from probprompt.export.bundle import Record
 from probprompt.export.source import View
 from probprompt.methods import find
-from probprompt.runs.files import natural_order, read_json
 from probprompt.runs.grid import benchmark_label
 from probprompt.runs.record import Run
+from probprompt.storage import natural_order, read_json
 
 MARK = (
     "<!-- Made by `probprompt push`, which writes it anew each time. Remove this line to keep a text of your own. -->"

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from probprompt import weights_files
-from probprompt.data.hub_client import TIMEOUT, asking_for, failures, without_bars
 from probprompt.errors import UserError, one_line, shorten
 from probprompt.export.bundle import CARD, FORMAT, LIST, OWN, Bundle, Record, bundle, describe, encode, read_record
 from probprompt.export.card import MARK, make_card
-from probprompt.runs.files import write_bytes, write_error
-from probprompt.runs.progress import Watcher
-from probprompt.runs.tensors import check_name
+from probprompt.hub import TIMEOUT, asking_for, failures, without_bars
+from probprompt.progress import SILENT, ProgressCallback
+from probprompt.storage import check_name, write_bytes, write_error
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LARGEST_LIST = 2**24  # bytes of probprompt.json
@@ -44,7 +43,7 @@ def push(
     *,
     private: bool = False,
     with_statistics: bool = False,
-    watcher: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
 ) -> Moved:
     """Send a model to the hub, in one commit, with a card made from its record; the repository is made if need be.
 
@@ -52,10 +51,9 @@ def push(
     images, from which the images cannot be read but are not nothing either. With ``private`` only you see it.
     """
     _check_name(repository)
-    watch = watcher or Watcher()
     record = read_record(Path(folder).expanduser())
     chosen = bundle(record, with_statistics)
-    _check_tensors(chosen, watch)
+    _check_tensors(chosen, progress)
     hub = _hub()
     if hub.get_token() is None:
         raise UserError(
@@ -68,12 +66,12 @@ def push(
         before = api.model_info(repository, timeout=TIMEOUT)
         if private and not before.private:
             raise UserError(f"{repository} is public: make it private on the hub first, or choose another name")
-        changes = _changes(hub, api, record, chosen, repository, before, watch)
-        with watch.stage("sending files", 1):
+        changes = _changes(hub, api, record, chosen, repository, before, progress)
+        with progress.stage("sending files", 1):
             done = api.create_commit(
                 repository, changes, commit_message=_title(record), parent_commit=before.sha or None
             )
-            watch.advance(1)
+            progress.advance(1)
     return Moved(
         repository, f"{api.endpoint}/{repository}", str(done.oid), len(chosen.files), chosen.bytes, with_statistics
     )
@@ -85,7 +83,7 @@ def pull(
     *,
     revision: str | None = None,
     weights: str | Path | None = None,
-    watcher: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
 ) -> Moved:
     """Fetch a model from the hub into a new folder; every file has the SHA-256 that its list says, or none is kept.
 
@@ -95,20 +93,20 @@ def pull(
     _check_name(repository)
     target = Path(folder).expanduser()
     _refuse_used(target)
-    hub, watch = _hub(), watcher or Watcher()
+    hub = _hub()
     api = _api(hub)
     with _talking(hub, repository, "fetched from"):
         commit = str(api.model_info(repository, revision=revision, timeout=TIMEOUT).sha)
     with _staging(target) as place:
         listing = _read_list(hub, api, repository, commit, place)
         files: dict[str, dict[str, Any]] = listing["files"]
-        with watch.stage("fetching files", len(files)):
+        with progress.stage("fetching files", len(files)):
             for path, expected in files.items():
                 _fetch(hub, api, repository, commit, path, place / path, expected)
-                watch.advance(1)
+                progress.advance(1)
         record = _check_complete(place, repository, listing)
-        _check_tensors(bundle(record, listing["statistics"]), watch)
-        _name_weights(record, weights, watch)
+        _check_tensors(bundle(record, listing["statistics"]), progress)
+        _name_weights(record, weights, progress)
         _put_in_place(place, target)
     size = sum(int(expected["bytes"]) for expected in files.values())
     return Moved(repository, f"{api.endpoint}/{repository}", commit, len(files), size, bool(listing["statistics"]))
@@ -163,7 +161,7 @@ def _reason(problem: Exception) -> str:
 
 
 def _changes(
-    hub: Any, api: Any, record: Record, chosen: Bundle, repository: str, before: Any, watch: Watcher
+    hub: Any, api: Any, record: Record, chosen: Bundle, repository: str, before: Any, progress: ProgressCallback
 ) -> list[Any]:
     """What the commit adds, and which files of an earlier push it removes; nobody else's are touched."""
     contents: dict[str, bytes | Path] = {**chosen.descriptions, **chosen.tensors, LIST: encode(chosen.listing())}
@@ -174,7 +172,7 @@ def _changes(
     if card is None or not card.strip() or MARK in card:
         contents[CARD] = make_card(record, repository, chosen.statistics).encode()
     else:
-        watch.note(f"{repository} has a card of its own, which stays as it is")
+        progress.note(f"{repository} has a card of its own, which stays as it is")
     stale = [path for path in sorted(there) if OWN.fullmatch(path) and path not in contents]
     added = [hub.CommitOperationAdd(path, _given(content)) for path, content in contents.items()]
     return [*added, *(hub.CommitOperationDelete(path) for path in stale)]
@@ -188,12 +186,12 @@ def _title(record: Record) -> str:
     return "Model of a run" if record.head is None else f"Version {record.head['version']}"
 
 
-def _check_tensors(chosen: Bundle, watch: Watcher) -> None:
+def _check_tensors(chosen: Bundle, progress: ProgressCallback) -> None:
     """Read every file of tensors: what is damaged is neither sent nor kept."""
-    with watch.stage("checking files", len(chosen.tensors)):
+    with progress.stage("checking files", len(chosen.tensors)):
         for path in chosen.tensors.values():
             check_name(path)
-            watch.advance(1)
+            progress.advance(1)
 
 
 # Fetching ------------------------------------------------------------------------------------------------------------
@@ -281,13 +279,13 @@ def _check_complete(place: Path, repository: str, listing: dict[str, Any]) -> Re
     return record
 
 
-def _name_weights(record: Record, weights: str | Path | None, watch: Watcher) -> None:
+def _name_weights(record: Record, weights: str | Path | None, progress: ProgressCallback) -> None:
     """Write down where this machine has the backbone's weights, if they are a file."""
     chosen = record.backbone
     asked = chosen["weights"] not in (None, "random")
     if weights is None:
         if asked:
-            watch.note(
+            progress.note(
                 f"its backbone's weights are a file, {chosen['weights']!r} (SHA-256 {record.sha256}): pull with "
                 "--weights FILE to say where it is on this machine"
             )

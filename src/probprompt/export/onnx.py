@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from probprompt import __version__, randomness
 from probprompt.errors import UserError
 from probprompt.export.source import Source, View, open_source
-from probprompt.runs.files import write_with
+from probprompt.storage import write_with
 
 OPSET = 18
 """Read by every onnxruntime since 1.14."""

@@ -17,10 +17,10 @@ from probprompt.evaluation import metrics
 from probprompt.report import page
 from probprompt.report.beside import had_company
 from probprompt.runs.book import Recorded, completed, read_book, without_paths
-from probprompt.runs.files import natural_order
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
 from probprompt.runs.naming import backbone_words
 from probprompt.runs.record import Run
+from probprompt.storage import natural_order
 
 duration, number = page.duration, page.number
 FILES = ("table.md", "table.tex", "table.csv", "comparison.html")

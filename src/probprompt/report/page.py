@@ -15,7 +15,7 @@ from probprompt.errors import UserError
 from probprompt.report import figures
 from probprompt.report.figures import Series
 from probprompt.report.reading import Run, Similarity, read_runs
-from probprompt.runs.files import write_bytes, write_error
+from probprompt.storage import write_bytes, write_error
 
 # Words
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.files import is_changed, read_json, sealed, write_bytes
 from probprompt.runs.record import Run
+from probprompt.storage import is_changed, read_json, with_hash, write_bytes
 
 FORMAT = 1
 _INSIDE = ("mean", "initial_mean", "effective_rank", "initial_effective_rank")
@@ -38,7 +38,7 @@ class Recorded:
     def line(self) -> str:
         """As a line of a book, without any path of this machine."""
         entry = {"where": self.where, "matrix": metrics.to_json(self.matrix), "similarity": dict(self.similarity)}
-        return json.dumps(sealed(without_paths({"book": FORMAT, **entry, "run": self.record})), allow_nan=False)
+        return json.dumps(with_hash(without_paths({"book": FORMAT, **entry, "run": self.record})), allow_nan=False)
 
 
 def is_absolute(text: str) -> bool:

@@ -16,29 +16,32 @@ from typing import Protocol
 
 from probprompt.config import RunConfig
 from probprompt.errors import UserError
+from probprompt.progress import ProgressCallback
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_error, write_json
 from probprompt.runs.grid import FAILED, Cell, Grid, Outcome, describe
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
+from probprompt.storage import write_error, write_json
 from probprompt.weights_files import digest
 
 # Progress
 
 
-class GridWatcher(Watcher):
-    """Is told of a grid's cells as well; this one keeps quiet."""
+class GridCallback(ProgressCallback):
+    """Receives the progress of a grid's runs as well; this one ignores it."""
 
     @contextmanager
     def grid(self, total: int, finished: int) -> Iterator[None]:
-        """Begin with a grid of so many cells, some of them finished before."""
+        """Start a grid of ``total`` runs, some of them finished before."""
         yield
 
     def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
-        """A cell begins; it and those after it may take so many seconds, as far as is known."""
+        """Called when a run starts, with the estimated seconds for it and for the rest."""
 
     def end(self, outcome: Outcome, rest: float | None) -> None:
-        """A cell has ended, well or not; those after it may take so many seconds."""
+        """Called when a run has finished or failed, with the estimated seconds for the rest."""
+
+
+SILENT_GRID = GridCallback()
 
 
 class Pace:
@@ -72,14 +75,14 @@ class Pace:
 class Start(Protocol):
     """Carries out a new run."""
 
-    def __call__(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None, /) -> Run:
+    def __call__(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
         """Give back the finished run."""
 
 
 class Resume(Protocol):
     """Goes on with a run."""
 
-    def __call__(self, out: Path, device: str | None, watcher: Watcher | None, /) -> Run:
+    def __call__(self, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
         """Give back the finished run."""
 
 
@@ -91,14 +94,14 @@ class Way:
     resume: Resume
     device: str | None = None
 
-    def carry_out(self, cell: Cell, watch: GridWatcher) -> Outcome:
+    def carry_out(self, cell: Cell, progress: GridCallback) -> Outcome:
         """Run a cell from its beginning or its last checkpoint; a failure is recorded in its folder."""
         try:
             (cell.folder / FAILED).unlink(missing_ok=True)  # a new run wants an empty folder
             if cell.run is None:
-                self.start(cell.config, cell.folder, self.device, watch)
+                self.start(cell.config, cell.folder, self.device, progress)
             else:
-                self.resume(cell.folder, self.device, watch)
+                self.resume(cell.folder, self.device, progress)
         except Exception as problem:  # noqa: BLE001 (whatever happens to one cell, the others go on)
             return failed(cell, problem)
         return cell.outcome
@@ -144,19 +147,19 @@ class Executor(Protocol):
         """Wait until a cell has ended."""
 
 
-def run_grid(grid: Grid, way: Way, watcher: GridWatcher | None = None, where: Where | None = None) -> list[Outcome]:
+def run_grid(grid: Grid, way: Way, progress: GridCallback = SILENT_GRID, where: Where | None = None) -> list[Outcome]:
     """Run what is not finished; a cell that fails is recorded and does not stop the rest."""
-    watch, place = watcher or GridWatcher(), where or Where()
+    place = where or Where()
     if place.on is None:
         pick_device(way.device)
     before = grid.outcomes()
     waiting = [outcome.cell for outcome in before if not outcome.run]
     if waiting:
         _refuse_other_weights(before)
-    with watch.grid(len(before), len(before) - len(waiting)):
+    with progress.grid(len(before), len(before) - len(waiting)):
         if waiting:
-            with _executor(grid.out, way, place, watch) as executor:
-                carry_out(waiting, executor, watch, Pace(before))
+            with _executor(grid.out, way, place, progress) as executor:
+                carry_out(waiting, executor, progress, Pace(before))
     return grid.outcomes()
 
 
@@ -174,30 +177,30 @@ def _refuse_other_weights(outcomes: Sequence[Outcome]) -> None:
                 )
 
 
-def _executor(out: Path, way: Way, where: Where, watch: GridWatcher) -> AbstractContextManager[Executor]:
+def _executor(out: Path, way: Way, where: Where, progress: GridCallback) -> AbstractContextManager[Executor]:
     """What carries out cells; whatever still runs when its block is left is stopped."""
     if where.on is not None:
         from probprompt.runs.ray_cells import on_ray  # it builds upon this module, and few need it
 
-        return on_ray(out, way, where, watch)
-    return _side_by_side(way, where.workers) if where.workers > 1 else nullcontext(_OneByOne(way, watch))
+        return on_ray(out, way, where, progress)
+    return _side_by_side(way, where.workers) if where.workers > 1 else nullcontext(_OneByOne(way, progress))
 
 
-def carry_out(waiting: list[Cell], executor: Executor, watch: GridWatcher, pace: Pace) -> None:
+def carry_out(waiting: list[Cell], executor: Executor, progress: GridCallback, pace: Pace) -> None:
     """Hand out cells in their order, and tell of each that has ended."""
     left, running = list(waiting), list[Cell]()
     while left or running:
         while left and len(running) < executor.ahead:
             running.append(left.pop(0))
             if executor.ahead == 1:
-                watch.begin(running[0], pace.expect(running), pace.expect(left))
+                progress.begin(running[0], pace.expect(running), pace.expect(left))
             executor.submit(running[-1])
         outcome = executor.receive()
         running.remove(outcome.cell)
         pace.learn(outcome)
         rest = pace.expect([*running, *left])
         together = max(1, min(executor.places, len(running) + len(left)))
-        watch.end(outcome, None if rest is None else rest / together)
+        progress.end(outcome, None if rest is None else rest / together)
 
 
 class _OneByOne:
@@ -205,14 +208,14 @@ class _OneByOne:
 
     ahead = places = 1
 
-    def __init__(self, way: Way, watch: GridWatcher) -> None:
-        self._way, self._watch = way, watch
+    def __init__(self, way: Way, progress: GridCallback) -> None:
+        self._way, self._progress = way, progress
 
     def submit(self, cell: Cell) -> None:
         self._cell = cell
 
     def receive(self) -> Outcome:
-        return self._way.carry_out(self._cell, self._watch)
+        return self._way.carry_out(self._cell, self._progress)
 
 
 class _Processes:
@@ -254,7 +257,7 @@ def _carry_out_alone(cell: Cell, way: Way, threads: int) -> None:
 
     torch.set_num_threads(threads)
     with suppress(KeyboardInterrupt):  # the process that waits for this one tells what to do
-        way.carry_out(cell, GridWatcher())
+        way.carry_out(cell, SILENT_GRID)
 
 
 def _ended(cell: Cell, code: int | None) -> Outcome:

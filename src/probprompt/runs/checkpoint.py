@@ -17,7 +17,7 @@ from torch import Tensor
 from probprompt.alignment import ClassStatistics
 from probprompt.errors import UserError
 from probprompt.runs.record import CHECKPOINTS
-from probprompt.runs.tensors import read_tensors, write_tensors
+from probprompt.storage import read_tensors, write_tensors
 from probprompt.training.learner import Learner, TaskImages
 
 SHARE = 0.01

@@ -30,12 +30,12 @@ from probprompt.evaluation import diagnostics, metrics
 from probprompt.evaluation.scoring import Scorer
 from probprompt.heads import make_head
 from probprompt.methods import Method, Shape
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.checkpoint import Position, Saved, Saving, learner_tensors, load_checkpoint, save_checkpoint
-from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import disk_sizes, find_weights, save_model
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, bf16_unit, config_hash, hardware, refuse_used, versions
 from probprompt.runs.tracking import Tracker, check_tracker, open_tracker
+from probprompt.storage import write_json
 from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
 from probprompt.training.queries import queries_of
@@ -101,11 +101,11 @@ def train(
     config: RunConfig,
     out: Path,
     device: str | None = None,
-    watcher: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
     track: str | None = None,
 ) -> Run:
     """Carry out a new run in a new folder; under torchrun, together with the other processes."""
-    watch, writes = _voice(watcher), from_environment().writes
+    progress, writes = _on_main_process(progress), from_environment().writes
     if writes:
         refuse_used(out)
     if track:
@@ -114,23 +114,23 @@ def train(
     out = world.agree(out)  # a folder of no name is chosen by what is there
     precision = world.agree(config.backbone.precision or usual_precision(place))  # GPUs may be of several kinds
     with world.in_turn():
-        workshop = prepare(config, place, watch, None, world, precision)
+        workshop = prepare(config, place, progress, None, world, precision)
     run = Run.create(out, describe(workshop, out.name)) if writes else Run(out)
     with run.locked() if writes else nullcontext():
-        return _carry_out(run, workshop, None, watch, track)
+        return _carry_out(run, workshop, None, progress, track)
 
 
-def resume(out: Path, device: str | None = None, watcher: Watcher | None = None, track: str | None = None) -> Run:
+def resume(out: Path, device: str | None = None, progress: ProgressCallback = SILENT, track: str | None = None) -> Run:
     """Go on with a run from its last checkpoint; a finished one is returned as it is.
 
     So many processes as torchrun started take part, whatever their number before.
     """
-    watch = _voice(watcher)
+    progress = _on_main_process(progress)
     run = Run.open(out)
     if track:
         check_tracker(track)
     if run.finished:
-        watch.note(f"{out} is finished already")
+        progress.note(f"{out} is finished already")
         return run
     with run.locked() if from_environment().writes else nullcontext():
         record = run.record
@@ -140,9 +140,9 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
             weights = record["backbone"]
             precision = weights.get("precision")
             file = find_weights(run.config.backbone.weights, out)
-            workshop = prepare(run.config, place, watch, weights["sha256"], world, precision, file)
+            workshop = prepare(run.config, place, progress, weights["sha256"], world, precision, file)
         if workshop.device.type != begun_on:
-            watch.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
+            progress.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
         refuse_other_preparation(record["preprocessing"], workshop.learner.viewer)
         _refuse_changed_data(record, workshop)
         saved = None
@@ -153,7 +153,7 @@ def resume(out: Path, device: str | None = None, watcher: Watcher | None = None,
         more = {} if world.alone else {"world_size": world.size}
         if world.writes:
             run.log("resumed", task=position.task, epoch=position.epoch, device=workshop.device.type, **more)
-        return _carry_out(run, workshop, saved, watch, track)
+        return _carry_out(run, workshop, saved, progress, track)
 
 
 def _stream_of_views(
@@ -173,15 +173,15 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _voice(watcher: Watcher | None) -> Watcher:
-    """Who is told how a run goes: of several processes one alone talks."""
-    return watcher if watcher and from_environment().writes else Watcher()
+def _on_main_process(progress: ProgressCallback) -> ProgressCallback:
+    """Return the callback on the main process and a silent one elsewhere."""
+    return progress if from_environment().writes else SILENT
 
 
 def prepare(
     config: RunConfig,
     device: torch.device,
-    watch: Watcher,
+    progress: ProgressCallback,
     expected_sha256: str | None = None,
     world: World = ALONE,
     precision: Precision | None = None,
@@ -200,18 +200,18 @@ def prepare(
     backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
-    for remark in _open(source, watch):
-        watch.note(remark)
+    for remark in _open(source, progress):
+        progress.note(remark)
     data = source.load(config.data.short_side(short_side))
     differences = source.differences(data) if isinstance(source, Dataset) else []
     for difference in differences:
-        watch.note(f"{source.name} is not as published: {difference}")
+        progress.note(f"{source.name} is not as published: {difference}")
     if config.data.validation:
         data = source.hold_out(data, config.data.validation)
     _refuse_empty_classes(data, config.data.benchmark)
     tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
     stream = build_stream(data.class_names, tasks_given, config.seeds.order)
-    train, test = load_kept((data.train, data.test), device, watch, ImageCache.usual())
+    train, test = load_kept((data.train, data.test), device, progress, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone).to(device)
     model.set_precision(precision or config.backbone.precision or usual_precision(device))
@@ -242,13 +242,13 @@ def prepare(
     )
 
 
-def _open(source: benchmarks.Benchmark, watch: Watcher) -> list[str]:
+def _open(source: benchmarks.Benchmark, progress: ProgressCallback) -> list[str]:
     """What a user should know of the images, which may have to be fetched for it."""
     if not source.remote:
         return source.remarks()
-    with watch.stage("opening data", 1):
+    with progress.stage("opening data", 1):
         found = source.remarks()
-        watch.advance(1)
+        progress.advance(1)
     return found
 
 
@@ -363,13 +363,13 @@ def _refuse_changed_data(record: dict[str, Any], workshop: Workshop) -> None:
         raise UserError(f"other images can be read than when the run began ({shorten(changed)}): {remedy}")
 
 
-def _carry_out(run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, track: str | None) -> Run:
+def _carry_out(run: Run, workshop: Workshop, saved: Saved | None, progress: ProgressCallback, track: str | None) -> Run:
     if workshop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(workshop.device)
     settings, wanted = workshop.config.model_dump(mode="json"), track if workshop.world.writes else None
     tracker = open_tracker(wanted, run.folder, settings) if wanted else None
     try:
-        Execution(run, workshop, saved, watch, tracker).run_all()
+        Execution(run, workshop, saved, progress, tracker).run_all()
     finally:
         if tracker:
             tracker.close()
@@ -381,9 +381,9 @@ class Execution:
     """A run under way. Of several processes each has one; the first alone writes, and it alone has a tracker."""
 
     def __init__(
-        self, run: Run, workshop: Workshop, saved: Saved | None, watch: Watcher, tracker: Tracker | None
+        self, run: Run, workshop: Workshop, saved: Saved | None, progress: ProgressCallback, tracker: Tracker | None
     ) -> None:
-        self.run, self.workshop, self.saved, self.watch, self.tracker = run, workshop, saved, watch, tracker
+        self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
         count = len(workshop.tasks)
         self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
         self.hash = config_hash(workshop.config)
@@ -420,23 +420,23 @@ class Execution:
         if self.position.epoch and self.saved:
             self.saved.restore_optimiser(optimiser)
         epochs, steps = learner.epochs(task), learner.steps(task)
-        with self.watch.stage(f"task {task.index + 1} of {count}", epochs * steps):
-            self.watch.advance(self.position.epoch * steps)
+        with self.progress.stage(f"task {task.index + 1} of {count}", epochs * steps):
+            self.progress.advance(self.position.epoch * steps)
             for epoch in range(self.position.epoch, epochs):
                 self._train_epoch(task, epoch, optimiser)
             with self._timed("alignment_s"):
-                self.watch.describe("aligning the head")
+                self.progress.describe("aligning the head")
                 learner.finish(task, lambda _: None)
             with self._timed("evaluation_s"):
-                self.watch.describe("evaluating")
+                self.progress.describe("evaluating")
                 scores = self._score(task.index)
-            self.watch.describe(f"average accuracy {np.mean(scores):.1f} %")
+            self.progress.describe(f"average accuracy {np.mean(scores):.1f} %")
         self._close_task(task, scores)
 
     def _train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW) -> None:
         with self._timed("training_s"):
-            result = self.workshop.learner.train_epoch(task, epoch, optimiser, self.watch.advance)
-        self.watch.describe(f"loss {result.loss:.2f}")
+            result = self.workshop.learner.train_epoch(task, epoch, optimiser, self.progress.advance)
+        self.progress.describe(f"loss {result.loss:.2f}")
         if self.writes:
             self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
         if self.tracker:

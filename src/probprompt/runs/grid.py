@@ -15,8 +15,8 @@ from probprompt import methods, presets
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.data import benchmarks
 from probprompt.errors import UserError, shorten, suggest
-from probprompt.runs.files import read_json
 from probprompt.runs.record import Run, config_hash
+from probprompt.storage import read_json
 
 CUSTOM = "custom"
 """No preset: the defaults of all settings, with those of the grid laid over them."""

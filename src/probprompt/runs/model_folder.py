@@ -16,8 +16,7 @@ from probprompt.errors import UserError
 from probprompt.heads import HeadConfig, make_head
 from probprompt.methods import Shape
 from probprompt.runs.checkpoint import group, learning_only, saved_tensors
-from probprompt.runs.files import read_json, write_error, write_json
-from probprompt.runs.tensors import read_tensors, write_named_by_contents
+from probprompt.storage import read_json, read_tensors, write_error, write_json, write_named_by_contents
 from probprompt.training.learner import Learner
 from probprompt.training.model import PromptedModel
 

@@ -30,11 +30,11 @@ from probprompt.evaluation.audit import (
     compare,
     spread_of,
 )
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.execute import Workshop, prepare
-from probprompt.runs.files import write_json
 from probprompt.runs.model_folder import LoadedModel, load_model
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash, hardware, versions
+from probprompt.storage import write_json
 from probprompt.training.learner import Learner, TaskImages
 from probprompt.training.model import PromptedModel
 
@@ -79,25 +79,24 @@ def audit_saved(
     precision: Precision = "fp32",
     count: int = 64,
     data: str | None = None,
-    watch: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
 ) -> Proof:
     """Audit the model of a run, or a model's own folder, and write the proof into the record or beside the model.
 
     The images are those that the run was evaluated on, or of ``data`` (a folder or a benchmark), or else noise.
     """
-    watcher = watch or Watcher()
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not the folder of a run or of a model; a method is audited by its name, with --method NAME"
         )
     if not (folder / "run.json").is_file():
-        proof = _audit_loaded(folder, device, precision, count, None, data, watcher)
+        proof = _audit_loaded(folder, device, precision, count, None, data, progress)
         home = folder if (folder / "model.json").is_file() else folder / "model"
         write_json(home / "audit.json", proof.to_json())
         return replace(proof, written=home / "audit.json")
     run = Run.open(folder)
     with run.locked():
-        proof = _audit_loaded(folder, device, precision, count, run, data, watcher)
+        proof = _audit_loaded(folder, device, precision, count, run, data, progress)
         run.update(audit=proof.to_json())
     return replace(proof, written=folder / "run.json")
 
@@ -109,28 +108,28 @@ def _audit_loaded(
     count: int,
     run: Run | None,
     data: str | None,
-    watch: Watcher,
+    progress: ProgressCallback,
 ) -> Proof:
     torch.backends.cudnn.allow_tf32 = False  # as in training
     loaded = load_model(folder, device)
     note = loaded.note
     if data is not None:
         found = benchmarks.find(data).load(_stored_side(note))
-        sample = _sample(found, DataConfig(), data, loaded, count, device, watch)
+        sample = _sample(found, DataConfig(), data, loaded, count, device, progress)
     elif run is not None:
-        sample = _run_sample(run, loaded, count, device, watch)
+        sample = _run_sample(run, loaded, count, device, progress)
     else:
         sample = _noise(loaded, count, device)
     loaded.model.set_precision(precision)
-    with watch.stage("auditing", CHECKS):
+    with progress.stage("auditing", CHECKS):
         outcome = audit(
-            loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, watch.advance
+            loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, progress.advance
         )
     about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
     return Proof(str(folder), outcome, {**about, **_circumstances(device)})
 
 
-def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, watch: Watcher) -> Sample:
+def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, progress: ProgressCallback) -> Sample:
     """Images that the run was evaluated on; others than at its time are refused."""
     config, record = run.config.data, run.record
     benchmark = benchmarks.find(config.benchmark, config.test, config.test_fraction, config.root)
@@ -144,7 +143,7 @@ def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device,
             "put them back, or audit with images of another folder (--data FOLDER)"
         )
     source = f"{config.benchmark} ({record['evaluated_on']})"
-    return _sample(found, config, source, loaded, count, device, watch)
+    return _sample(found, config, source, loaded, count, device, progress)
 
 
 def _sample(
@@ -154,7 +153,7 @@ def _sample(
     loaded: LoadedModel,
     count: int,
     device: torch.device,
-    watch: Watcher,
+    progress: ProgressCallback,
 ) -> Sample:
     """Choose test images, spread over the tasks learned, and some of classes that were not, and read them."""
     learned = _task_of(loaded)
@@ -170,8 +169,8 @@ def _sample(
         )
     chosen = [row for group in groups.values() for row in _spread(group, -(-count // len(groups)))]
     others = _spread(unseen, _STRANGERS)
-    with watch.stage("reading images", len(chosen) + len(others)):
-        own, strange = (load(data.test.subset(rows), device, watch.advance) for rows in (chosen, others))
+    with progress.stage("reading images", len(chosen) + len(others)):
+        own, strange = (load(data.test.subset(rows), device, progress.advance) for rows in (chosen, others))
     unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
     if unreadable and not config.skip_unreadable:
         raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
@@ -220,30 +219,30 @@ def audit_method(
     device: torch.device,
     precision: Precision = "fp32",
     count: int = 32,
-    watch: Watcher | None = None,
+    progress: ProgressCallback = SILENT,
 ) -> Proof:
     """Train a method on the first tasks of a stream, under several futures, and audit what it has become.
 
     The streams agree in the tasks that are learned. After them come the benchmark's classes; or the same in another
     order and number of tasks, with other images; or nothing at all. The models must be the same.
     """
-    watcher, models, subject = watch or Watcher(), dict[str, PromptedModel](), config.method.name
-    first = prepare(config, device, Watcher())
+    models, subject = dict[str, PromptedModel](), config.method.name
+    first = prepare(config, device, SILENT)
     common = _common(first)
     futures, other = (_FUTURES if common < len(first.tasks) else _FUTURES[:1]), _with_another_future(first, common)
-    with watcher.stage(subject, len(futures) * common + CHECKS):
+    with progress.stage(subject, len(futures) * common + CHECKS):
         for future in futures:
-            workshop = first if future == _FUTURES[0] else prepare(other, device, Watcher())
+            workshop = first if future == _FUTURES[0] else prepare(other, device, SILENT)
             learner, tasks = _world(workshop, future, common)
-            _learn(learner, tasks, device, watcher)
+            _learn(learner, tasks, device, progress)
             models[future] = learner.model
         sample = _test_sample(first, common, count)
         known = sum(task.classes for task in first.tasks[:common])
         same = _future(models, sample, device)
         model = models[_FUTURES[0]]
         model.set_precision(precision)
-        outcome = audit(model, sample.images, sample.tasks, known, sample.strangers, watcher.advance).also(same)
-        watcher.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
+        outcome = audit(model, sample.images, sample.tasks, known, sample.strangers, progress.advance).also(same)
+        progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
     about = {
         "method": config.method.model_dump(mode="json"),
         "marks": list(config.method.marks()),
@@ -314,7 +313,7 @@ def _negatives(images: Loaded, rows: Tensor) -> Loaded:
     return replace(images, store=images.store.inverted(rows))
 
 
-def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, watch: Watcher) -> None:
+def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, progress: ProgressCallback) -> None:
     with _deterministic(device):
         for task in tasks:
             learner.begin(task)
@@ -322,7 +321,7 @@ def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, watc
             for epoch in range(learner.epochs(task)):
                 learner.train_epoch(task, epoch, optimiser, lambda _: None)
             learner.finish(task, lambda _: None)
-            watch.advance(1)
+            progress.advance(1)
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from typing import Any
 
 from probprompt import __version__
 from probprompt.errors import UserError
-from probprompt.runs.carry_out import Executor, GridWatcher, Way, Where, failed
-from probprompt.runs.files import write_bytes, write_error
+from probprompt.runs.carry_out import SILENT_GRID, Executor, GridCallback, Way, Where, failed
 from probprompt.runs.grid import Cell, Outcome
 from probprompt.runs.record import Run
+from probprompt.storage import write_bytes, write_error
 
 _LOCAL = "local"
 _TRIES = 3  # workers that a cell may lose without coming any further
@@ -39,17 +39,17 @@ Machine = Mapping[str, Any]  # as Ray describes it
 
 
 @contextmanager
-def on_ray(out: Path, way: Way, where: Where, watch: GridWatcher) -> Iterator[Executor]:
+def on_ray(out: Path, way: Way, where: Where, progress: GridCallback) -> Iterator[Executor]:
     """Cells run on the cluster that is named; what still runs when the block is left is stopped at a checkpoint."""
     address = parse_address(where.on or "ray")
     with _connected(address) as ray, _marked(out) as mark:
         machines = _machines(ray)
         share = find_share(where, way.device, machines)
         fitting = [machine for machine in machines if share.fits(machine)]
-        _tell_room(share, machines, fitting, address, watch)
+        _tell_room(share, machines, fitting, address, progress)
         if address != _LOCAL or len(machines) > 1:
             _check_machines(ray, fitting, mark)
-        cells = RayCells(ray, replace(way, device=share.device(way.device)), share, mark, watch)
+        cells = RayCells(ray, replace(way, device=share.device(way.device)), share, mark, progress)
         try:
             yield cells
         finally:
@@ -168,17 +168,19 @@ def _machines(ray: Any) -> list[Machine]:
     return [machine for machine in ray.nodes() if machine["Alive"]]
 
 
-def _tell_room(share: Share, machines: list[Machine], fitting: list[Machine], address: str, watch: GridWatcher) -> None:
+def _tell_room(
+    share: Share, machines: list[Machine], fitting: list[Machine], address: str, progress: GridCallback
+) -> None:
     if fitting:
         room = sum(map(share.fits, fitting))
-        watch.note(f"Ray: room for {room} cells at a time on {len(fitting)} machine(s), {share} each")
+        progress.note(f"Ray: room for {room} cells at a time on {len(fitting)} machine(s), {share} each")
     elif address == _LOCAL:
         has = {name: machines[0]["Resources"].get(name, 0) for name in ("GPU", "CPU")}
         raise UserError(
             f"a cell wants {share}, this machine has {Share(has['GPU'], has['CPU'])}: ask for less per cell"
         )
     else:
-        watch.note(f"Ray: no machine of the cluster has {share} now; waiting for one to join")
+        progress.note(f"Ray: no machine of the cluster has {share} now; waiting for one to join")
 
 
 # Whether the machines can work on the grid
@@ -249,7 +251,7 @@ def carry_out_there(cell: Cell, way: Way, mark: Path, threads: int) -> bool:
     if not mark.exists():  # a machine that joined later
         raise UserError(_not_shared(socket.gethostname(), mark))
     torch.set_num_threads(threads)
-    return way.carry_out(cell, GridWatcher()).run is not None
+    return way.carry_out(cell, SILENT_GRID).run is not None
 
 
 class Losses:
@@ -272,8 +274,8 @@ class RayCells:
 
     ahead = math.inf
 
-    def __init__(self, ray: Any, way: Way, share: Share, mark: Path, watch: GridWatcher) -> None:
-        self._ray, self._share, self._watch = ray, share, watch
+    def __init__(self, ray: Any, way: Way, share: Share, mark: Path, progress: GridCallback) -> None:
+        self._ray, self._share, self._progress = ray, share, progress
         taken = {"num_gpus": share.gpus, "num_cpus": share.cpus}
         self._task = ray.remote(**taken, max_retries=0, max_calls=1)(carry_out_there)  # a new process for each
         self._how = way, mark, max(1, int(share.cpus))
@@ -314,7 +316,7 @@ class RayCells:
         if not self._losses.bearable(cell):
             return failed(cell, RuntimeError(f"{died}, {_TRIES} times at the same place (killed, or out of memory?)"))
         told = "it goes on from its last checkpoint" if cell.run else "it begins anew"
-        self._watch.note(f"{cell.name}: {died}; {told}")
+        self._progress.note(f"{cell.name}: {died}; {told}")
         self.submit(cell)
         return None
 

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from probprompt import __version__, capture, kernels
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.files import is_part, read_json, remove_parts, write_bytes, write_error, write_json
+from probprompt.storage import is_part, lock, read_json, remove_parts, write_bytes, write_error, write_json
 from probprompt.training import queries
 
 FORMAT = 1
@@ -129,21 +129,12 @@ class Run:
     def locked(self) -> Iterator[None]:
         """Hold the folder, so that no second process writes into it; the lock ends with the process."""
         try:
-            import fcntl
-        except ImportError:  # not on every system; then nobody is kept out
-            yield
-            return
-        try:
-            handle = (self.folder / ".lock").open("w")
+            held = lock(self.folder / ".lock")
+        except BlockingIOError:
+            raise UserError(f"another process is working on {self.folder}: wait for it, or stop it") from None
         except OSError as problem:
             raise write_error(self.folder, problem) from problem
-        with handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is working on {self.folder}: wait for it, or stop it") from None
-            except OSError:  # a file system without locks; then nobody is kept out
-                pass
+        with held or nullcontext():  # without locks no process is kept out
             self._tidy()
             yield
 

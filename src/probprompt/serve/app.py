@@ -110,7 +110,10 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
-    app.add_middleware(Guard, access=service.access, limits=service.limits, metrics=service.metrics)
+    metrics = service.metrics
+    app.add_middleware(
+        Guard, access=service.access, limits=service.limits, requests=metrics.requests, seconds=metrics.seconds
+    )
     _add_page(app)
     _add_refusals(app)
     _add_asking(app, service)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from probprompt.errors import UserError
-from probprompt.runs.files import natural_order, read_json, write_bytes, write_error, write_json
+from probprompt.storage import natural_order, read_json, write_bytes, write_error, write_json
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})

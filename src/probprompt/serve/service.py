@@ -2,39 +2,70 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from probprompt.classifier import ContinualClassifier
 from probprompt.classifier.pictures import same_name
 from probprompt.data.images import Pixels
 from probprompt.errors import UserError, shorten
 from probprompt.runs.execute import pick_device
-from probprompt.runs.files import write_error
 from probprompt.serve.batching import Batcher, Room
 from probprompt.serve.decoding import Decoders, RefusedImageError
 from probprompt.serve.insight import Insight
 from probprompt.serve.jobs import Draft, Job, JobStore
-from probprompt.serve.metrics import Metrics
 from probprompt.serve.security import Access, Limits
 from probprompt.serve.teaching import School
 from probprompt.serve.uploads import Lesson, Upload, decode_each, each
 from probprompt.serve.values import AccuracyMatrix, KeptVersion, PredictedImage, Predictions, PromptFigures
+from probprompt.storage import lock, write_error
 
 DECODERS = 2
 WAITING_IMAGES, WAITING_BYTES = 1024, 2**30
 """What may wait for its prediction at a time: images, and the memory of those that are decoded."""
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64)
 LOCK_SECONDS = 5.0
 """How long to wait for the folder: a process that learned for a killed service may need a moment to notice."""
 
 
 class KnownClassError(Exception):
     """A lesson on a class that is known already, without saying what to do; the message says how."""
+
+
+class Metrics:
+    """Counters and times of one service, for Prometheus."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by route, method and status.", "route", "method", "status")
+        self.seconds = self._histogram("request_seconds", "Time from a request to its answer.", SECONDS, "route")
+        self.images = self._counter("predicted_images", "Images that were classified.")
+        self.unknown = self._counter("unknown_images", "Images found to be of no known class.")
+        self.refused = self._counter("refused_images", "Uploads that could not be decoded.")
+        self.batches = self._histogram("batch_images", "Images that were classified together.", SIZES)
+        self.jobs = self._counter("jobs", "Jobs by kind and how they ended.", "kind", "state")
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"probprompt_{name}_total", about, labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str, bounds: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"probprompt_{name}", about, labels, registry=self._registry, buckets=bounds)
+
+    def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
+        """Add a number that is looked up at each scrape."""
+        Gauge(f"probprompt_{name}", about, registry=self._registry).set_function(value)
+
+    def text(self) -> str:
+        """Return everything in Prometheus's text format."""
+        return generate_latest(self._registry).decode()
 
 
 class Service:
@@ -91,11 +122,11 @@ class Service:
 
     def _count(self, images: int, unknown: int) -> None:
         self.metrics.batches.observe(images)
-        self.metrics.images.add(images)
-        self.metrics.unknown.add(unknown)
+        self.metrics.images.inc(images)
+        self.metrics.unknown.inc(unknown)
 
     def _count_job(self, kind: str, state: str) -> None:
-        self.metrics.jobs.add(kind=kind, state=state)
+        self.metrics.jobs.labels(kind, state).inc()
 
     def _add_gauges(self) -> None:
         add = self.metrics.gauge
@@ -125,7 +156,7 @@ class Service:
         rows = []
         for upload, pixels in zip(uploads, decoded, strict=True):
             if isinstance(pixels, RefusedImageError):
-                self.metrics.refused.add()
+                self.metrics.refused.inc()
                 rows.append(PredictedImage.refused(upload.name, str(pixels)))
             else:
                 rows.append(PredictedImage.of(upload.name, next(found)))
@@ -202,7 +233,7 @@ class Service:
             try:
                 png = await self.decoders.png_of(await upload.read())
             except RefusedImageError as problem:
-                self.metrics.refused.add()
+                self.metrics.refused.inc()
                 return f"{upload.name}: {problem}"
             await asyncio.to_thread(draft.add_image, index, number, png)
             return None
@@ -219,23 +250,14 @@ def warm_up(classifier: ContinualClassifier) -> None:
 
 def hold(folder: Path) -> IO[str] | None:
     """Hold a model's folder against a second service; None where the system has no locks."""
-    place = folder / "serve"
-    try:
-        place.mkdir(exist_ok=True)
-        handle = (place / "lock").open("w")
-    except OSError as problem:
-        raise write_error(place, problem) from problem
-    try:
-        import fcntl
-    except ImportError:  # not on every system; then nobody is kept out
-        handle.close()
-        return None
-    until = time.monotonic() + LOCK_SECONDS
+    place, until = folder / "serve", time.monotonic() + LOCK_SECONDS
     while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        if time.monotonic() > until:
-            handle.close()
-            raise UserError(f"another service works with {folder}: stop that one first")
+        try:
+            place.mkdir(exist_ok=True)
+            return lock(place / "lock")
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise UserError(f"another service works with {folder}: stop that one first") from None
+        except OSError as problem:
+            raise write_error(place, problem) from problem
         time.sleep(0.1)

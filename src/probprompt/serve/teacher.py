@@ -19,14 +19,14 @@ from typing import Any
 from probprompt.classifier import changing
 from probprompt.classifier.teaching import Known
 from probprompt.errors import UserError, says_out_of_memory
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 
 WAIT_SECONDS = 0.2
 """How often the model is looked at while somebody else changes it."""
 _ORPHANED = 3  # exit code
 
 
-class Lines(Watcher):
+class Lines(ProgressCallback):
     """Tells how far learning is, a line for each step that changes the percentage."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
         tell({"progress": {"stage": "loading", "done": 0, "total": 1}})
         known: Known = "refine" if request["refine"] else "refuse"
         with changing(folder, request["device"], busy=wait) as classifier:
-            learned = classifier.learn(request["images"], known=known, name=request["name"], watcher=Lines())
+            learned = classifier.learn(request["images"], known=known, name=request["name"], progress=Lines())
     except UserError as problem:
         tell({"error": str(problem)})
     except (MemoryError, RuntimeError, OSError) as problem:

@@ -1,4 +1,4 @@
-"""Something to measure: random images in memory, and the engine that users run, as far along in its tasks as wanted."""
+"""Something to measure: random images in memory, and the engine that users run, in the middle of its tasks."""
 
 import math
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def random_images(count: int, short_side: int) -> list[Pixels]:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class BenchSetup:
     """The engine with a task begun, and images to feed it."""
 
     config: RunConfig
@@ -151,7 +151,7 @@ def fresh_backbone(name: str, weights: str | None, image_size: int | None) -> Lo
     return replace(made, model=deepcopy(made.model))
 
 
-def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -> Workshop:
+def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -> BenchSetup:
     """Put the engine in place and go through all tasks before the one to measure, without training them."""
     torch.backends.cudnn.allow_tf32 = False  # as in every run
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -169,7 +169,7 @@ def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -
     tasks = _tasks(Scale((scale.classes,)) if learner.model.method.joint else scale, len(arrays), device)
     task = _go_to(learner, tasks)
     later, images = scale.classes - task.first - task.classes, sum(array.nbytes for array in arrays)
-    return Workshop(config, device, backbone, learner, task, later, images, held)
+    return BenchSetup(config, device, backbone, learner, task, later, images, held)
 
 
 def _tasks(scale: Scale, stored: int, device: torch.device) -> list[TaskImages]:

@@ -11,8 +11,8 @@ import torch
 
 from probprompt.bench.timing import Peak
 from probprompt.errors import UserError
-from probprompt.runs.files import is_changed, read_json, sealed, write_json
 from probprompt.runs.record import hardware, versions
+from probprompt.storage import is_changed, read_json, with_hash, write_json
 
 KIND, FORMAT = "probprompt bench", 1
 SETTINGS = ("backbone", "image_size", "batch", "precision", "classes", "task")
@@ -84,7 +84,7 @@ def make_record(
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record."""
-    write_json(path, sealed(record))
+    write_json(path, with_hash(record))
 
 
 def read_record(path: Path) -> dict[str, Any]:
