@@ -1,18 +1,16 @@
 """L2P, L2P++ and Deep L2P++ against their rules, written down a second time with loops in float64."""
 
-import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from method_helpers import build, cosine, injected, loss_of, normal, same, training
 from probprompt.backbone import FrozenViT
-from probprompt.errors import UserError
-from probprompt.methods import EVALUATION, Context, MethodConfig, Shape, parse_config, registered
+from probprompt.methods import EVALUATION, Context, parse_config
 from probprompt.methods.l2p import L2P, DeepL2PPlus, L2PPlus, PooledPrompts
 from probprompt.prompts import Prefix, Prompt, Tokens
 
@@ -24,13 +22,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "l2p++": {"components": 6, "tokens": 4, "top_k": 3, "blocks": (2,)},
     "deep-l2p++": {"components": 6, "tokens": 4, "top_k": 3, "blocks": (1, 3)},
 }
-TRAINING = Context(training=True, task=0)
+TRAINING = training()
 
 
-def fresh(name: str, seed: int = 7, width: int = WIDTH, **settings: Any) -> PooledPrompts:
+def fresh(name: str, width: int = WIDTH, **settings: Any) -> PooledPrompts:
     """A small method before training."""
-    config = parse_config({"name": name, **SMALL[name], **settings})
-    method = registered()[name].create(config, Shape(width, DEPTH), seed)
+    method = build(name, width, DEPTH, **{**SMALL[name], **settings})
     assert isinstance(method, PooledPrompts)
     return method
 
@@ -45,22 +42,10 @@ def moved(name: str, **settings: Any) -> PooledPrompts:
 
 
 def some_queries(count: int = BATCH, seed: int = 1, width: int = WIDTH) -> Tensor:
-    return 5 * torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-
-
-def published(name: str) -> PooledPrompts:
-    method = registered()[name].create(parse_config(name), Shape(768, 12), 0)
-    assert isinstance(method, PooledPrompts)
-    return method
+    return normal(count, width, seed=seed, scale=5)
 
 
 # The rules once more
-
-
-def cosine(one: Tensor, other: Tensor) -> float:
-    first, second = list(map(float, one.detach())), list(map(float, other.detach()))
-    product = sum(a * b for a, b in zip(first, second, strict=True))
-    return product / math.sqrt(sum(a * a for a in first)) / math.sqrt(sum(b * b for b in second))
 
 
 def choices(method: PooledPrompts, slot: int, query: Tensor) -> list[list[int]]:
@@ -89,76 +74,33 @@ def key_loss(method: PooledPrompts, query: Tensor) -> float:
     return total
 
 
-def injected(method: PooledPrompts, query: Tensor, context: Context = EVALUATION) -> dict[int, Tensor]:
-    """All tokens of every block, (B, P, D); of a prefix the keys, then the values."""
-    found = {}
-    for block, prompt in method.prompts(query, context).prompts.items():
-        assert isinstance(prompt, Prefix | Tokens)
-        both = prompt.tokens if isinstance(prompt, Tokens) else torch.cat([prompt.key, prompt.value], dim=1)
-        found[block] = both.detach()
-    return found
-
-
-def loss_of(method: PooledPrompts, query: Tensor) -> Tensor:
-    loss = method.prompts(query, TRAINING).loss
-    assert loss is not None
-    return loss
-
-
 # What is injected
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "tokens", "blocks"),
-    [
-        ("l2p", 10 * 5 * 768 + 10 * 768, 25, [0]),
-        ("l2p++", 30 * 20 * 768 + 30 * 768, 100, [0]),
-        ("deep-l2p++", 5 * (30 * 20 * 768 + 30 * 768), 100, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_the_published_sizes(name: str, parameters: int, tokens: int, blocks: list[int]) -> None:
-    method = published(name)
-    assert sum(parameter.numel() for parameter in method.parameters()) == parameters
-    found = injected(method, torch.randn(2, 768, generator=torch.Generator().manual_seed(0)))
-    assert list(found) == blocks
-    assert all(prompt.shape == (2, tokens, 768) for prompt in found.values())
 
 
 @pytest.mark.parametrize("context", [EVALUATION, TRAINING], ids=["evaluation", "training"])
 @pytest.mark.parametrize("batchwise", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3, 6])
-def test_l2p_puts_the_chosen_entries_one_after_the_other_at_the_input(
-    top_k: int, batchwise: bool, context: Context
-) -> None:
-    method, query = moved("l2p", top_k=top_k, batchwise=batchwise), some_queries()
-    ((block, prompt),) = method.prompts(query, context).prompts.items()
-    assert block == 0 and isinstance(prompt, Tokens) and prompt.positioned
-    for image, chosen in enumerate(choices(method, 0, query)):
-        expected = torch.cat([method.pool[0, n] for n in sorted(chosen)])
-        assert torch.equal(prompt.tokens[image], expected)
-
-
-@pytest.mark.parametrize("context", [EVALUATION, TRAINING], ids=["evaluation", "training"])
-@pytest.mark.parametrize("batchwise", [False, True])
-@pytest.mark.parametrize("name", PREFIXES)
-def test_every_chosen_entry_brings_keys_and_values(name: str, batchwise: bool, context: Context) -> None:
-    method, query = moved(name, batchwise=batchwise), some_queries()
+@pytest.mark.parametrize("name", NAMES)
+def test_the_chosen_entries_follow_each_other(name: str, top_k: int, batchwise: bool, context: Context) -> None:
+    """As tokens at the input, or every one with its keys and values."""
+    method, query = moved(name, top_k=top_k, batchwise=batchwise), some_queries()
     prompts = method.prompts(query, context).prompts
-    assert list(prompts) == list(SMALL[name]["blocks"])
+    assert list(prompts) == list(SMALL[name].get("blocks", [0]))
+    every = []
     for slot, prompt in enumerate(prompts.values()):
-        assert isinstance(prompt, Prefix)
         for image, chosen in enumerate(choices(method, slot, query)):
             entries = [method.pool[slot, n] for n in sorted(chosen)]
-            assert torch.equal(prompt.key[image], torch.cat([entry[:2] for entry in entries]))
-            assert torch.equal(prompt.value[image], torch.cat([entry[2:] for entry in entries]))
-
-
-def test_the_checks_above_look_at_different_choices() -> None:
-    method, query = moved("deep-l2p++"), some_queries()
-    every = [tuple(chosen) for slot in range(2) for chosen in choices(method, slot, query)]
-    assert len(set(every)) > 6
-    assert any(list(chosen) != sorted(chosen) for chosen in every)
-    assert choices(method, 0, query) != choices(method, 1, query)
+            if name == "l2p":
+                assert isinstance(prompt, Tokens) and prompt.positioned
+                assert torch.equal(prompt.tokens[image], torch.cat(entries))
+            else:
+                assert isinstance(prompt, Prefix)
+                assert torch.equal(prompt.key[image], torch.cat([entry[:2] for entry in entries]))
+                assert torch.equal(prompt.value[image], torch.cat([entry[2:] for entry in entries]))
+            every.append(tuple(chosen))
+    if (name, top_k, batchwise) == ("deep-l2p++", 3, False):
+        assert len(set(every)) > 6 and any(list(chosen) != sorted(chosen) for chosen in every)
+        assert choices(method, 0, query) != choices(method, 1, query)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -219,49 +161,28 @@ def test_among_equal_keys_the_earlier_entry_comes_first(width: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_length_of_a_query_does_not_matter(name: str) -> None:
-    method, query = moved(name), some_queries()
-    near, far = injected(method, query), injected(method, 100 * query)
-    assert all(torch.equal(near[block], far[block]) for block in near)
+    assert same(injected(moved(name), some_queries()), injected(moved(name), 100 * some_queries()))
 
 
+@pytest.mark.parametrize("batchwise", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_relevance_is_the_share_of_the_chosen(name: str) -> None:
-    for batchwise in (False, True):
-        method, query = moved(name, batchwise=batchwise), some_queries()
-        shown = method.relevance(query)
-        assert list(shown) == list(method.blocks)
-        for slot, block in enumerate(method.blocks):
-            expected = torch.zeros(BATCH, 1, 6)
-            for image, chosen in enumerate(choices(method, slot, query)):
-                expected[image, 0, chosen] = 1 / 3
-            torch.testing.assert_close(shown[block], expected)
+def test_relevance_is_the_share_of_the_chosen(name: str, batchwise: bool) -> None:
+    method, query = moved(name, batchwise=batchwise), some_queries()
+    shown = method.relevance(query)
+    assert list(shown) == list(method.blocks)
+    for slot, block in enumerate(method.blocks):
+        expected = torch.zeros(BATCH, 1, 6)
+        for image, chosen in enumerate(choices(method, slot, query)):
+            expected[image, 0, chosen] = 1 / 3
+        torch.testing.assert_close(shown[block], expected)
 
 
-def test_l2p_reads_out_its_tokens_and_the_others_the_class_token() -> None:
+def test_published_defaults_of_l2p() -> None:
+    settings = [parse_config(name).model_dump() for name in NAMES]
+    assert [(one["pull"], one["initial"]) for one in settings] == [(0.1, "symmetric"), *[(1.0, "uniform")] * 2]
     assert (L2P.readout, L2PPlus.readout, DeepL2PPlus.readout) == ("tokens", "class", "class")
     assert all(method.query_readout == "class" and method.needs_query for method in (L2P, L2PPlus, DeepL2PPlus))
-
-
-# Batch mates
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_evaluation_depends_on_no_other_image(name: str) -> None:
-    method, query = moved(name), some_queries(9)
-    together, backwards = injected(method, query), injected(method, query.flip(0))
-    for block, tokens in together.items():
-        assert torch.equal(tokens, backwards[block].flip(0))
-        for image in range(len(query)):
-            assert torch.equal(tokens[image : image + 1], injected(method, query[image : image + 1])[block])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_published_vote_makes_images_depend_on_each_other(name: str) -> None:
-    method, query = moved(name, batchwise=True), some_queries(9)
-    for block, tokens in injected(method, query).items():
-        assert (tokens == tokens[0]).all()
-        alone = [injected(method, query[image : image + 1])[block][0] for image in range(9)]
-        assert any(not torch.equal(tokens[image], alone[image]) for image in range(9))
+    assert injected(fresh("l2p", tokens=1), some_queries())[0].shape == (BATCH, 3, WIDTH)  # an odd number is fine
 
 
 def test_the_vote_goes_by_number_then_by_index() -> None:
@@ -283,28 +204,11 @@ def test_the_vote_goes_by_number_then_by_index() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_pulls_the_chosen_keys(name: str, pull: float, batchwise: bool) -> None:
     method, query = moved(name, pull=pull, batchwise=batchwise), some_queries()
-    loss = loss_of(method, query)
-    assert loss.dtype == torch.float32 and loss.shape == ()
+    loss = loss_of(method, query, TRAINING)
+    assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(pull * key_loss(method, query), rel=1e-5)
     assert method.prompts(query, EVALUATION).loss is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_without_pull_there_is_no_loss(name: str) -> None:
-    assert moved(name, pull=0).prompts(some_queries(), TRAINING).loss is None
-
-
-def test_the_published_weights_of_the_loss() -> None:
-    assert [parse_config(name).model_dump()["pull"] for name in NAMES] == [0.1, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_loss_of_a_perfect_match(name: str) -> None:
-    method, query = fresh(name), some_queries(1)
-    with torch.no_grad():
-        method.keys.copy_(3 * query.expand_as(method.keys))
-    expected = -3 * 0.1 if name == "l2p" else 0
-    assert loss_of(method, query.expand(4, -1)).item() == pytest.approx(expected, abs=1e-6)
+    assert moved(name, pull=0).prompts(query, TRAINING).loss is None
 
 
 @pytest.mark.parametrize("batchwise", [False, True])
@@ -316,19 +220,18 @@ def test_the_published_loss_pairs_every_query_with_the_choice_of_every_image(nam
         for row in query:
             for chosen in choices(method, slot, query):
                 expected += sum(1 - cosine(row, method.keys[slot, n]) for n in chosen)
-    assert loss_of(method, query).item() == pytest.approx(expected, rel=1e-5)
+    assert loss_of(method, query, TRAINING).item() == pytest.approx(expected, rel=1e-5)
     correct = moved(name, batchwise=batchwise)
-    assert expected > 4 * loss_of(correct, query).item()
-    alone = query[:1]
-    assert loss_of(method, alone).item() == pytest.approx(loss_of(correct, alone).item())
-    before, after = injected(correct, query, TRAINING), injected(method, query, TRAINING)
-    assert all(torch.equal(before[block], after[block]) for block in before)
+    assert expected > 4 * loss_of(correct, query, TRAINING).item()
+    alone = [loss_of(one, query[:1], TRAINING).item() for one in (method, correct)]
+    assert alone[0] == pytest.approx(alone[1])
+    assert same(injected(correct, query, TRAINING), injected(method, query, TRAINING))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_moves_an_images_keys_towards_it_and_no_others(name: str) -> None:
     method, query = moved(name), some_queries(1)
-    loss_of(method, query).backward()
+    loss_of(method, query, TRAINING).backward()
     assert method.pool.grad is None and method.keys.grad is not None
     for slot in range(len(method.blocks)):
         chosen = choices(method, slot, query)[0]
@@ -343,33 +246,11 @@ def test_the_loss_moves_an_images_keys_towards_it_and_no_others(name: str) -> No
             torch.testing.assert_close(gradient, -weight * toward / key.norm(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", PREFIXES)
-def test_only_the_published_loss_pulls_keys_towards_queries_that_did_not_choose_them(name: str) -> None:
-    query = some_queries(2, seed=4)
-
-    def gradients(queries: Tensor, **settings: Any) -> Tensor:
-        method = moved(name, **settings)
-        (gradient,) = torch.autograd.grad(loss_of(method, queries), method.keys)
-        return gradient
-
-    method = moved(name)
-    assert any(set(one) != set(other) for one, other in [choices(method, s, query) for s in range(len(method.blocks))])
-    separate = gradients(query[:1]) + gradients(query[1:])
-    torch.testing.assert_close(gradients(query), separate)
-    assert not torch.allclose(gradients(query, legacy_key_loss=True), separate, atol=1e-2)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tokens_train_the_chosen_entries_alone(name: str) -> None:
     method, query = moved(name), some_queries(2)
-    prompts = method.prompts(query, TRAINING).prompts.values()
-    total = sum(
-        (prompt.tokens.sum() if isinstance(prompt, Tokens) else prompt.key.sum() + 2 * prompt.value.sum())
-        for prompt in prompts
-        if isinstance(prompt, Tokens | Prefix)
-    )
-    assert isinstance(total, Tensor)
-    total.backward()
+    factor = torch.ones(1, 1) if name == "l2p" else torch.tensor([1.0] * 6 + [2.0] * 6)[:, None]  # keys, then values
+    torch.cat([(factor * tokens).flatten() for tokens in injected(method, query, TRAINING).values()]).sum().backward()
     assert method.keys.grad is None and method.pool.grad is not None
     for slot in range(len(method.blocks)):
         times = Counter(n for chosen in choices(method, slot, query) for n in chosen)
@@ -378,94 +259,3 @@ def test_the_tokens_train_the_chosen_entries_alone(name: str) -> None:
             if name != "l2p":
                 expected[2:] *= 2
             assert torch.equal(method.pool.grad[slot, n], expected)
-
-
-# Initial parameters, saving and settings
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("initial", "low"), [("uniform", 0.0), ("symmetric", -1.0)])
-@pytest.mark.parametrize("scale", [1.0, 0.01])
-def test_initial_numbers(name: str, initial: str, low: float, scale: float) -> None:
-    method = fresh(name, width=300, initial=initial, initial_scale=scale)
-    for parameter in (method.pool, method.keys):
-        drawn = parameter.detach() / scale
-        assert drawn.min() >= low and drawn.max() <= 1
-        assert drawn.min() < low + 0.02 and drawn.max() > 0.98
-        assert float(drawn.mean()) == pytest.approx((1 + low) / 2, abs=0.05)
-
-
-def test_the_published_initial_numbers() -> None:
-    assert published("l2p").keys.min() < -0.99
-    assert all(published(name).keys.min() >= 0 and published(name).keys.max() > 0.99 for name in PREFIXES)
-
-
-def test_what_is_drawn_depends_on_the_seed_and_the_block_alone() -> None:
-    method, same, other = fresh("deep-l2p++"), fresh("deep-l2p++"), fresh("deep-l2p++", seed=8)
-    single = fresh("l2p++", blocks=(3,))
-    for name in ("pool", "keys"):
-        ours = getattr(method, name)
-        assert torch.equal(ours, getattr(same, name)) and not torch.equal(ours, getattr(other, name))
-        assert not torch.equal(ours[0], ours[1])
-        assert torch.equal(ours[1], getattr(single, name)[0])
-    assert not torch.equal(method.pool[0, :, 0], method.keys[0])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_method_answers_as_before(name: str) -> None:
-    method, loaded, query = moved(name), fresh(name, seed=9), some_queries()
-    for task in range(3):
-        loaded.begin_task(task, 2)
-    assert set(method.state_dict()) == {"pool", "keys"}
-    loaded.load_state_dict(method.state_dict())
-    found, expected = injected(loaded, query), injected(method, query)
-    assert all(torch.equal(found[block], expected[block]) for block in expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_published_mistakes_are_never_the_default_and_always_marked(name: str) -> None:
-    def marks(**settings: Any) -> tuple[str, ...]:
-        config = parse_config({"name": name, **settings})
-        assert isinstance(config, MethodConfig)
-        return config.marks()
-
-    assert marks() == ()
-    (vote,) = marks(batchwise=True)
-    assert vote.startswith("batchwise: ") and "batch mates" in vote
-    if name != "l2p":
-        (mistake,) = marks(legacy_key_loss=True)
-        assert mistake.startswith("legacy_key_loss: ")
-        assert marks(legacy_key_loss=True, batchwise=True) == (vote, mistake)
-
-
-@pytest.mark.parametrize("name", PREFIXES)
-@pytest.mark.parametrize("blocks", [(DEPTH,), (0, DEPTH + 3), (-1, 0)])
-def test_blocks_outside_the_backbone_are_refused(name: str, blocks: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match=rf"blocks 0 to {DEPTH - 1}.*method\.blocks"):
-        fresh(name, blocks=blocks)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *[(name, {"components": 4, "top_k": 5}) for name in NAMES],
-        *[(name, {"top_k": 0}) for name in NAMES],
-        *[(name, {"pull": -1}) for name in NAMES],
-        *[(name, {"initial": "normal"}) for name in NAMES],
-        *[(name, {"initial_scale": 0}) for name in NAMES],
-        *[(name, {"tokens": 0}) for name in NAMES],
-        *[(name, {"tokens": 5}) for name in PREFIXES],
-        *[(name, {"blocks": ()}) for name in PREFIXES],
-        *[(name, {"blocks": (1, 1)}) for name in PREFIXES],
-        ("l2p", {"blocks": (0,)}),
-        ("l2p", {"legacy_key_loss": True}),
-    ],
-    ids=str,
-)
-def test_settings_without_meaning_are_refused(name: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        parse_config({"name": name, **settings})
-
-
-def test_an_odd_number_of_input_tokens_is_fine() -> None:
-    assert injected(fresh("l2p", tokens=1), some_queries())[0].shape == (BATCH, 3, WIDTH)

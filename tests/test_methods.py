@@ -16,9 +16,8 @@ from probprompt.backbone import FrozenViT
 from probprompt.checkpoints import LoadedBackbone, Preprocessing
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
-from probprompt.heads import ClosedFormHead, HeadConfig, make_head
-from probprompt.methods import EVALUATION, Context, Shape
-from probprompt.progress import SILENT, ProgressCallback
+from probprompt.heads import HEADS, ClosedFormHead, HeadConfig, make_head
+from probprompt.methods import EVALUATION, Context, Prompted, Shape
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
 from probprompt.randomness import Noise
 from probprompt.runs import checkpoint, execute, model_folder
@@ -31,7 +30,6 @@ BACKBONES: dict[str, dict[str, Any]] = {
     "narrow": {"embed_dim": 32, "depth": 5, "num_heads": 4},
     "registers": {"embed_dim": 48, "depth": 6, "num_heads": 3, "reg_tokens": 2, "no_embed_class": True},
 }
-HEADS = ("linear", "ridge", "lda", "nearest-mean")
 
 
 def build_backbone(kind: str) -> LoadedBackbone:
@@ -132,28 +130,19 @@ def teach(workshop: execute.Workshop, index: int) -> None:
 
 
 def predictions(workshop: execute.Workshop) -> Tensor:
-    scorer = workshop.scorer
-    rows = torch.cat([task.rows for task in workshop.test_tasks])
-    return scorer.logits(rows)
+    return workshop.scorer.logits(torch.cat([task.rows for task in workshop.test_tasks]))
 
 
-@dataclass(frozen=True)
-class Spy:
-    """What a method was told while it made prompts."""
+def some_images(workshop: execute.Workshop) -> Tensor:
+    return workshop.scorer.viewer.evaluation(workshop.scorer.images.store, torch.arange(6))
 
-    contexts: list[Context]
 
-    @classmethod
-    def on(cls, method: methods.Method, monkeypatch: pytest.MonkeyPatch) -> "Spy":
-        seen: list[Context] = []
-        original = method.prompts
-
-        def watch(query: Tensor | None, context: Context) -> methods.Prompted:
-            seen.append(context)
-            return original(query, context)
-
-        monkeypatch.setattr(method, "prompts", watch)
-        return cls(seen)
+def assert_predicted_everywhere(run: Run, workshop: execute.Workshop, by_hand: Tensor) -> None:
+    """By the model, the scorer and the saved model."""
+    images = some_images(workshop)
+    torch.testing.assert_close(workshop.learner.model.predict(images), by_hand)
+    torch.testing.assert_close(workshop.scorer.logits(torch.arange(6)), by_hand)
+    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -216,19 +205,34 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_save_and_load_give_equal_predictions(name: str, trained: Callable[[str], Run]) -> None:
-    """Also: three tasks of unequal size, one of a single class, are learned."""
+def test_predictions_of_a_finished_run(
+    name: str, trained: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tasks of unequal size, one of a single class, were learned: saved, loaded, alone and told nothing."""
     run = trained(name)
     workshop, loaded = restored(run), model_folder.load_model(run.folder)
-    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, torch.arange(6))
-    expected = workshop.learner.model.predict(images)
+    model, images = workshop.learner.model, some_images(workshop)
+    expected, contexts, original = model.predict(images), list[Context](), model.method.prompts
     assert expected.shape == (6, 6) and bool(expected.isfinite().all())
-    if loaded.model.method.trains_backbone:  # other kernels run where weights may learn
+    if model.method.trains_backbone:  # other kernels run where weights may learn
         torch.testing.assert_close(loaded.model.predict(images), expected, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(loaded.model.predict(images), expected)
     assert len(loaded.class_names) == 6
     assert loaded.model.static, "a loaded model must not learn by accident"
+    alone = torch.cat([model.predict(image[None]) for image in images])
+    torch.testing.assert_close(expected, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(expected, model.predict(images.flip(0)).flip(0), rtol=1e-4, atol=1e-4)
+
+    def watch(query: Tensor | None, context: Context) -> Prompted:
+        contexts.append(context)
+        return original(query, context)
+
+    monkeypatch.setattr(model.method, "prompts", watch)
+    predictions(workshop)
+    assert contexts
+    for context in contexts:
+        assert (context.training, context.task, context.labels, context.noise) == (False, None, None, None)
 
 
 class CrashError(BaseException):
@@ -266,13 +270,10 @@ def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Ru
     with pytest.raises(CrashError):
         execute.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
     with pytest.raises(CrashError):
-        execute.resume(tmp_path / "broken", progress=Bomb(last, 1000))
-    assert_equal_runs(whole, execute.resume(tmp_path / "broken"))
-
-
-def assert_equal_runs(first: Run, second: Run) -> None:
-    assert (first.folder / "accuracy.json").read_bytes() == (second.folder / "accuracy.json").read_bytes()
-    one, other = ({path.name: path.read_bytes() for path in run.model.iterdir()} for run in (first, second))
+        execute.resume(tmp_path / "broken", watcher=Bomb(last, 1000))
+    resumed = execute.resume(tmp_path / "broken")
+    assert (whole.folder / "accuracy.json").read_bytes() == (resumed.folder / "accuracy.json").read_bytes()
+    one, other = ({path.name: path.read_bytes() for path in run.model.iterdir()} for run in (whole, resumed))
     assert one == other
 
 
@@ -290,30 +291,7 @@ def test_the_number_of_tasks_need_not_be_known(name: str, few: Path, kind: str) 
     assert short.scorer.logits(rows).shape == (len(rows), 4)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_evaluation_is_told_nothing(name: str, trained: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No label, task or random source reaches a method at evaluation."""
-    workshop = restored(trained(name))
-    spy = Spy.on(workshop.learner.model.method, monkeypatch)
-    predictions(workshop)
-    assert spy.contexts
-    for context in spy.contexts:
-        assert (context.training, context.task, context.labels, context.noise) == (False, None, None, None)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_an_image_does_not_depend_on_its_batch(name: str, trained: Callable[[str], Run]) -> None:
-    workshop = restored(trained(name))
-    model, scorer = workshop.learner.model, workshop.scorer
-    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
-    together = model.predict(images)
-    alone = torch.cat([model.predict(image[None]) for image in images])
-    backwards = model.predict(images.flip(0)).flip(0)
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(together, backwards, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ("linear", "ridge", "lda", "nearest-mean"))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_with_every_head(name: str, head: str, few: Path, loading: None) -> None:
     workshop = learn(configure(few, "narrow", name, head={"kind": head}))
@@ -330,9 +308,7 @@ def test_under_a_closed_form_head_nothing_moves_after_the_first_task(name: str, 
         pytest.skip("all tasks are one")
     head = {"kind": "ridge", "ridge": 1.0}
     workshop = learn(configure(few, "narrow", name, head=head), 1)
-    rows = torch.arange(6)
-    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
-    model, learner = workshop.learner.model, workshop.learner
+    images, model, learner = some_images(workshop), workshop.learner.model, workshop.learner
     early = model.features(images)[0]
     for index in (1, 2):
         assert learner.epochs(workshop.tasks[index]) == 0
@@ -355,15 +331,6 @@ def test_under_a_closed_form_head_nothing_moves_after_the_first_task(name: str, 
 def test_fine_tuning_with_masked_logits_refuses_a_class_alone(few: Path, loading: None) -> None:
     with pytest.raises(UserError, match="task 2 has only one class"):
         learn(configure(few, "narrow", "ft++", alignment={"enabled": None}))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_backbone_too_shallow_is_refused_in_words(name: str) -> None:
-    config = methods.parse_config(name)
-    try:
-        methods.find(name).create(config, Shape(16, 1), 0)
-    except UserError as problem:
-        assert "blocks 0 to 0" in str(problem) and "blocks" in str(problem)
 
 
 @pytest.mark.parametrize("preset", presets.NAMES)
@@ -398,50 +365,31 @@ def test_matched_is_one_protocol_for_all() -> None:
     assert all(one == shared[0] for one in shared)
 
 
-@pytest.mark.parametrize("head", ("ridge", "lda", "nearest-mean"))
-def test_a_head_may_see_the_query_beside_the_prompted_features(
-    head: str, few: Path, loading: None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "head", "layers"),
+    (
+        *(("probprompt", head, layers) for head, layers in (("ridge", 0), ("lda", 1), ("nearest-mean", 0))),
+        *(("l2p", "ridge", 1), ("apt", "lda", 1), ("ranpac", "ridge", 1)),
+    ),
+)
+def test_a_head_may_read_the_query_and_the_blocks_before_the_last(
+    name: str, head: str, layers: int, few: Path, loading: None, tmp_path: Path
 ) -> None:
-    """Both are given to it at every place where it learns or predicts."""
-    config = configure(few, "narrow", "probprompt", head={"kind": head, "with_query": True, "ridge": 1.0})
-    run = execute.train(config, tmp_path / "run")
-    workshop = restored(run)
-    model, scorer = workshop.learner.model, workshop.scorer
-    assert model.head.width == 2 * model.backbone.width
-    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
-    query = model.backbone.query(images)
-    with torch.no_grad():
-        by_hand = model.head(torch.cat([model.features(images)[0], query], dim=1))
-    torch.testing.assert_close(model.predict(images), by_hand)
-    torch.testing.assert_close(scorer.logits(torch.arange(6)), by_hand)
-    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
-    without = learn(configure(few, "narrow", "probprompt", head={"kind": head, "ridge": 1.0}))
-    assert not torch.allclose(without.learner.model.predict(images), by_hand)
-
-
-@pytest.mark.parametrize("name", ("probprompt", "l2p", "apt", "ranpac"))
-@pytest.mark.parametrize("head", ("ridge", "lda"))
-def test_a_head_may_read_the_blocks_before_the_last(
-    name: str, head: str, few: Path, loading: None, tmp_path: Path
-) -> None:
-    """Behind the feature and the query, at every place where it learns or predicts."""
+    """Behind the prompted feature, at every place where it learns or predicts."""
     asks = name in ("probprompt", "l2p")
-    wanted = {"kind": head, "with_query": asks, "layers": 1, "ridge": 1.0}
+    wanted = {"kind": head, "with_query": asks, "layers": layers, "ridge": 1.0}
     run = execute.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
     workshop = restored(run)
-    model, scorer, task = workshop.learner.model, workshop.scorer, workshop.tasks[-1]
-    width = model.backbone.width
-    assert model.head.width == width * (4 if asks else 3)
-    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
+    model, task = workshop.learner.model, workshop.tasks[-1]
+    width, images = model.backbone.width, some_images(workshop)
+    assert model.head.width == width * (1 + asks + 2 * layers)
     query = model.query(images)
     with torch.no_grad():
         prompts = model.method.prompts(query, EVALUATION).prompts
-        read = model.backbone.features(images, prompts, model.method.readout if prompts else "class", layers=1)
+        read = model.backbone.features(images, prompts, model.method.readout if prompts else "class", layers=layers)
         parts = [read[:, :width], *([query] if asks and query is not None else []), read[:, width:]]
         by_hand = model.head(torch.cat(parts, dim=1))
-    torch.testing.assert_close(model.predict(images), by_hand)
-    torch.testing.assert_close(scorer.logits(torch.arange(6)), by_hand)
-    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
+    assert_predicted_everywhere(run, workshop, by_hand)
     assert workshop.learner.look(task, lambda _: None).shape == (len(task), model.head.width)
 
 
@@ -453,17 +401,14 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
     plain = {"kind": "ridge", "layers": 1, "ridge": 1.0, "projections": 50}
     run = execute.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
     workshop = restored(run)
-    model, scorer, task = workshop.learner.model, workshop.scorer, workshop.tasks[-1]
-    images = scorer.viewer.evaluation(scorer.images.store, torch.arange(6))
+    model, task, images = workshop.learner.model, workshop.tasks[-1], some_images(workshop)
     model.head.mirrored = False
     both = (model.look(images) + model.look(images.flip(-1))) / 2
     seen, apart = workshop.learner.look(task, lambda _: None), model.predict(images)
     model.head.mirrored, workshop.learner._frozen = True, None
     by_hand = model.head(both)
-    torch.testing.assert_close(model.predict(images), by_hand)
+    assert_predicted_everywhere(run, workshop, by_hand)
     torch.testing.assert_close(model.predict(images.flip(-1)), by_hand)
-    torch.testing.assert_close(scorer.logits(torch.arange(6)), by_hand)
-    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
     assert not torch.allclose(apart, by_hand)
     assert not torch.allclose(workshop.learner.look(task, lambda _: None), seen)
     once = learn(configure(few, "narrow", name, head=plain)).learner.model
@@ -491,30 +436,38 @@ def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path,
 
 
 @pytest.mark.parametrize(
-    ("head", "message"),
+    ("name", "head", "message"),
     (
-        ({"kind": "linear", "layers": 1}, "head.layers is for heads in closed form"),
-        ({"kind": "linear", "with_mirrors": True}, "head.with_mirrors is for heads in closed form"),
-        ({"kind": "ridge", "with_mirrors": True, "mirrored": True}, "set it or head.with_mirrors, not both"),
-        ({"kind": "linear", "mirrored": True}, "head.mirrored is for heads in closed form"),
-        ({"kind": "ridge", "layers": 9}, "head.layers is 9, but the backbone has"),
+        ("probprompt", {"kind": "linear", "layers": 1}, "head.layers is for heads in closed form"),
+        ("probprompt", {"kind": "linear", "with_mirrors": True}, "head.with_mirrors is for heads in closed form"),
+        ("probprompt", {"kind": "ridge", "with_mirrors": True, "mirrored": True}, "head.with_mirrors, not both"),
+        ("probprompt", {"kind": "linear", "mirrored": True}, "head.mirrored is for heads in closed form"),
+        ("probprompt", {"kind": "ridge", "layers": 9}, "head.layers is 9"),
+        ("probprompt", {"kind": "linear", "with_query": True}, "heads in closed form"),
+        ("apt", {"kind": "ridge", "with_query": True}, "which apt does not"),
     ),
+    ids=str,
 )
-def test_what_no_head_could_read_is_refused(head: dict[str, Any], message: str, few: Path, loading: None) -> None:
+def test_what_no_head_could_read_is_refused(
+    name: str, head: dict[str, Any], message: str, few: Path, loading: None
+) -> None:
     with pytest.raises(UserError, match=message):
-        execute.prepare(configure(few, "narrow", "probprompt", head=head), CPU, SILENT)
+        execute.prepare(configure(few, "narrow", name, head=head), CPU, Watcher())
 
 
 @pytest.mark.parametrize(
-    ("name", "head", "message"),
-    (
-        ("apt", "ridge", "needs a method that asks for a query, which apt does not"),
-        ("probprompt", "linear", "heads in closed form"),
-    ),
+    ("name", "head"),
+    [("linear-probe", "linear"), ("nearest-mean", "nearest-mean"), ("lda", "lda"), ("ranpac", "ridge")],
 )
-def test_a_query_that_no_head_could_use_is_refused(
-    name: str, head: str, message: str, few: Path, loading: None
-) -> None:
-    config = configure(few, "narrow", name, head={"kind": head, "with_query": True})
-    with pytest.raises(UserError, match=message):
-        execute.prepare(config, CPU, SILENT)
+def test_a_control_is_a_head_on_features_that_never_change(name: str, head: str) -> None:
+    method, config = methods.find(name), methods.parse_config(name)
+    assert method.preferred_head == head and "control" in method.summary
+    assert not (method.needs_query or method.needs_summary or method.trains_backbone or method.joint)
+    assert type(make_head(HeadConfig(projections=5), method.preferred_head, 4, 0)) is HEADS[head]
+    built = method.create(config, Shape(width=4, depth=2), seed=0)
+    for context in (EVALUATION, Context(training=True, task=0, labels=torch.tensor([0]))):
+        built.begin_task(0, 2)
+        assert built.prompts(None, context) == Prompted()
+        built.end_task(None)
+    assert not built.state_dict() and not any(parameters for parameters, _ in built.groups())
+    assert config.model_dump() == {"name": name}
