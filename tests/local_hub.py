@@ -1,4 +1,4 @@
-"""A stand-in of the hub's API: models sent and fetched, and datasets fetched, over real HTTP on this machine alone."""
+"""A stand-in for the hub's API: models pushed and pulled, and datasets, over real HTTP on this machine only."""
 
 import base64
 import hashlib
@@ -20,10 +20,15 @@ from huggingface_hub import constants
 
 YAML: Any = import_module("yaml")  # comes with the hub's client; without types
 
-DATASETS = "datasets/"
-"""What the names of datasets begin with."""
-TOKEN = "hf_of_the_tests"
-"""What may write to the repositories of ``me``."""
+DATASETS = "datasets/"  # prefix of the names of datasets
+TOKEN = "hf_of_the_tests"  # may write to the repositories of ``me``
+
+
+class RefusalError(Exception):
+    """An error of the API: status, message and code."""
+
+    def __init__(self, status: int, message: str, code: str = "", **more: str) -> None:
+        super().__init__(status, {"error": message, **more}, {"X-Error-Code": code} if code else {})
 
 
 @dataclass
@@ -32,8 +37,7 @@ class Repository:
 
     private: bool = False
     commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
-    """Commits by branch or tag, beside ``main``, which is the newest."""
+    names: dict[str, str] = field(default_factory=dict)  # commits by branch or tag, without ``main``
 
     def commit(self, files: dict[str, bytes]) -> str:
         digest = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
@@ -44,24 +48,24 @@ class Repository:
     def files(self) -> dict[str, bytes]:
         return self.commits[-1][1]
 
-    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+    def at(self, revision: str, error: str = "RevisionNotFound") -> tuple[str, dict[str, bytes]]:
         if revision == "main":
             return self.commits[-1]
-        return next((one for one in self.commits if one[0] == self.names.get(revision, revision)), None)
+        for one in self.commits:
+            if one[0] == self.names.get(revision, revision):
+                return one
+        raise RefusalError(404, "Invalid rev id", error)
 
 
 class Hub:
     """The server, and what it holds."""
 
     def __init__(self) -> None:
-        self.repositories: dict[str, Repository] = {}
-        """By name; that of a dataset begins with ``datasets/``."""
+        self.repositories: dict[str, Repository] = {}  # datasets with their prefix
         self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.moved: dict[str, str] = {}
-        """Repositories by the name they had before."""
-        self.cuts: dict[str, list[int]] = {}
-        """By file: after how many bytes the next answers end."""
+        self.moved: dict[str, str] = {}  # repositories by their former name
+        self.cuts: dict[str, list[int]] = {}  # by file: after how many bytes the next answers end
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -89,45 +93,41 @@ class Hub:
         path = urlsplit(to.path).path
         self.requests.append(f"{to.command} {unquote(path)}")
         body = to.rfile.read(int(to.headers.get("Content-Length") or 0))
+        try:
+            self.route(to, path, body)
+        except RefusalError as refusal:
+            say(to, *refusal.args)
+
+    def route(self, to: BaseHTTPRequestHandler, path: str, body: bytes) -> None:
         for pattern, act in ROUTES.items():
-            found = re.fullmatch(pattern, path)
-            if found:
+            if found := re.fullmatch(pattern, path):
                 given = {name: unquote(value) for name, value in found.groupdict("").items()}
-                now = self.moved.get(given.get("repo", ""))
-                if now is None:
-                    act(self, to, body, **given)
+                repo = given.get("repo", "")
+                if repo in self.moved:
+                    say(to, 307, {}, {"Location": to.path.replace(repo, self.moved[repo])})
                 else:
-                    say(to, 307, {}, {"Location": to.path.replace(given["repo"], now)})
+                    act(self, to, body, **given)
                 return
-        say(to, 404, {"error": f"no such page: {path}"})
+        raise RefusalError(404, f"no such page: {path}")
 
-    def may_write(self, to: BaseHTTPRequestHandler, owner: str) -> bool:
-        """Whether the token is right, and right for this owner; says so where it is not."""
-        given = to.headers.get("Authorization")
-        if given != f"Bearer {TOKEN}":
-            say(to, 401, {"error": "Invalid username or password."})
-        elif owner != "me":
-            say(to, 403, {"error": f"You don't have the rights to create a model under the namespace {owner!r}"})
-        return given == f"Bearer {TOKEN}" and owner == "me"
+    def check_token(self, to: BaseHTTPRequestHandler, owner: str) -> None:
+        if to.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise RefusalError(401, "Invalid username or password.")
+        if owner != "me":
+            raise RefusalError(403, f"You don't have the rights to create a model under the namespace {owner!r}")
 
-    def visible(self, to: BaseHTTPRequestHandler, repo: str) -> Repository | None:
+    def visible(self, to: BaseHTTPRequestHandler, repo: str) -> Repository:
         found = self.repositories.get(repo)
-        hidden = found is not None and found.private and to.headers.get("Authorization") != f"Bearer {TOKEN}"
-        if found is None or hidden:
-            say(to, 404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-            return None
+        if found is None or (found.private and to.headers.get("Authorization") != f"Bearer {TOKEN}"):
+            raise RefusalError(404, "Repository not found", "RepoNotFound")
         return found
-
-    # What it is asked ------------------------------------------------------------------------------------------------
 
     def create(self, to: BaseHTTPRequestHandler, body: bytes) -> None:
         asked = json.loads(body)
         repo = f"{asked['organization']}/{asked['name']}"
-        if not self.may_write(to, asked["organization"]):
-            return
+        self.check_token(to, asked["organization"])
         if repo in self.repositories:
-            say(to, 409, {"error": "You already created this model repo", "url": f"{self.url}/{repo}"})
-            return
+            raise RefusalError(409, "You already created this model repo", url=f"{self.url}/{repo}")
         private = asked.get("visibility") == "private" or asked.get("private") is True
         self.repositories[repo] = Repository(private)
         self.repositories[repo].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
@@ -135,36 +135,23 @@ class Hub:
 
     def info(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str | None = None) -> None:
         found = self.visible(to, repo)
-        if found is None:
-            return
-        commit = found.at(revision or "main")
-        if commit is None:
-            say(to, 404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
-            return
-        siblings = [{"rfilename": path} for path in commit[1]]
-        say(
-            to,
-            200,
-            {"id": repo.removeprefix(DATASETS), "sha": commit[0], "private": found.private, "siblings": siblings},
-        )
+        digest, files = found.at(revision or "main")
+        about = {"id": repo.removeprefix(DATASETS), "sha": digest, "private": found.private}
+        say(to, 200, {**about, "siblings": [{"rfilename": path} for path in files]})
 
     def tree(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str, path: str) -> None:
-        """What lies in a folder, and below it if that is asked."""
-        found = self.visible(to, repo)
-        if found is None:
-            return
-        _, files = found.at(revision) or ("", {})
+        """List the content of a folder, recursively on request."""
+        files = self.visible(to, repo).at(revision)[1]
         within = [one for one in map(PurePosixPath, files) if PurePosixPath(path) in one.parents]
         if not within:
-            say(to, 404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
-            return
+            raise RefusalError(404, "Entry not found", "EntryNotFound")
         folders = {above for one in within for above in one.parents if PurePosixPath(path) in above.parents}
         deep = parse_qs(urlsplit(to.path).query)["recursive"] == ["true"]
         shown = [one for one in sorted({*within, *folders}) if deep or one.parent == PurePosixPath(path)]
         say(to, 200, [entry(str(one), files.get(str(one))) for one in shown])
 
     def validate(self, to: BaseHTTPRequestHandler, body: bytes) -> None:
-        """The hub refuses a card whose front matter it cannot read."""
+        """Refuse a card whose front matter cannot be read."""
         content = json.loads(body)["content"]
         try:
             found = YAML.safe_load(content.split("---\n")[1])
@@ -174,17 +161,11 @@ class Hub:
         say(to, 400 if problems else 200, {"errors": [{"message": one} for one in problems], "warnings": []})
 
     def preupload(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
-        if not self.may_write(to, repo.partition("/")[0]):
-            return
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                "shouldIgnore": False,
-            }
-            for file in json.loads(body)["files"]
-        ]
-        say(to, 200, {"files": files})
+        self.check_token(to, repo.partition("/")[0])
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
+        files = zip(paths, modes, strict=True)
+        say(to, 200, {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]})
 
     def batch(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
         objects: list[dict[str, Any]] = []
@@ -200,12 +181,10 @@ class Hub:
         say(to, 200 if right else 400, {})
 
     def commit(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
-        if not self.may_write(to, repo.partition("/")[0]):
-            return
+        self.check_token(to, repo.partition("/")[0])
         found, lines = self.repositories[repo], [json.loads(line) for line in body.splitlines()]
         if lines[0]["value"].get("parentCommit") not in (None, found.commits[-1][0]):
-            say(to, 412, {"error": "A commit has happened since."})
-            return
+            raise RefusalError(412, "A commit has happened since.")
         files = dict(found.files)
         for line in lines[1:]:
             value = line["value"]
@@ -219,23 +198,19 @@ class Hub:
         say(to, 200, {"commitUrl": f"{self.url}/{repo}/commit/{digest}", "commitOid": digest, "success": True})
 
     def resolve(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str, path: str) -> None:
-        found = self.visible(to, repo)
-        commit = found.at(revision) if found else None
-        if found is None:
-            return
-        if commit is None or path not in commit[1]:
-            say(to, 404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
-            return
-        content, start = commit[1][path], 0
+        digest, files = self.visible(to, repo).at(revision, "EntryNotFound")
+        if path not in files:
+            raise RefusalError(404, "Entry not found", "EntryNotFound")
+        content = files[path]
         wanted = re.fullmatch(r"bytes=(\d+)-", to.headers.get("Range") or "")
         start = int(wanted[1]) if wanted else 0
         to.send_response(206 if start else 200)
         if start:
             to.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         to.send_header("Content-Length", str(len(content) - start))
-        # As on the hub: by the contents for large files. Here it is the commit's, so that other bytes are not noticed.
-        to.send_header("ETag", f'"{hashlib.sha256(f"{repo} {commit[0]} {path}".encode()).hexdigest()}"')
-        to.send_header("X-Repo-Commit", commit[0])
+        # On the hub, the hash of the contents of large files; here of the commit, so that other bytes are not noticed.
+        to.send_header("ETag", f'"{hashlib.sha256(f"{repo} {digest} {path}".encode()).hexdigest()}"')
+        to.send_header("X-Repo-Commit", digest)
         cuts = self.cuts.get(path) if to.command == "GET" else None
         if cuts:
             to.send_header("Connection", "close")
@@ -246,7 +221,6 @@ class Hub:
 
 
 def entry(path: str, content: bytes | None) -> dict[str, Any]:
-    """A file, or a folder without contents, as the hub lists it."""
     kind = "directory" if content is None else "file"
     return {"type": kind, "path": path, "size": len(content or b""), "oid": hashlib.sha1(content or b"").hexdigest()}
 
@@ -284,7 +258,7 @@ ROUTES: dict[str, Any] = {
 
 @contextmanager
 def alone(patch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
-    """A stand-in that the hub's client takes for the hub, with its cache in a folder; nothing else can be reached."""
+    """Let the hub's client reach only a stand-in, with its cache in a folder."""
     hub, find = Hub(), socket.getaddrinfo
 
     def only_here(host: Any, *more: Any, **named: Any) -> Any:

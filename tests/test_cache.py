@@ -1,4 +1,4 @@
-"""Decoded images on disk: decoded once, right, and harmless whatever happens to them."""
+"""Decoded images on disk: decoded once, correct, and harmless whatever happens to them."""
 
 import hashlib
 import json
@@ -30,12 +30,11 @@ NAMES = tuple(f"{'ant' if index < 3 else 'bee'}/{index}.png" for index in range(
 
 @dataclass(frozen=True)
 class Counted(ImageFiles):
-    """Files that count how often each is decoded."""
+    """Files that record which rows are decoded."""
 
     reads: list[int] = field(default_factory=list)
 
     def read(self, row: int) -> Pixels:
-        """Decode one of the files."""
         self.reads.append(row)
         return super().read(row)
 
@@ -70,10 +69,9 @@ def place(cache: ImageCache, files: ImageFiles) -> Entry:
 def images(decoded: Decoded) -> list[Pixels]:
     """The images one by one, cut out of the pixels."""
     assert len(decoded.pixels) == 3 * decoded.sizes.prod(axis=1).sum()
-    parts = np.split(np.asarray(decoded.pixels), np.cumsum(3 * decoded.sizes.prod(axis=1))[:-1])
-    assert [len(decoded.pixels[:start]) for start in decoded.offsets] == [
-        sum(map(len, parts[:row])) for row in range(len(parts))
-    ]
+    ends = np.cumsum(3 * decoded.sizes.prod(axis=1))[:-1]
+    assert decoded.offsets.tolist() == [0, *ends]
+    parts = np.split(np.asarray(decoded.pixels), ends)
     return [part.reshape(*size, 3) for part, size in zip(parts, decoded.sizes.tolist(), strict=True)]
 
 
@@ -88,10 +86,7 @@ def only_entry(cache: ImageCache) -> Path:
     return found
 
 
-# Once, and right
-
-
-def test_the_second_run_decodes_nothing_and_gets_the_same(folder: Path, cache: ImageCache) -> None:
+def test_second_run_decodes_nothing(folder: Path, cache: ImageCache) -> None:
     files, advanced = Counted(folder, NAMES, None), list[int]()
     entry = place(cache, files)
     assert entry.read() is None
@@ -107,38 +102,26 @@ def test_the_second_run_decodes_nothing_and_gets_the_same(folder: Path, cache: I
     assert isinstance(second.pixels, np.memmap)  # not read into memory
 
 
-def test_smaller_copies_without_loss_have_the_hash_of_the_files_that_a_run_reduces(
-    folder: Path, cache: ImageCache, tmp_path: Path
-) -> None:
-    copies = tmp_path / "copies"
-    for name in NAMES:
-        (copies / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(read_image(folder / name, 8)).save(copies / name)
-    published, copied, whole = (
-        place(cache, ImageFiles(root, NAMES, side)).write(quiet, quiet).sha256
-        for root, side in ((folder, 8), (copies, 8), (folder, None))
-    )
-    assert published == copied != whole
-
-
-def test_the_folder_says_what_it_holds(folder: Path, cache: ImageCache) -> None:
-    place(cache, ImageFiles(folder, NAMES, 8)).write(quiet, quiet)
+def test_entry_of_reduced_images_and_its_index(folder: Path, cache: ImageCache, tmp_path: Path) -> None:
+    decoded = place(cache, ImageFiles(folder, NAMES, 8)).write(quiet, quiet)
     found = only_entry(cache)
     index = json.loads((found / "index.json").read_text())
-    assert found == cache.root / "images" / index["key"] and {path.name for path in found.iterdir()} == {
-        "pixels.u8",
-        "index.json",
-    }
+    assert found == cache.root / "images" / index["key"]
+    assert {path.name for path in found.iterdir()} == {"pixels.u8", "index.json"}
     assert index["names"] == list(NAMES) and index["stored_side"] == 8 and index["folder"] == str(folder)
     assert index["sizes"] == [[8, 13], [9, 7], [22, 8], [8, 13], [5, 40], [8, 8]]
     assert index["sha256"] == hashlib.sha256((found / "pixels.u8").read_bytes()).hexdigest()
     assert index["decoders"]["pillow"] == PIL.__version__
-
-
-def test_a_reduced_copy_is_what_reading_gives(folder: Path, cache: ImageCache) -> None:
-    files = ImageFiles(folder, NAMES, 8)
-    for row, image in enumerate(images(place(cache, files).write(quiet, quiet))):
-        np.testing.assert_array_equal(image, read_image(folder / NAMES[row], 8))
+    copies = tmp_path / "copies"  # without loss: their hash is that of the files that a run reduces
+    for name, image in zip(NAMES, images(decoded), strict=True):
+        np.testing.assert_array_equal(image, read_image(folder / name, 8))
+        (copies / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(copies / name)
+    copied, whole = (
+        place(cache, ImageFiles(root, NAMES, side)).write(quiet, quiet).sha256
+        for root, side in ((copies, 8), (folder, None))
+    )
+    assert decoded.sha256 == copied != whole
 
 
 def _repaint(folder: Path) -> None:
@@ -158,7 +141,7 @@ def _grow(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_repaint, _touch, _grow])
-def test_a_changed_file_is_decoded_again(folder: Path, cache: ImageCache, change: Callable[[Path], None]) -> None:
+def test_changed_file_is_decoded_again(folder: Path, cache: ImageCache, change: Callable[[Path], None]) -> None:
     files = ImageFiles(folder, NAMES, None)
     place(cache, files).write(quiet, quiet)
     change(folder)
@@ -166,31 +149,23 @@ def test_a_changed_file_is_decoded_again(folder: Path, cache: ImageCache, change
     assert_right(place(cache, files).write(quiet, quiet), folder)
 
 
-def test_other_content_is_another_entry(folder: Path, cache: ImageCache, tmp_path: Path) -> None:
+def test_entries_differ_by_content_and_decoder(
+    folder: Path, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))  # of the same names, sizes and times
     assert (copy / NAMES[0]).stat().st_mtime_ns == (folder / NAMES[0]).stat().st_mtime_ns
-    different = [
-        ImageFiles(folder, NAMES, None),
-        ImageFiles(folder, NAMES, 8),
-        ImageFiles(folder, NAMES, 9),
-        ImageFiles(folder, NAMES[:-1], None),
-        ImageFiles(folder, NAMES[::-1], None),
-        ImageFiles(copy, NAMES, None),
-    ]
-    assert len({place(cache, files).folder for files in different}) == len(different)
-    (tmp_path / "link").symlink_to(folder)  # the same files by another way
-    assert place(cache, ImageFiles(tmp_path / "link", NAMES, None)) == Entry(
-        place(cache, different[0]).folder, ImageFiles(tmp_path / "link", NAMES, None)
-    )
-
-
-def test_other_decoders_are_another_entry(folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = place(cache, ImageFiles(folder, NAMES, None)).folder
+    different = [ImageFiles(folder, NAMES, side) for side in (None, 8, 9)]
+    different += [ImageFiles(folder, names, None) for names in (NAMES[:-1], NAMES[::-1])]
+    folders = {place(cache, files).folder for files in (*different, ImageFiles(copy, NAMES, None))}
+    assert len(folders) == 6
+    (tmp_path / "link").symlink_to(folder)  # another path to the same files
+    linked = ImageFiles(tmp_path / "link", NAMES, None)
+    assert place(cache, linked) == Entry(place(cache, different[0]).folder, linked)
     monkeypatch.setattr("PIL.__version__", "0.0")
-    assert place(cache, ImageFiles(folder, NAMES, None)).folder != before
+    assert place(cache, different[0]).folder not in folders
 
 
-def test_a_name_that_is_no_unicode_is_kept(folder: Path, cache: ImageCache) -> None:
+def test_file_name_that_is_not_unicode(folder: Path, cache: ImageCache) -> None:
     name = os.fsdecode(b"ant/caf\xe9.png")
     try:
         (folder / NAMES[0]).rename(folder / name)
@@ -201,50 +176,37 @@ def test_a_name_that_is_no_unicode_is_kept(folder: Path, cache: ImageCache) -> N
     assert entry.read() is not None
 
 
-# Decoding
-
-
-def test_images_come_in_order_however_long_each_takes() -> None:
-    def read(row: int) -> Pixels:
-        time.sleep(0.004 * (row % 5 == 0))
-        return np.full((1, 1 + row % 3, 3), row, np.uint8)
-
-    decoded = decode(read, 40, quiet, workers=6)
-    assert [int(image[0, 0, 0]) for image in images(decoded)] == list(range(40))
-    assert decoded.sizes[:, 1].tolist() == [1 + row % 3 for row in range(40)]
-
-
-def test_few_images_wait_in_memory_to_be_written() -> None:
-    reads, most = list[int](), 0
+def test_decode_keeps_the_order_and_bounds_the_memory() -> None:
+    reads, written, most = list[int](), 0, 0
 
     def read(row: int) -> Pixels:
         reads.append(row)
-        return np.zeros((1, 1, 3), np.uint8)
+        time.sleep(0.004 * (row % 5 == 0))
+        return np.full((1, 1 + row % 3, 3), row, np.uint8)
 
-    for taken, _ in enumerate(module._in_order(read, 200, workers=2)):
+    def advance(steps: int) -> None:
+        nonlocal written, most
         time.sleep(0.0005)
-        most = max(most, len(reads) - taken)
-    assert len(reads) == 200 and most <= 2 * module._AHEAD + 1
+        most, written = max(most, len(reads) - written), written + steps
+
+    decoded = decode(read, 200, advance, workers=2)
+    assert [int(image[0, 0, 0]) for image in images(decoded)] == list(range(200))
+    assert decoded.sizes[:, 1].tolist() == [1 + row % 3 for row in range(200)]
+    assert written == 200 and most <= 2 * module._AHEAD + 1
 
 
-def test_an_image_that_is_no_block_of_memory_is_decoded_right() -> None:
+def test_decode_of_strided_arrays_and_of_nothing() -> None:
     large = np.random.RandomState(0).randint(0, 256, (8, 9, 3), dtype=np.uint8)
     decoded = decode(lambda row: large[row::2, ::-1], 2, quiet)
     for row, image in enumerate(images(decoded)):
         np.testing.assert_array_equal(image, large[row::2, ::-1])
-
-
-def test_nothing_at_all_can_be_decoded() -> None:
     decoded = decode(lambda _: np.zeros((1, 1, 3), np.uint8), 0, quiet)
     assert decoded.pixels.shape == (0,) and decoded.sizes.shape == (0, 2) and decoded.offsets.shape == (0,)
 
 
-# What cannot be read
-
-
 def test_unreadable_files_are_remembered(folder: Path, cache: ImageCache) -> None:
     for row in (1, 5):
-        (folder / NAMES[row]).write_bytes(b"no picture")
+        (folder / NAMES[row]).write_bytes(b"not an image")
     whole = (folder / NAMES[4]).read_bytes()
     (folder / NAMES[4]).write_bytes(whole[: len(whole) // 2])
     first = place(cache, ImageFiles(folder, NAMES, None)).write(quiet, quiet)
@@ -255,15 +217,12 @@ def test_unreadable_files_are_remembered(folder: Path, cache: ImageCache) -> Non
     assert second.unreadable[1] == "no image format that can be read" and "truncated" in second.unreadable[4]
     for row in (0, 2, 3):
         np.testing.assert_array_equal(images(second)[row], np.asarray(Image.open(folder / NAMES[row])))
-
-
-def test_a_folder_without_one_readable_file_is_kept_too(folder: Path, cache: ImageCache) -> None:
     for name in NAMES:
-        (folder / name).write_bytes(b"no picture")
-    place(cache, ImageFiles(folder, NAMES, None)).write(quiet, quiet)
-    files = Counted(folder, NAMES, None)
-    found = place(cache, files).read()
-    assert found is not None and files.reads == [] and len(found.unreadable) == 6 and len(found.pixels) == 0
+        (folder / name).write_bytes(b"not an image")
+    place(cache, files).write(quiet, quiet)
+    files.reads.clear()
+    none = place(cache, files).read()
+    assert none is not None and files.reads == [] and len(none.unreadable) == 6 and len(none.pixels) == 0
 
 
 @dataclass(frozen=True)
@@ -273,13 +232,12 @@ class Moody(ImageFiles):
     problem: list[bool] = field(default_factory=lambda: [True])
 
     def read(self, row: int) -> Pixels:
-        """Decode one of the files, or fail."""
         if row == 2 and self.problem:
             raise UnreadableImageError("Input/output error", passing=True)
         return super().read(row)
 
 
-def test_what_only_failed_for_now_is_tried_again(folder: Path, cache: ImageCache) -> None:
+def test_temporary_failure_is_tried_again(folder: Path, cache: ImageCache) -> None:
     files = Moody(folder, NAMES, None)
     entry = place(cache, files)
     entry.write(quiet, quiet)
@@ -291,7 +249,7 @@ def test_what_only_failed_for_now_is_tried_again(folder: Path, cache: ImageCache
     assert entry.read() is not None
 
 
-def test_reading_tells_a_damaged_file_from_a_passing_problem(folder: Path, tmp_path: Path) -> None:
+def test_read_image_distinguishes_temporary_failures(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     whole = (folder / NAMES[2]).read_bytes()
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
@@ -302,15 +260,12 @@ def test_reading_tells_a_damaged_file_from_a_passing_problem(folder: Path, tmp_p
         assert problem.value.passing is passing, name
 
 
-def test_a_file_that_is_gone_does_not_stop_the_others(folder: Path, cache: ImageCache) -> None:
+def test_missing_file_does_not_stop_the_others(folder: Path, cache: ImageCache) -> None:
     (folder / NAMES[0]).unlink()
     files = ImageFiles(folder, NAMES, None)
     assert list(place(cache, files).write(quiet, quiet).unreadable) == [0]
     Image.new("RGB", (3, 4)).save(folder / NAMES[0])
     assert place(cache, files).read() is None
-
-
-# Damage
 
 
 def _edit(**values: Any) -> Callable[[Path], None]:
@@ -321,26 +276,17 @@ def _edit(**values: Any) -> Callable[[Path], None]:
     return change
 
 
-def _cut(entry: Path) -> None:
-    os.truncate(entry / "pixels.u8", (entry / "pixels.u8").stat().st_size - 1)
-
-
-def _empty(entry: Path) -> None:
-    shutil.rmtree(entry)
-    entry.mkdir()
-
-
 def _lengthen(entry: Path) -> None:
     with (entry / "pixels.u8").open("ab") as stream:
         stream.write(b"x")
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "pixels cut": _cut,
+    "pixels cut": lambda entry: os.truncate(entry / "pixels.u8", (entry / "pixels.u8").stat().st_size - 1),
     "pixels longer": _lengthen,
     "no pixels": lambda entry: (entry / "pixels.u8").unlink(),
     "no index": lambda entry: (entry / "index.json").unlink(),
-    "empty": _empty,
+    "empty": lambda entry: [path.unlink() for path in entry.iterdir()],
     "half an index": lambda entry: os.truncate(entry / "index.json", 100),
     "empty index": lambda entry: os.truncate(entry / "index.json", 0),
     "no JSON": lambda entry: (entry / "index.json").write_bytes(b"\xff\xfe"),
@@ -358,7 +304,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_entry_is_decoded_again(folder: Path, cache: ImageCache, what: str) -> None:
+def test_damaged_entry_is_decoded_again(folder: Path, cache: ImageCache, what: str) -> None:
     files = Counted(folder, NAMES, None)
     entry = place(cache, files)
     entry.write(quiet, quiet)
@@ -370,7 +316,7 @@ def test_a_damaged_entry_is_decoded_again(folder: Path, cache: ImageCache, what:
     assert entry.read(verify=True) is not None and only_entry(cache) == entry.folder
 
 
-def test_a_changed_byte_is_found_by_who_looks_for_it(folder: Path, cache: ImageCache) -> None:
+def test_changed_byte_is_found_on_verification(folder: Path, cache: ImageCache) -> None:
     entry = place(cache, ImageFiles(folder, NAMES, None))
     entry.write(quiet, quiet)
     with (entry.folder / "pixels.u8").open("r+b") as stream:
@@ -383,7 +329,7 @@ def test_a_changed_byte_is_found_by_who_looks_for_it(folder: Path, cache: ImageC
     assert entry.read(verify=True) is not None
 
 
-def test_what_stops_the_decoding_leaves_nothing_behind(folder: Path, cache: ImageCache) -> None:
+def test_interrupted_decoding_leaves_nothing_behind(folder: Path, cache: ImageCache) -> None:
     def stop(_: int) -> None:
         raise KeyboardInterrupt
 
@@ -394,12 +340,14 @@ def test_what_stops_the_decoding_leaves_nothing_behind(folder: Path, cache: Imag
     assert_right(entry.write(quiet, quiet), folder)
 
 
-# Several at once
-
-
-def test_threads_that_want_the_same_images_decode_them_once(folder: Path, cache: ImageCache) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_threads_that_want_the_same_images(
+    folder: Path, cache: ImageCache, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, found, notes, advanced = Counted(folder, NAMES, None), list[Decoded](), list[str](), list[int]()
     together = threading.Barrier(4)
+    if not locks:  # the first to finish stays
+        monkeypatch.setitem(sys.modules, "fcntl", None)
 
     def work() -> None:
         together.wait()
@@ -410,26 +358,11 @@ def test_threads_that_want_the_same_images_decode_them_once(folder: Path, cache:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4 and sorted(files.reads) == list(range(6)) and sum(advanced) == 4 * 6
+    assert len(found) == 4 and sorted(files.reads) == sorted([*range(6)] * (1 if locks else 4))
     for decoded in found:
         assert_right(decoded, folder)
-    assert set(notes) <= {"another process is decoding the same images: waiting for it"}
-    assert only_entry(cache) == place(cache, files).folder
-
-
-def test_without_locks_the_first_to_finish_stays(folder: Path, cache: ImageCache) -> None:
-    entry = place(cache, ImageFiles(folder, NAMES, None))
-    parts = [module._part(entry.folder) for _ in range(2)]
-    for part in parts:
-        part.mkdir(parents=True)
-        entry._decode_to(part, quiet, None)
-    entry._put(parts[0])
-    kept = (entry.folder / "pixels.u8").stat().st_ino
-    entry._put(parts[1])
-    assert (entry.folder / "pixels.u8").stat().st_ino == kept
-    found = entry.read(verify=True)
-    assert found is not None
-    assert_right(found, folder)
+    assert set(notes) <= {"another process is decoding the same images: waiting for it"} and sum(advanced) == 4 * 6
+    assert only_entry(cache) == place(cache, files).folder and place(cache, files).read(verify=True) is not None
 
 
 SCRIPT = """
@@ -452,7 +385,7 @@ print(sum(steps), decoded.sha256, decoded.pixels.tobytes().hex(), *notes)
 
 
 def other_process(cache: ImageCache, folder: Path, limit: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
-    """Decode in a process of its own, with files of at most so many bytes, so slowly."""
+    """Start a process that decodes, with a limit on the bytes of a file and seconds of delay per image."""
     arguments = [cache.root, folder, limit, pause, *NAMES]
     command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -464,7 +397,7 @@ def answer(process: subprocess.Popen[str]) -> list[str]:
     return out.split(maxsplit=3)
 
 
-def test_processes_that_decode_at_once_do_no_harm(folder: Path, cache: ImageCache) -> None:
+def test_concurrent_processes_do_no_harm(folder: Path, cache: ImageCache) -> None:
     answers = [answer(process) for process in [other_process(cache, folder, pause=0.02) for _ in range(3)]]
     expected = b"".join(np.asarray(Image.open(folder / name)).tobytes() for name in NAMES)
     for steps, sha256, pixels, *_ in answers:
@@ -472,7 +405,7 @@ def test_processes_that_decode_at_once_do_no_harm(folder: Path, cache: ImageCach
     assert place(cache, ImageFiles(folder, NAMES, None)).folder == only_entry(cache)
 
 
-def test_a_killed_process_leaves_nothing_that_stays(folder: Path, cache: ImageCache) -> None:
+def test_killed_process_leaves_nothing_that_stays(folder: Path, cache: ImageCache) -> None:
     process = other_process(cache, folder, pause=30)
     entry = place(cache, ImageFiles(folder, NAMES, None))
     deadline = time.monotonic() + 30
@@ -486,11 +419,8 @@ def test_a_killed_process_leaves_nothing_that_stays(folder: Path, cache: ImageCa
     assert only_entry(cache) == entry.folder
 
 
-# No room
-
-
 @pytest.mark.parametrize("limit", [35_000, 95_000])  # in the middle of the pixels; at their end
-def test_where_the_disk_is_full_images_are_held_in_memory(folder: Path, cache: ImageCache, limit: int) -> None:
+def test_full_disk_keeps_images_in_memory(folder: Path, cache: ImageCache, limit: int) -> None:
     for shade, name in enumerate(NAMES):
         Image.fromarray(np.full((80, 67, 3), shade, np.uint8)).save(folder / name)
     steps, sha256, pixels, note = answer(other_process(cache, folder, limit))
@@ -499,29 +429,21 @@ def test_where_the_disk_is_full_images_are_held_in_memory(folder: Path, cache: I
     assert [path.suffix for path in cache.folder.iterdir()] == [".lock"]
 
 
-def test_where_the_cache_cannot_be_images_are_held_in_memory(folder: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_keeps_images_in_memory(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"a file")
     notes, advanced = list[str](), list[int]()
     entry = place(ImageCache(tmp_path / "taken", worth=0), ImageFiles(folder, NAMES, None))
     assert entry.read() is None
     decoded = entry.write(advanced.append, notes.append)
     assert_right(decoded, folder)
-    assert decoded.sha256 is None and sum(advanced) == 6
-    assert len(notes) == 1 and "held in memory" in notes[0] and str(tmp_path / "taken") in notes[0]
+    assert decoded.sha256 is None and sum(advanced) == 6 and len(notes) == 1 and str(tmp_path / "taken") in notes[0]
 
-
-def test_where_neither_disk_nor_memory_will_do_the_user_is_told(folder: Path, tmp_path: Path) -> None:
     class Huge(ImageFiles):
         def read(self, row: int) -> Pixels:
             raise MemoryError
 
-    (tmp_path / "taken").write_bytes(b"a file")
-    entry = place(ImageCache(tmp_path / "taken", worth=0), Huge(folder, NAMES, None))
-    with pytest.raises(UserError, match=r"neither the disk .* nor the memory: make room"):
-        entry.write(quiet, quiet)
-
-
-# The user's own
+    with pytest.raises(UserError, match=r"neither the disk .* nor the memory"):
+        place(ImageCache(tmp_path / "taken", worth=0), Huge(folder, NAMES, None)).write(quiet, quiet)
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -529,18 +451,19 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ImageCache.usual() == ImageCache(tmp_path / ".cache" / "probprompt")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # not allowed, and to be ignored
-    assert ImageCache.usual() == ImageCache(tmp_path / ".cache" / "probprompt")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert ImageCache.usual() == ImageCache(tmp_path / "xdg" / "probprompt")
-    monkeypatch.setenv("PROBPROMPT_CACHE", "~/mine")
-    assert ImageCache.usual() == ImageCache(tmp_path / "mine")
+    for variable, value, folder in (
+        ("XDG_CACHE_HOME", "relative", ".cache/probprompt"),  # not allowed, and to be ignored
+        ("XDG_CACHE_HOME", str(tmp_path / "xdg"), "xdg/probprompt"),
+        ("PROBPROMPT_CACHE", "~/mine", "mine"),
+    ):
+        monkeypatch.setenv(variable, value)
+        assert ImageCache.usual() == ImageCache(tmp_path / folder)
     for word in ("off", "OFF"):
         monkeypatch.setenv("PROBPROMPT_CACHE", word)
         assert ImageCache.usual() is None
 
 
-def test_a_few_small_files_are_not_kept(folder: Path, tmp_path: Path) -> None:
+def test_few_small_files_are_not_kept(folder: Path, tmp_path: Path) -> None:
     files = ImageFiles(folder, NAMES, None)
     total = sum((folder / name).stat().st_size for name in NAMES)
     assert ImageCache(tmp_path).entry(files) is None
@@ -548,7 +471,7 @@ def test_a_few_small_files_are_not_kept(folder: Path, tmp_path: Path) -> None:
     assert ImageCache(tmp_path, worth=total).entry(files) is not None
 
 
-def test_cleaning_removes_what_was_used_longest_ago(folder: Path, cache: ImageCache) -> None:
+def test_cleaning_removes_the_least_recently_used(folder: Path, cache: ImageCache) -> None:
     entries = [place(cache, ImageFiles(folder, NAMES, side)) for side in (5, 6, 7)]
     for age, entry in enumerate(entries):
         entry.write(quiet, quiet)
@@ -568,13 +491,13 @@ def test_cleaning_removes_what_was_used_longest_ago(folder: Path, cache: ImageCa
     assert ImageCache(cache.root / "nowhere").clean() == 0
 
 
-def test_the_command_says_how_large_the_cache_is_and_cleans_it(
+def test_command_shows_and_cleans_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]
 ) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(tmp_path))
-    for name, size in (("old", 30_000_000), ("new", 20_000_000)):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        (tmp_path / "images" / name / "pixels.u8").write_bytes(bytes(size))
+    (tmp_path / "images" / "old").mkdir(parents=True)
+    with (tmp_path / "images" / "old" / "pixels.u8").open("wb") as stream:
+        stream.truncate(50_000_000)
     assert "0.05 GB" in probprompt("cache").out
     printed = probprompt("cache", "--keep", "0").out
     assert "removed: 0.05 GB" in printed and "0.00 GB of decoded images" in " ".join(printed.split())

@@ -1,7 +1,8 @@
-"""`probprompt data`: datasets fetched and checked, as a user sees it."""
+"""`probprompt data`: datasets are downloaded and checked."""
 
 import hashlib
 import io
+import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -54,154 +55,124 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TuBerlin, "sources", (Source("https://example.org/sketches_png.zip", "sketches_png.zip"),))
 
 
-# check
+@pytest.fixture
+def check(probprompt: Command) -> Callable[..., str]:
+    """Run `data check`, assert its exit code and return its output."""
+
+    def run(code: int, *arguments: object) -> str:
+        found, out, _ = probprompt("data", "check", *arguments)
+        assert found == code, out
+        return out
+
+    return run
 
 
-def test_a_dataset_as_published_is_well(tmp_path: Path, probprompt: Command, small: None) -> None:
-    code, out, _ = probprompt("data", "check", tree(tmp_path / "cifar100"))
-    assert code == 0, out
-    assert f"cifar100 in {tmp_path / 'cifar100'}" in out and "classes: 2" in out
+Check = Callable[..., str]
+
+
+def test_check_compares_with_what_was_published(tmp_path: Path, check: Check, small: None) -> None:
+    root = tree(tmp_path / "cifar100")
+    out = check(0, root)
+    assert f"cifar100 in {root}" in out and "classes: 2" in out and out.rstrip().endswith("all is well")
     assert "train: 8 images, 4 of each class" in out and "test: 4 images, 2 of each class" in out
-    assert out.rstrip().endswith("all is well")
-
-
-def test_counts_that_differ_from_the_published_are_trouble(tmp_path: Path, probprompt: Command, small: None) -> None:
-    root = tree(tmp_path / "data")
     (root / "train" / "dog" / "1.png").unlink()
-    code, out, _ = probprompt("data", "check", root, "--benchmark", "cifar100")
-    assert code == 1
+    out = check(1, root, "--benchmark", "cifar100")
     assert "TROUBLE: train: 7 images, published are 8" in out
     assert "TROUBLE: train: published are 4 images of each class, but dog has 3" in out
     assert "TROUBLE: test" not in out and "2 kind(s) of trouble" in out
+    other = tree(tmp_path / "other" / "cifar100", classes=("cat", "cow", "dog"))
+    assert "TROUBLE: 3 classes, published are 2" in check(1, other, "--quick")
 
 
-def test_another_number_of_classes_is_trouble(tmp_path: Path, probprompt: Command, small: None) -> None:
-    root = tree(tmp_path / "cifar100", classes=("cat", "cow", "dog"))
-    code, out, _ = probprompt("data", "check", root, "--quick")
-    assert code == 1 and "TROUBLE: 3 classes, published are 2" in out
-
-
-def test_unreadable_files_are_named(tmp_path: Path, probprompt: Command, small: None) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, check: Check, small: None) -> None:
     root = tree(tmp_path / "cifar100")
     (root / "test" / "cat" / "0.png").write_bytes(picture(7)[:40])
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 1 and "TROUBLE: 1 file(s) cannot be read: test/cat/0.png (" in out
-    assert probprompt("data", "check", root, "--quick")[0] == 0, "which only counts"
+    assert "TROUBLE: 1 file(s) cannot be read: test/cat/0.png (" in check(1, root)
+    check(0, root, "--quick")  # only counts
+    own = tree(tmp_path / "mine")
+    (own / "test").rename(own / "val")
+    (own / "val" / "cat" / "1.png").write_bytes(b"none")
+    (own / "train" / "dog" / "0.png").write_bytes(b"none")
+    out = check(1, own)
+    assert "2 file(s) cannot be read: train/dog/0.png (" in out and ", val/cat/1.png (" in out
+    assert "1 file(s) cannot be read: dog/0.png (" in check(1, own / "train")
 
 
-def test_images_on_both_sides_are_trouble_beyond_what_was_published(
-    tmp_path: Path, probprompt: Command, small: None
-) -> None:
+def test_images_in_both_splits(tmp_path: Path, check: Check, small: None) -> None:
     root = tree(tmp_path / "cifar100")
     copy = Image.open(root / "train" / "cat" / "3.png")
     copy.save(root / "test" / "dog" / "1.png", compress_level=1)
     assert (root / "test" / "dog" / "1.png").read_bytes() != (root / "train" / "cat" / "3.png").read_bytes()
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 0 and "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png" in out
+    message = "1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png"
+    assert f"note: {message}" in check(0, root)
     (root / "test" / "dog" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 1 and "TROUBLE: 2 test image(s) are training images, too" in out
-    assert "The published data has 1 of them" in out
+    out = check(1, root)
+    assert "TROUBLE: 2 test image(s) are training images, too" in out and "The published data has 1 of them" in out
 
 
 @pytest.mark.parametrize("kind", [Cub200, ImageNetR, TuBerlin], ids=lambda kind: kind.name)
-def test_images_on_both_sides_are_noted_where_nobody_knows_how_many_were_published(
-    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch, kind: type[Dataset]
+def test_images_in_both_splits_where_the_published_number_is_unknown(
+    tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch, kind: type[Dataset]
 ) -> None:
-    known = Figures(2, 8, 4, (4, 4), (2, 2), shared=kind.figures.shared)
-    monkeypatch.setattr(kind, "figures", known)
+    monkeypatch.setattr(kind, "figures", Figures(2, 8, 4, (4, 4), (2, 2), shared=kind.figures.shared))
     root = tree(tmp_path / kind.name)
     (root / "test" / "dog" / "1.png").write_bytes((root / "train" / "cat" / "3.png").read_bytes())
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 0, out
-    assert (
-        "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png. Whether the published data "
-        "has as many is not known"
-    ) in out
+    out = check(0, root)
+    assert "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png" in out
+    assert "published data has as many is not known" in out
 
 
-def test_a_folder_of_ones_own_is_checked_without_figures(tmp_path: Path, probprompt: Command) -> None:
+def test_own_folder_is_checked_without_figures(tmp_path: Path, check: Check) -> None:
     root = tree(tmp_path / "mine")
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 0 and "classes: 2" in out and "published" not in out and "held out" not in out
+    out = check(0, root)
+    assert "classes: 2" in out and "published" not in out and "held out" not in out
     (root / "test" / "cat" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
     (root / "train" / "cat" / "0.png").write_bytes((root / "train" / "cat" / "1.png").read_bytes())
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 1
+    out = check(1, root)
     assert "TROUBLE: 1 test image(s) are training images, too: test/cat/0.png = train/dog/0.png" in out
     assert "note: 1 image(s) of train are there more than once" in out
-
-
-def test_a_folder_without_a_test_set_is_told_what_becomes_of_it(tmp_path: Path, probprompt: Command) -> None:
-    root = tree(tmp_path / "mine") / "train"
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 0 and "no test set is here: 20 % of each class are held out as one" in out
+    assert "20 % of each class are held out" in check(0, root / "train")
     for name in ("cat", "dog"):
         for place in ("indoors", "outdoors"):
-            (tmp_path / "deep" / name / place).mkdir(parents=True)
-            for file in (root / name).iterdir():
-                (tmp_path / "deep" / name / place / file.name).write_bytes(file.read_bytes())
-    _, out, _ = probprompt("data", "check", tmp_path / "deep")
-    assert "note: the classes are cat, dog, whose images all lie in folders inside them" in out
-
-
-def test_an_unreadable_file_of_ones_own_folder_is_named_with_its_side(tmp_path: Path, probprompt: Command) -> None:
-    root = tree(tmp_path / "mine")
-    (root / "test").rename(root / "val")
-    (root / "val" / "cat" / "1.png").write_bytes(b"none")
-    (root / "train" / "dog" / "0.png").write_bytes(b"none")
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 1 and "TROUBLE: 2 file(s) cannot be read: train/dog/0.png (" in out and ", val/cat/1.png (" in out
-
-
-def test_a_folder_without_sides_has_its_files_named_as_they_lie(tmp_path: Path, probprompt: Command) -> None:
-    root = tree(tmp_path / "mine") / "train"
-    (root / "cat" / "1.png").write_bytes(b"none")
-    code, out, _ = probprompt("data", "check", root)
-    assert code == 1 and "TROUBLE: 1 file(s) cannot be read: cat/1.png (" in out
+            shutil.copytree(root / "train" / name, tmp_path / "deep" / name / place)
+    assert "note: the classes are cat, dog, whose images all lie in folders" in check(0, tmp_path / "deep", "--quick")
 
 
 @pytest.mark.parametrize("within", ["images", ""])
-def test_another_part_of_imagenet_is_a_folder_of_ones_own(tmp_path: Path, probprompt: Command, within: str) -> None:
-    """The training images of Tiny-ImageNet, say: 200 folders of WordNet's numbers."""
+def test_part_of_imagenet_is_an_own_folder(tmp_path: Path, check: Check, within: str) -> None:
+    """The training images of Tiny-ImageNet: 200 folders named as in WordNet."""
     for number in range(200):
         folder = tmp_path / "train" / f"n{number:08}" / within
         folder.mkdir(parents=True)
         for index in range(2):
             (folder / f"n{number:08}_{index}.JPEG").write_bytes(b"")
-    code, out, _ = probprompt("data", "check", tmp_path / "train", "--quick")
-    assert code == 0 and "classes: 200" in out and "imagenet-r" not in out
+    out = check(0, tmp_path / "train", "--quick")
+    assert "classes: 200" in out and "imagenet-r" not in out
 
 
-def test_a_folder_that_holds_a_dataset_under_its_name_is_that_dataset(
-    tmp_path: Path, probprompt: Command, small: None
+def test_dataset_in_a_folder_of_datasets_is_found(
+    tmp_path: Path, probprompt: Command, check: Check, small: None
 ) -> None:
-    tree(tmp_path / "sets" / "cifar100")
-    code, out, _ = probprompt("data", "check", tmp_path / "sets")
-    assert code == 0, out
-    assert f"cifar100 in {tmp_path / 'sets' / 'cifar100'}" in out and "train: 8 images, 4 of each class" in out
+    root = tree(tmp_path / "sets" / "cifar100")
+    out = check(0, tmp_path / "sets")
+    assert f"cifar100 in {root}" in out and "train: 8 images, 4 of each class" in out
     tree(tmp_path / "sets" / "tu-berlin")
     code, _, err = probprompt("data", "check", tmp_path / "sets")
-    assert code == 2 and f"{tmp_path / 'sets'} holds 2 datasets: name one of" in err
-    assert f"{tmp_path / 'sets' / 'cifar100'}, {tmp_path / 'sets' / 'tu-berlin'}" in err.replace("\n", " ")
-    assert probprompt("data", "check", tmp_path / "sets", "--benchmark", "cifar100")[0] == 0
+    assert code == 2 and f"holds 2 datasets: name one of {root}, {root.parent / 'tu-berlin'}" in err.replace("\n", " ")
+    check(0, tmp_path / "sets", "--benchmark", "cifar100")
 
 
-def test_imagenet_r_in_a_folder_of_its_name_is_told_without_its_lists(tmp_path: Path, probprompt: Command) -> None:
+def test_incomplete_and_missing_datasets(tmp_path: Path, check: Check) -> None:
+    root = tmp_path / "imagenet-r"
     for name in ("n00000001", "n00000002"):
-        (tmp_path / "imagenet-r" / name).mkdir(parents=True)
-        (tmp_path / "imagenet-r" / name / "art_0.jpg").write_bytes(b"")
-    code, out, _ = probprompt("data", "check", tmp_path)
-    assert code == 1 and f"TROUBLE: {tmp_path / 'imagenet-r'} has the class folders, but not the lists" in out
+        (root / name).mkdir(parents=True)
+        (root / name / "art_0.jpg").write_bytes(b"")
+    out = check(1, tmp_path)
+    assert f"TROUBLE: {root} has the class folders, but not the lists" in out
     assert f"probprompt data get imagenet-r --to {tmp_path};" in out
-
-
-def test_what_cannot_be_listed_at_all_is_trouble(tmp_path: Path, probprompt: Command) -> None:
-    code, out, _ = probprompt("data", "check", "cub200")
-    assert code == 1 and "TROUBLE: cub200 is not on this machine" in out
-    code, out, _ = probprompt("data", "check", tmp_path, "--benchmark", "tu-berlin")
-    assert code == 1 and f"TROUBLE: {tmp_path} holds nothing that looks like tu-berlin. Accepted: (1)" in out
-    assert "not on this machine" not in out
+    assert "TROUBLE: cub200 is not on this machine" in check(1, "cub200")
+    out = check(1, tmp_path, "--benchmark", "tu-berlin")
+    assert f"TROUBLE: {tmp_path} holds nothing that looks like tu-berlin" in out and "not on this machine" not in out
 
 
 @pytest.mark.parametrize(
@@ -212,65 +183,44 @@ def test_what_cannot_be_listed_at_all_is_trouble(tmp_path: Path, probprompt: Com
         ((".", "--benchmark", "emoji-r"), "no published dataset is called 'emoji-r'"),
     ],
 )
-def test_mistakes_are_told_in_words(probprompt: Command, arguments: tuple[str, ...], problem: str) -> None:
+def test_wrong_arguments(probprompt: Command, arguments: tuple[str, ...], problem: str) -> None:
     code, _, err = probprompt("data", "check", *arguments)
     assert code == 2 and problem in err
 
 
-def test_lists_of_ones_own_are_said_to_be(tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_images(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, names = tmp_path / "set", ("n00000001", "n00000002")
     monkeypatch.setattr(ImageNetR, "figures", Figures(2, 2, 2, (1, 1), (1, 1)))
-    for place, name in enumerate(("n00000001", "n00000002")):
-        (tmp_path / "set" / name).mkdir(parents=True)
+    for place, name in enumerate(names):
+        (root / name).mkdir(parents=True)
         for index in range(2):
-            (tmp_path / "set" / name / f"{index}.png").write_bytes(picture(2 * place + index))
+            (root / name / f"{index}.png").write_bytes(picture(2 * place + index))
     for index, side in enumerate(("train", "test")):
-        (tmp_path / "set" / f"{side}.txt").write_text(f"n00000001/{index}.png\nn00000002/{index}.png\n")
-    code, out, _ = probprompt("data", "check", tmp_path / "set")
-    assert code == 0, out
-    assert f"cut by {tmp_path / 'set' / 'train.txt'} and {tmp_path / 'set' / 'test.txt'}" in out
+        (root / f"{side}.txt").write_text(f"n00000001/{index}.png\nn00000002/{index}.png\n")
+    out = check(0, root)
+    assert f"cut by {root / 'train.txt'} and {root / 'test.txt'}" in out
     for side, name in (("training", "train.txt"), ("test", "test.txt")):
-        digest = hashlib.sha256((tmp_path / "set" / name).read_bytes()).hexdigest()
+        digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
         assert f"note: the list of the {side} images is not the published one (sha256 {digest})" in out
-
-
-def test_a_tree_that_should_have_lists_is_noted(
-    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(ImageNetR, "figures", Figures(2, 8, 4, (4, 4), (2, 2)))
-    code, out, _ = probprompt("data", "check", tree(tmp_path / "imagenet-r", classes=("n00000001", "n00000002")))
-    assert code == 0 and "note: no lists say which images are for training" in out and "cannot be known" in out
+    out = check(0, tree(tmp_path / "imagenet-r", classes=names))
+    assert "note: no lists say which images are for training" in out
 
 
 @pytest.mark.parametrize("options", [(), ("--quick",)])
-def test_images_that_are_not_as_published_are_noted(
-    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+def test_other_encodings_than_published_are_noted(
+    tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    figures = Figures(2, 8, 4, (4, 4), (2, 2), encoding="lossless", size=(4, 4))
-    monkeypatch.setattr(Cifar100, "figures", figures)
+    monkeypatch.setattr(Cifar100, "figures", Figures(2, 8, 4, (4, 4), (2, 2), encoding="lossless", size=(4, 4)))
     root = tree(tmp_path / "cifar100")
-    code, out, _ = probprompt("data", "check", root, *options)
-    assert code == 0 and "note" not in out
+    assert "note" not in check(0, root, *options)
     Image.new("RGB", (9, 7)).save(root / "test" / "dog" / "1.jpg", quality=20)
     (root / "test" / "dog" / "1.png").unlink()
-    code, out, _ = probprompt("data", "check", root, *options)
-    assert code == 0, "they can be used"
-    assert "note: images are JPEG files, published are images without loss: they were encoded anew" in out
-    assert "note: images have 9 x 7 pixels, published are 4 x 4: they were resized" in out
-
-
-def test_a_single_image_of_another_size_is_found_where_all_are_read(
-    tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets, "_LOOKED", 1)
-    monkeypatch.setattr(Cifar100, "figures", Figures(2, 8, 4, (4, 4), (2, 2), size=(4, 4)))
-    root = tree(tmp_path / "cifar100")
-    Image.new("RGB", (9, 7)).save(root / "train" / "dog" / "1.png")
-    _, out, _ = probprompt("data", "check", root)
+    out = check(0, root, *options)
+    assert "note: images are JPEG files, published are images without loss" in out
     assert out.count("note: images have 9 x 7 pixels, published are 4 x 4") == 1
-    assert "note" not in probprompt("data", "check", root, "--quick")[1]
-
-
-# get
+    monkeypatch.setattr(datasets, "_LOOKED", 1)  # files that are examined without reading all
+    assert ("9 x 7" in check(0, root, *options)) is (options == ())
 
 
 def sketches(path: Path, images: int = 5) -> Path:
@@ -283,7 +233,7 @@ def sketches(path: Path, images: int = 5) -> Path:
 
 @pytest.fixture
 def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server of the folder ``www``."""
+    """Serve the folder ``www``."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     (tmp_path / "www").mkdir()
 
@@ -301,18 +251,16 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_bytes_are_drawn_as_they_are_moved(terminal: bool) -> None:
+def test_transfer_is_shown(terminal: bool) -> None:
     screen, drawn = TransferScreen(), io.StringIO()
     screen.console = Console(file=drawn, force_terminal=terminal, width=120)
     with screen.transfer("a.zip", 4000, done=1000):
         screen.advance(2000)
     assert ("3.0/4.0 kB" in drawn.getvalue()) is terminal
-    assert ("a.zip: done" in drawn.getvalue()) is not terminal, "a line is enough where there is no terminal"
+    assert ("a.zip: done" in drawn.getvalue()) is not terminal
 
 
-def test_an_archive_at_hand_is_put_in_its_place_and_checked(
-    tmp_path: Path, home: Path, probprompt: Command, small: None
-) -> None:
+def test_get_from_a_local_archive(tmp_path: Path, home: Path, probprompt: Command, check: Check, small: None) -> None:
     archive = sketches(tmp_path / "sketches_png.zip")
     code, out, err = probprompt("data", "get", "tu-berlin", "--file", archive)
     assert code == 0, out + err
@@ -321,11 +269,10 @@ def test_an_archive_at_hand_is_put_in_its_place_and_checked(
     assert (home / "tu-berlin" / "png" / "flying bird" / "7.png").is_file()
     code, out, _ = probprompt("data", "get", "tu-berlin")
     assert code == 0 and "already" in out
-    code, out, _ = probprompt("data", "check", "tu-berlin")
-    assert code == 0 and "train: 8 images, 4 of each class" in out
+    assert "train: 8 images, 4 of each class" in check(0, "tu-berlin")
 
 
-def test_a_mirror_is_asked_and_the_place_is_told(
+def test_get_from_a_mirror(
     web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = sketches(tmp_path / "www" / "mirror.zip")
@@ -340,24 +287,17 @@ def test_a_mirror_is_asked_and_the_place_is_told(
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["tu-berlin"]
 
 
-def test_what_was_fetched_but_is_not_as_published_is_trouble(tmp_path: Path, probprompt: Command, small: None) -> None:
+def test_get_rejects_wrong_data(tmp_path: Path, probprompt: Command, small: None) -> None:
     code, out, _ = probprompt("data", "get", "tu-berlin", "--file", sketches(tmp_path / "a.zip", images=10))
     assert code == 1 and "TROUBLE: train: 16 images, published are 8" in out
-
-
-def test_a_wrong_archive_is_refused_with_both_hashes(tmp_path: Path, probprompt: Command) -> None:
-    archive = sketches(tmp_path / "a.zip")
-    code, _, err = probprompt("data", "get", "cifar100", "--file", archive)
+    code, _, err = probprompt("data", "get", "cifar100", "--file", tmp_path / "a.zip")
     assert code == 2 and "eb9058c3a382ffc7106e4002c42a8d85" in err
-    assert hashlib.md5(archive.read_bytes()).hexdigest() in err
-
-
-def test_only_published_datasets_can_be_got(probprompt: Command) -> None:
+    assert hashlib.md5((tmp_path / "a.zip").read_bytes()).hexdigest() in err
     code, _, err = probprompt("data", "get", "cub")
     assert code == 2 and "did you mean 'cub200'?" in err
 
 
-def test_benchmarks_are_listed_with_what_is_here(home: Path, probprompt: Command) -> None:
+def test_benchmarks_are_listed(home: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(home / "cifar100")
     code, out, _ = probprompt("list", "benchmarks")
     assert code == 0
@@ -368,8 +308,6 @@ def test_benchmarks_are_listed_with_what_is_here(home: Path, probprompt: Command
     assert "by its path" in rows["FOLDER"] and "Hugging Face" in rows["hf:OWNER/NAME"]
     assert f"looked for in {home};" in out and "probprompt data get NAME" in out
 
-
-def test_benchmarks_are_listed_without_a_home(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError
 

@@ -1,6 +1,6 @@
-"""Several processes train as one does: the same gradients, the same result, one writer, and a way on when one dies.
+"""Several processes train as one does: equal gradients and results, one writer, and a resume when one dies.
 
-The file is also what torchrun runs in the tests: see :func:`work`.
+torchrun executes this file: see :func:`work`.
 """
 
 import json
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from probprompt.storage import read_tensors
 from probprompt.training.learner import Learner, TaskImages
 
 CPU = torch.device("cpu")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SMALL: dict[str, dict[str, Any]] = {
     "probprompt": {"samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1},
     "vq-prompt": {"tokens": 4, "blocks": [0, 2]},
@@ -58,11 +58,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "head": {"kind": "ridge", "projections": 20, "with_mirrors": True},
     },
 }
-"""What learns in both ways. A task has 21 images, so that most have parts of 10 and 11."""
+"""What learns with one and with two processes. A task has 21 images, so that most have parts of 10 and 11."""
 
 
 def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a run of less than a second; groups given by name are laid over them."""
+    """Return settings of a run of less than a second; groups given by name go over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2, "test_fraction": 0.3},
         "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
@@ -79,8 +79,8 @@ RUNS = {
 
 
 def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
-    """All that two tasks leave behind, and the gradients of the very first epoch."""
-    workshop = execute.prepare(parse_config(given), CPU, SILENT, world=world)
+    """Return all that two tasks leave behind, and the gradients of the first epoch."""
+    workshop = execute.prepare(parse_config(given), CPU, Watcher(), world=world)
     learner, found = workshop.learner, dict[str, Tensor]()
     for task in workshop.tasks:
         if task.index and not world.writes:  # a process that went astray is put right when a task begins
@@ -93,9 +93,8 @@ def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
             found[f"result.{task.index}.{epoch}"] = torch.tensor([result.loss, result.accuracy])
             if task.index == 0 and epoch == 0:
                 learning = [part for group in optimiser.param_groups for part in group["params"]]
-                found |= {
-                    f"gradient.{i}": part.grad.clone() for i, part in enumerate(learning) if part.grad is not None
-                }
+                gradients = {f"gradient.{i}": part.grad for i, part in enumerate(learning)}
+                found |= {name: value.clone() for name, value in gradients.items() if value is not None}
         learner.finish(task, lambda _: None)
     scores = [workshop.scorer.accuracy(task.rows, task.labels) for task in workshop.test_tasks]
     queries = [workshop.scorer.task_queries(task.rows) for task in workshop.test_tasks]
@@ -103,11 +102,8 @@ def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in {**found, **learner_tensors(learner)}.items()}
 
 
-# What torchrun runs ----------------------------------------------------------------------------------------------
-
-
 def work(folder: Path) -> None:
-    """Exchange some tensors; learn in every way; carry out runs; then begin one more and die."""
+    """Exchange tensors, learn all cases, execute runs, then start one more and die."""
     asked = json.loads((folder / "asked.json").read_text())
     world, _ = join(CPU)
     save_file(exchange(world), folder / f"exchange-{world.rank}.safetensors")
@@ -127,7 +123,7 @@ def work(folder: Path) -> None:
 
 
 def exchange(world: World) -> dict[str, Tensor]:
-    """What becomes of tensors that differ from process to process."""
+    """Exchange tensors that differ between processes."""
     found = {}
     for count in (1, 2, 7):
         rows = torch.arange(3 * count).view(count, 3)  # (n, 3)
@@ -141,7 +137,7 @@ def exchange(world: World) -> dict[str, Tensor]:
 
 
 def written_below(folder: Path) -> list[str]:
-    """Names of files of a folder that this process opens for writing, from now on."""
+    """Record the names of files of a folder that this process opens for writing."""
     opened: list[str] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -155,7 +151,7 @@ def written_below(folder: Path) -> list[str]:
 
 
 def die_in(task: int, epoch: int) -> None:
-    """Let this process be killed when it comes to an epoch."""
+    """Let this process be killed when it reaches an epoch."""
     original = Learner.train_epoch
 
     def train_epoch(learner: Learner, images: TaskImages, number: int, *rest: Any) -> Any:
@@ -166,38 +162,33 @@ def die_in(task: int, epoch: int) -> None:
     Learner.train_epoch = train_epoch  # type: ignore[method-assign, assignment]
 
 
-# Started once ----------------------------------------------------------------------------------------------------
-
-
-def run(*command: object, timeout: float = 120) -> tuple[int, str, str, float]:
-    """Exit code, output, errors and seconds of a command."""
-    begun = time.perf_counter()
+def run(*command: object) -> tuple[int, str, str]:
+    """Return exit code, output and errors of a command."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment)
-    return done.returncode, done.stdout, done.stderr, time.perf_counter() - begun
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=environment)
+    return done.returncode, done.stdout, done.stderr
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
 def options(given: dict[str, Any]) -> list[str]:
-    """The same settings for the command line."""
+    """Return settings as options of the command line."""
     pairs = [(f"{group}.{name}", value) for group, values in given.items() for name, value in values.items()]
     return [part for name, value in pairs for part in ("--set", f"{name}={json.dumps(value)}")]
 
 
 class Worked:
-    """What two processes left behind."""
+    """Results of two processes."""
 
     def __init__(self, folder: Path, pictures: Path) -> None:
         self.folder = folder
         self.settings = {name: configure(pictures, **groups) for name, groups in {**CASES, **RUNS}.items()}
         command = ["train", "--device", "cpu", *options(self.settings["linear"]), "--out", str(folder / "killed")]
-        asked = {
-            name: {case: self.settings[case] for case in group} for name, group in (("cases", CASES), ("runs", RUNS))
-        }
+        asked: dict[str, Any] = {"cases": {name: self.settings[name] for name in CASES}}
+        asked["runs"] = {name: self.settings[name] for name in RUNS}
         (folder / "asked.json").write_text(json.dumps({**asked, "command": command}))
-        self.code, self.out, self.err, _ = run(*TORCHRUN, __file__, folder)
+        self.code, self.out, self.err = run(*TORCHRUN, __file__, folder)
 
     def of(self, name: str, rank: int) -> dict[str, Tensor]:
         path = self.folder / f"{name}-{rank}.safetensors"
@@ -210,11 +201,8 @@ def worked(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Worked:
     return Worked(tmp_path_factory.mktemp("distributed"), pictures)
 
 
-# What is exchanged -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_tensors_are_gathered_averaged_and_agreed_upon(worked: Worked, rank: int) -> None:
+def test_tensors_are_exchanged(worked: Worked, rank: int) -> None:
     found = worked.of("exchange", rank)
     for count in (1, 2, 7):
         assert found[f"gathered {count}"].tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(count)]
@@ -232,15 +220,12 @@ def test_parts_cover_every_row_once_and_are_nearly_equal(size: int) -> None:
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_a_single_process_exchanges_nothing() -> None:
+def test_single_process_exchanges_nothing() -> None:
     rows = torch.ones(3, 2)
     assert ALONE.gather(rows, 3) is rows and ALONE.total(4) == 4 and ALONE.agree("here") == "here"
     ALONE.average([rows])
     ALONE.broadcast([rows])
     assert torch.equal(rows, torch.ones(3, 2))
-
-
-# Two processes learn as one does ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -258,7 +243,7 @@ def test_two_processes_learn_as_one(worked: Worked, case: str) -> None:
         assert torch.allclose(ours, expected, rtol=1e-4, atol=tolerance), name
 
 
-def test_the_cases_have_gradients_to_compare(worked: Worked) -> None:
+def test_cases_have_gradients_to_compare(worked: Worked) -> None:
     compared = {case for case in CASES if any(name.startswith("gradient") for name in worked.of(case, 0))}
     assert set(CASES) - compared == {"nearest-mean", "lda", "ranpac", "mirror images"}
     assert min(worked.of("clipped", 0)["result.0.0"].shape) == 2
@@ -267,7 +252,7 @@ def test_the_cases_have_gradients_to_compare(worked: Worked) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_two_processes_is_that_of_one(worked: Worked, tmp_path: Path, name: str) -> None:
+def test_run_of_two_processes_equals_that_of_one(worked: Worked, tmp_path: Path, name: str) -> None:
     both, alone = Run.open(worked.folder / "runs" / name), execute.train(parse_config(worked.settings[name]), tmp_path)
     assert np.array_equal(both.matrix, alone.matrix, equal_nan=True)
     assert (both.record["world_size"], alone.record["world_size"]) == (2, 1)
@@ -289,27 +274,22 @@ def test_one_process_writes(worked: Worked) -> None:
         assert not list((worked.folder / "runs" / name).rglob("*.part"))
 
 
-# When something goes wrong ---------------------------------------------------------------------------------------
-
-
 def outcome(run: Run) -> dict[str, bytes]:
-    """Everything that a run ends with."""
+    """Return all results of a run."""
     tensors, _ = read_tensors(run.checkpoint, CPU)
     found = {name: value.numpy().tobytes() for name, value in tensors.items()}
     files = (run.folder / "accuracy.json", run.folder / "diagnostics.json", *run.model.iterdir())
     return {**found, **{path.name: path.read_bytes() for path in files}}
 
 
-def test_a_killed_process_ends_the_run_which_then_goes_on(worked: Worked) -> None:
+def test_killed_process_ends_the_run_which_is_resumed(worked: Worked) -> None:
     folder = worked.folder / "killed"
-    assert worked.code != 0
+    assert worked.code != 0 and "Signal 9 (SIGKILL)" in worked.err
     assert "another process of this run has ended" in worked.err and f"--resume {folder}" in worked.err
-    assert "Signal 9 (SIGKILL)" in worked.err
     left = read_tensors(Run(folder).checkpoint, CPU)[1]["position"]
     assert (left["task"], left["epoch"]) == (1, 1) and not Run(folder).finished
-    code, out, err, _ = run(
-        sys.executable, "-m", "probprompt", "train", "--resume", folder, "--gpus", 2, "--device", "cpu"
-    )
+    command = (sys.executable, "-m", "probprompt", "train", "--resume", folder, "--gpus", 2, "--device", "cpu")
+    code, out, err = run(*command)
     assert code == 0, err
     assert out.count("FAA: ") == out.count("task 2 of 2: done") == 1 and "task 1 of 2" not in out
     assert outcome(Run.open(folder)) == outcome(Run.open(worked.folder / "runs" / "linear"))
@@ -318,14 +298,12 @@ def test_a_killed_process_ends_the_run_which_then_goes_on(worked: Worked) -> Non
     assert (folder / "report.html").exists()
 
 
-def test_a_mistake_is_told_once_and_ends_all_processes(worked: Worked, tmp_path: Path) -> None:
+def test_error_is_printed_once_and_ends_all_processes(worked: Worked, tmp_path: Path) -> None:
     given = worked.settings["linear"]
-    odd = {**given, "training": {**given["training"], "batch": 9}}
-    code, out, err, _ = run(
-        *TORCHRUN, "-m", "probprompt", "train", *options(odd), "--device", "cpu", "--out", tmp_path / "r"
-    )
+    odd = options({**given, "training": {**given["training"], "batch": 9}})
+    code, out, err = run(*TORCHRUN, "-m", "probprompt", "train", *odd, "--device", "cpu", "--out", tmp_path / "r")
     assert code != 0 and err.count("error: ") == 1
-    assert "2 processes cannot share a batch of 9 equally: set training.batch to 8 or 10, or start 1 or 3 or 9" in err
+    assert "a batch of 9 equally: set training.batch to 8 or 10, or start 1 or 3 or 9" in err
     assert not (tmp_path / "r").exists() and out.count("reading images") == 1
 
 
@@ -333,10 +311,10 @@ def prepared(given: dict[str, Any], size: int) -> None:
     execute.prepare(parse_config(given), CPU, SILENT, world=World(0, size))
 
 
-def test_what_processes_cannot_share_is_refused(pictures: Path) -> None:
+def test_batches_that_cannot_be_shared_are_rejected(pictures: Path) -> None:
     with pytest.raises(UserError, match=r"set training.batch to 20, or start 1 or 2 or 4 or 8 process"):
         prepared(configure(pictures, training={"batch": 8}), 20)
-    with pytest.raises(UserError, match=r"task 1 has only 21 training image.* each of 22 .* at most 21"):
+    with pytest.raises(UserError, match=r"task 1 has only 21 training image.* at most 21"):
         prepared(configure(pictures, training={"batch": 44}), 22)
     prepared(configure(pictures, method={"name": "lda"}, training={"batch": 7}), 3)  # learns from no batches
 
@@ -352,7 +330,7 @@ def test_what_processes_cannot_share_is_refused(pictures: Path) -> None:
     ],
     ids=str,
 )
-def test_methods_that_mix_the_images_of_a_batch_are_refused(pictures: Path, method: dict[str, Any]) -> None:
+def test_methods_that_mix_the_images_of_a_batch_are_rejected(pictures: Path, method: dict[str, Any]) -> None:
     given = configure(pictures, method=method)
     prepared(given, 1)
     with pytest.raises(UserError, match=f"{method['name'].replace('+', '.')} cannot be trained by 2 processes"):
@@ -360,60 +338,55 @@ def test_methods_that_mix_the_images_of_a_batch_are_refused(pictures: Path, meth
 
 
 @pytest.mark.parametrize(
-    ("variables", "complaint"),
+    ("variables", "message"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=2, WORLD_SIZE=2.* fits no set"),
-        ({"RANK": "0", "WORLD_SIZE": "0", "LOCAL_RANK": "0"}, "fits no set"),
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "fits no set"),
-        ({"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=one.* not all numbers.* torchrun"),
+        (("2", "2", "0", "2"), "RANK=2, WORLD_SIZE=2.* fits no set"),
+        (("0", "0", "0", "1"), "fits no set"),
+        (("1", "4", "3", "2"), "fits no set"),
+        (("one", "2", "0", "2"), "RANK=one.* not all numbers"),
     ],
 )
-def test_a_world_that_cannot_be_is_refused(variables: dict[str, str], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        from_environment(variables)
+def test_impossible_worlds_are_rejected(variables: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_environment(dict(zip(NAMES, variables, strict=True)))
 
 
-def test_the_world_is_that_of_the_environment() -> None:
+def test_world_of_the_environment() -> None:
     assert from_environment({}) == from_environment({"WORLD_SIZE": "8"}) == ALONE
-    assert from_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == World(
-        3, 4, 1, 2
-    )
+    assert from_environment(dict(zip(NAMES, "3412", strict=True))) == World(3, 4, 1, 2)
     assert [World(rank, 2).writes for rank in range(2)] == [True, False]
 
 
-def test_more_gpus_than_there_are(probprompt: Callable[..., Any], pictures: Path, tmp_path: Path) -> None:
+def test_more_gpus_than_exist(probprompt: Callable[..., Any], pictures: Path, tmp_path: Path) -> None:
     there = torch.cuda.device_count()
-    wanted = there + 2
-    answer = probprompt("train", pictures, "--gpus", wanted, "--out", tmp_path / "run")
-    assert answer.code == 2 and not (tmp_path / "run").exists()
-    assert f"--gpus {wanted} was given, but this machine has {there} GPU(s)" in answer.err
-    answer = probprompt("train", pictures, "--gpus", 2, "--device", "cuda:0", "--out", tmp_path / "run")
-    assert answer.code == 2 and "contradict" in answer.err
-    with pytest.raises(UserError, match=f"{wanted} processes were started on this machine, but it has {there} GPU"):
-        World(0, wanted, 0, wanted).place(torch.device("cuda"))
+    for options, message in (
+        (("--gpus", there + 2), f"--gpus {there + 2} was given, but this machine has {there} GPU(s)"),
+        (("--gpus", 2, "--device", "cuda:0"), "contradict"),
+    ):
+        answer = probprompt("train", pictures, *options, "--out", tmp_path / "run")
+        assert answer.code == 2 and not (tmp_path / "run").exists() and message in answer.err
+    with pytest.raises(UserError, match=f"{there + 2} processes were started on this machine, but it has {there} GPU"):
+        World(0, there + 2, 0, there + 2).place(torch.device("cuda"))
 
 
-def test_gpus_that_are_not_as_many_as_torchrun_started(
-    probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("train", "--gpus", "4", "--device", "cpu"), "--gpus 4 was given, but torchrun started 2 process(es)"),
+        (("demo",), "done by one process, not by 2"),
+        (("compare", "--methods", "lda"), "done by one process, not by 2"),
+    ],
+)
+def test_commands_under_torchrun(
+    probprompt: Callable[..., Any], command: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in zip((*NAMES, "MASTER_ADDR", "MASTER_PORT"), ("0", "2", "0", "2", "localhost", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    answer = probprompt("train", pictures, "--gpus", 4, "--device", "cpu", "--out", tmp_path / "run")
-    assert answer.code == 2 and "--gpus 4 was given, but torchrun started 2 process(es)" in answer.err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    answer = probprompt(*command)
+    assert answer.code == 2 and message in " ".join(answer.err.split())
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     work(Path(sys.argv[1]))
-
-
-@pytest.mark.parametrize("command", (["demo"], ["compare", "--methods", "lda"]))
-def test_what_one_process_does_is_refused_under_torchrun(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"), ("TORCHELASTIC_RUN_ID", "x")):
-        monkeypatch.setenv(name, value)
-    answer = probprompt(*command)
-    assert answer.code == 2 and "done by one process, not by 2" in " ".join(answer.err.split())

@@ -1,4 +1,4 @@
-"""Image sets in memory: by way of the cache or not, on the device or on the host, they are the same images."""
+"""Image sets in memory are the same with and without the cache, on the device and on the host."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -46,69 +46,44 @@ def stores(sizes: tuple[tuple[int, int], ...], rows: list[int] | None = None) ->
     return resident, hosted
 
 
-# The store
+both = pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED], ids=["one size", "ragged"])
 
 
-@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+@both
 @pytest.mark.parametrize("rows", [None, [6, 1, 4, 3]])
-def test_a_canvas_holds_the_decoded_images(sizes: tuple[tuple[int, int], ...], rows: list[int] | None) -> None:
+@pytest.mark.parametrize("chunk", [1, 1500, 2**26])
+def test_stores_hold_the_decoded_images(
+    sizes: tuple[tuple[int, int], ...], rows: list[int] | None, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_CHUNK", chunk)  # bytes that are sent to the device at a time
     arrays, chosen = pictures(sizes), rows or list(range(7))
     for store in stores(sizes, rows):
         assert len(store) == len(chosen) and store.bytes == sum(arrays[row].size for row in chosen)
         for batch in ([0], [2, 0, 2], list(range(len(chosen)))):
+            expected = [arrays[chosen[index]] for index in batch]
             canvas = store.canvas(torch.tensor(batch))
             assert canvas.dtype == torch.uint8 and canvas.is_contiguous()
-            for image, index in zip(canvas, batch, strict=True):
-                expected = arrays[chosen[index]]
-                found = image[:, : expected.shape[0], : expected.shape[1]].permute(1, 2, 0).numpy()
-                np.testing.assert_array_equal(found, expected)
+            pixels, offsets, extents = store.batch(torch.tensor(batch))
+            assert offsets.dtype == torch.int64 and extents.tolist() == [list(image.shape[:2]) for image in expected]
+            assert store.resident or len(pixels) == sum(image.size for image in expected)  # no more than needed is sent
+            for drawn, start, image in zip(canvas, offsets.tolist(), expected, strict=True):
+                found = drawn[:, : image.shape[0], : image.shape[1]].permute(1, 2, 0).numpy()
+                np.testing.assert_array_equal(found, image)
+                np.testing.assert_array_equal(pixels[start : start + image.size].numpy(), image.reshape(-1))
 
 
-def test_images_of_one_size_are_known_as_such() -> None:
+def test_store_shape() -> None:
     assert all(store.shape == (12, 20) for store in stores(ONE_SIZE))
-    assert all(store.shape is None for store in stores(RAGGED))
-    # Of one size, but with others between them: they cannot be numbered through.
-    for store in stores(RAGGED, [0, 3, 6]):
-        expected = torch.stack([torch.from_numpy(pictures(RAGGED)[row]).permute(2, 0, 1) for row in (3, 0, 6)])
-        assert torch.equal(store.canvas(torch.tensor([1, 0, 2])), expected)
-    assert ImageStore.of(pictures(((4, 6), (6, 4))), CPU).shape is None
-
-
-def test_no_images_are_a_store_too() -> None:
-    store = ImageStore.of([], CPU)
-    assert len(store) == 0 and store.bytes == 0 and store.sizes.shape == (0, 2)
+    # Of one size, but with others between them: they cannot be numbered consecutively.
+    assert all(store.shape is None for store in (*stores(RAGGED), *stores(RAGGED, [0, 3, 6])))
+    empty = ImageStore.of([], CPU)
+    assert len(empty) == 0 and empty.bytes == 0 and empty.sizes.shape == (0, 2)
     for full in stores(ONE_SIZE):
         assert full.canvas(torch.empty(0, dtype=torch.long)).shape == (0, 3, 12, 20)
 
 
-@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
-def test_a_batch_says_where_its_images_are(sizes: tuple[tuple[int, int], ...]) -> None:
-    arrays = pictures(sizes)
-    for store in stores(sizes):
-        pixels, offsets, extents = store.batch(torch.tensor([5, 1, 1, 2]))
-        assert offsets.dtype == torch.int64 and extents.tolist() == [list(sizes[row]) for row in (5, 1, 1, 2)]
-        for row, start in zip((5, 1, 1, 2), offsets.tolist(), strict=True):
-            np.testing.assert_array_equal(pixels[start : start + arrays[row].size].numpy(), arrays[row].reshape(-1))
-        if not store.resident:
-            assert len(pixels) == sum(arrays[row].size for row in (5, 1, 1, 2))  # what travels: no more
-
-
-@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
-@pytest.mark.parametrize("chunk", [1, 1500, 10**6])
-def test_images_are_sent_in_pieces(
-    sizes: tuple[tuple[int, int], ...], chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "_CHUNK", chunk)
-    store, rows, arrays = stores(sizes)[0], torch.tensor([6, 2, 3, 0]), pictures(sizes)
-    total = sum(arrays[row].size for row in rows.tolist())
-    sent, starts = loading._send(store.pixels, store.offsets[rows], store.sizes[rows], total, CPU)
-    expected = np.concatenate([arrays[row].reshape(-1) for row in rows.tolist()])
-    np.testing.assert_array_equal(sent.numpy(), expected)
-    assert starts.tolist() == np.cumsum([0] + [arrays[row].size for row in rows.tolist()])[:-1].tolist()
-
-
-@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
-def test_some_of_the_images_and_negatives_of_some(sizes: tuple[tuple[int, int], ...]) -> None:
+@both
+def test_subsets_and_inverted_images(sizes: tuple[tuple[int, int], ...]) -> None:
     for store in stores(sizes):
         before = store.canvas(torch.arange(7))
         few = store.only(torch.tensor([4, 2]))
@@ -122,9 +97,6 @@ def test_some_of_the_images_and_negatives_of_some(sizes: tuple[tuple[int, int], 
         assert torch.equal(store.canvas(torch.arange(7)), before)
 
 
-# Views
-
-
 def viewer(kernel: Kernel = "bicubic", device: torch.device = CPU) -> Viewer:
     return Viewer.of(16, 18, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), kernel, device)
 
@@ -135,8 +107,8 @@ def views(store: ImageStore, indices: Tensor, augmentation: Augmentation) -> Ran
     return RandomViews(random_boxes(store.sizes[indices], draws), augmentation, colours)
 
 
-@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
-def test_views_of_images_on_the_host_are_those_of_resident_ones(sizes: tuple[tuple[int, int], ...]) -> None:
+@both
+def test_views_of_hosted_and_resident_images_are_equal(sizes: tuple[tuple[int, int], ...]) -> None:
     resident, hosted = stores(sizes)
     rows = torch.tensor([3, 6, 1, 1, 0])
     expected = viewer().evaluation(resident, rows)
@@ -151,9 +123,7 @@ def test_views_of_images_on_the_host_are_those_of_resident_ones(sizes: tuple[tup
 
 
 @pytest.mark.parametrize("augmentation", ["crop", "crop+colour"])
-def test_a_large_photograph_does_not_make_a_huge_canvas_of_a_batch(
-    augmentation: Augmentation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_image_does_not_enlarge_the_canvas(augmentation: Augmentation, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = stores(((20, 30), (24, 16), (200, 300), (20, 20), (16, 40)))
     rows = torch.arange(5)
     given = views(store, rows, augmentation)
@@ -165,10 +135,10 @@ def test_a_large_photograph_does_not_make_a_huge_canvas_of_a_batch(
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     same, _ = stores(ONE_SIZE)
-    assert same.groups(rows) == [slice(0, 5)], "of one size, nobody is made larger by others"
+    assert same.groups(rows) == [slice(0, 5)]  # of one size
 
 
-def test_views_are_normalised_colour_by_colour() -> None:
+def test_views_are_normalized_by_channel() -> None:
     store = ImageStore.of([np.full((20, 20, 3), (51, 102, 204), np.uint8)], CPU)
     row = torch.tensor([0])
     expected = torch.tensor([(0.2 - 0.5) / 0.2, (0.4 - 0.4) / 0.3, (0.8 - 0.3) / 0.4])
@@ -182,7 +152,7 @@ def test_views_are_normalised_colour_by_colour() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED])
+@both
 @pytest.mark.parametrize("room", [None, 0])
 def test_views_on_a_gpu_are_those_of_the_cpu(
     sizes: tuple[tuple[int, int], ...], room: int | None, monkeypatch: pytest.MonkeyPatch
@@ -203,17 +173,13 @@ def test_views_on_a_gpu_are_those_of_the_cpu(
             assert torch.allclose(seen.cpu(), viewer(kernel).evaluation(plain, rows), atol=2e-3), (switch, kernel)
 
 
-# By way of the cache
-
-
 @dataclass(frozen=True)
 class Counted(ImageFiles):
-    """Files that count how often each is decoded."""
+    """Files that record which rows are decoded."""
 
     reads: list[int] = field(default_factory=list)
 
     def read(self, row: int) -> Pixels:
-        """Decode one of the files."""
         self.reads.append(row)
         return super().read(row)
 
@@ -277,7 +243,7 @@ def assert_same(found: Loaded, expected: Loaded) -> None:
     assert found.stored_side == expected.stored_side
 
 
-def test_the_sides_of_a_folder_share_what_is_decoded_once(folder: Path, cache: ImageCache) -> None:
+def test_splits_of_a_folder_are_decoded_once(folder: Path, cache: ImageCache) -> None:
     expected = [load(images, CPU, lambda _: None) for images in sides(ImageFiles(folder, NAMES, None))]
     for round_, reads in enumerate((7, 0, 0)):
         files, watch = Counted(folder, NAMES, None), Watch()
@@ -297,23 +263,19 @@ def test_the_sides_of_a_folder_share_what_is_decoded_once(folder: Path, cache: I
             np.testing.assert_array_equal(image.numpy(), expected_pixels)
 
 
-def test_a_part_of_a_folder_has_all_of_it_kept_for_later(folder: Path, cache: ImageCache) -> None:
+def test_part_of_a_folder_caches_all_of_it(folder: Path, cache: ImageCache) -> None:
     first, second = Counted(folder, NAMES, None), Counted(folder, NAMES, None)
     watches = Watch(), Watch()
     load_kept(sides(first)[1:], CPU, watches[0], cache)
     load_kept(sides(second)[:1], CPU, watches[1], cache)
     assert sorted(first.reads) == list(range(7)) and second.reads == []
     assert (watches[0].done, watches[0].total) == (7, 7) and (watches[1].done, watches[1].total) == (4, 4)
-
-
-def test_a_changed_picture_is_seen(folder: Path, cache: ImageCache) -> None:
-    load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
     Image.fromarray(np.full((12, 20, 3), 9, np.uint8)).save(folder / NAMES[0])
-    train, _ = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
-    assert (train.store.canvas(torch.tensor([0]))[0, :, :12, :20] == 9).all()
+    train, _ = load_kept(sides(second), CPU, Watch(), cache)
+    assert (train.store.canvas(torch.tensor([0]))[0, :, :12, :20] == 9).all()  # a changed image is read again
 
 
-def test_another_stored_side_is_kept_beside_the_first(folder: Path, cache: ImageCache) -> None:
+def test_each_stored_size_has_an_entry(folder: Path, cache: ImageCache) -> None:
     for side in (None, 8):
         train, _ = load_kept(sides(ImageFiles(folder, NAMES, side)), CPU, Watch(), cache)
         assert train.describe()["stored_side"] == (side or "full")
@@ -321,7 +283,7 @@ def test_another_stored_side_is_kept_beside_the_first(folder: Path, cache: Image
     assert len(entries(cache)) == 2
 
 
-def test_a_damaged_cache_is_decoded_again(folder: Path, cache: ImageCache) -> None:
+def test_damaged_cache_is_found_on_verification(folder: Path, cache: ImageCache) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), None)
     load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
     (pixels,) = cache.folder.glob("*/pixels.u8")
@@ -334,7 +296,7 @@ def test_a_damaged_cache_is_decoded_again(folder: Path, cache: ImageCache) -> No
         assert torch.equal(*canvases) is verify
 
 
-def test_without_a_cache_nothing_is_written(folder: Path, cache: ImageCache) -> None:
+def test_without_cache_nothing_is_written(folder: Path, cache: ImageCache) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
     for other in (None, ImageCache(folder.parent / "other")):  # off; too few files to be worth it
         files, watch = Counted(folder, NAMES, None), Watch()
@@ -343,18 +305,15 @@ def test_without_a_cache_nothing_is_written(folder: Path, cache: ImageCache) -> 
             assert one.sha256 is None
         assert len(files.reads) == watch.done == watch.total == 7
     assert not (folder.parent / "other").exists()
-
-
-def test_where_nothing_can_be_kept_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "taken").write_bytes(b"a file")
+    (folder.parent / "taken").write_bytes(b"a file")  # where nothing can be written, the run goes on
     watch = Watch()
-    found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, ImageCache(tmp_path / "taken", worth=0))
-    for one, expected in zip(found, load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), None), strict=True):
-        assert_same(one, expected)
+    found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, ImageCache(folder.parent / "taken", worth=0))
+    for one, kept in zip(found, expected, strict=True):
+        assert_same(one, kept)
     assert watch.done == watch.total == 7 and len(watch.notes) == 1 and found[0].sha256 is None
 
 
-def test_images_that_come_from_no_files_are_not_cached(cache: ImageCache) -> None:
+def test_images_without_files_are_not_cached(cache: ImageCache) -> None:
     data, watch = find("emoji-r").load(None), Watch()
     train, test = load_kept((data.train, data.test), CPU, watch, cache)
     assert not cache.folder.exists() and watch.done == watch.total == len(data.train) + len(data.test)
@@ -374,7 +333,7 @@ def test_images_that_come_from_no_files_are_not_cached(cache: ImageCache) -> Non
     assert load(arrays, CPU, watch.advance).sha256 == train.sha256, "as the published files of CIFAR-100 come"
 
 
-def test_validation_and_test_images_of_a_folder_share_one_entry(cache: ImageCache, tmp_path: Path) -> None:
+def test_validation_and_test_images_share_one_entry(cache: ImageCache, tmp_path: Path) -> None:
     for label in ("ant", "bee"):
         (tmp_path / "data" / label).mkdir(parents=True)
         for index in range(10):
@@ -383,9 +342,8 @@ def test_validation_and_test_images_of_a_folder_share_one_entry(cache: ImageCach
     data = source.load(4)
     held = source.hold_out(data, 0.25)
     for one in (held, data, source.hold_out(source.load(4), 0.25)):
-        for images, loaded in zip(
-            (one.train, one.test), load_kept((one.train, one.test), CPU, Watch(), cache), strict=True
-        ):
+        pair = (one.train, one.test)
+        for images, loaded in zip(pair, load_kept(pair, CPU, Watch(), cache), strict=True):
             assert loaded.names == images.names and loaded.stored_side == 4
             for row in range(len(images)):
                 stored = loaded.store.canvas(torch.tensor([row]))[0].permute(1, 2, 0).numpy()
@@ -393,7 +351,7 @@ def test_validation_and_test_images_of_a_folder_share_one_entry(cache: ImageCach
     assert len(entries(cache)) == 1
 
 
-def test_a_set_too_large_for_the_device_stays_on_the_host_and_says_so(
+def test_sets_too_large_for_the_device_stay_on_the_host(
     folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
@@ -407,7 +365,7 @@ def test_a_set_too_large_for_the_device_stays_on_the_host_and_says_so(
     assert len(watch.notes) == len(outside) and "stay on the host: they are more than 40 %" in watch.notes[0]
 
 
-def test_the_record_of_a_run_says_how_its_images_are_held(
+def test_record_describes_the_loaded_images(
     settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))

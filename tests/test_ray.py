@@ -1,4 +1,4 @@
-"""Cells on a Ray cluster: the same results as without, a worker that is killed, a cell that fails, and Ctrl-C."""
+"""Runs on a Ray cluster: the same results as without, a killed worker, a failing run, and Ctrl-C."""
 
 import ast
 import importlib
@@ -74,7 +74,7 @@ def resume(out, device, progress):
 
 
 class Cluster(NamedTuple):
-    """A Ray cluster on this machine, as if it had two cores and a GPU; this process is connected to it."""
+    """A connection to a Ray cluster on this machine, as if it had two cores and a GPU."""
 
     ray: Any
     workers: ModuleType
@@ -108,8 +108,8 @@ def spec(pictures: Path) -> Callable[..., GridSpec]:
 Spec = Callable[..., GridSpec]
 
 
-class Diary(GridCallback):
-    """Writes down what it is told."""
+class Diary(GridWatcher):
+    """Records notes and ends."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -128,19 +128,14 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def learned(folder: Path) -> list[bytes]:
-    """What must not depend on where a run was carried out: accuracies, and all that was trained."""
+    """Return what must not depend on where a run was executed: accuracies and all that was trained."""
     tensors = sorted((folder / "model").rglob("*.safetensors"))
     assert tensors
     return [path.read_bytes() for path in (folder / "accuracy.json", *tensors)]
 
 
-# A cluster
-
-
 @needs_ray
-def test_results_are_those_without_ray_though_a_worker_is_killed_and_a_cell_fails(
-    cluster: Cluster, spec: Spec, tmp_path: Path
-) -> None:
+def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
     grid, diary = Grid(spec(methods=["probprompt", "nearest-mean", "lda"]), tmp_path / "ray"), Diary()
     way = Way(cluster.workers.start, cluster.workers.resume, "cpu")
     killed, undisturbed, unlucky = run_grid(grid, way, diary, Where(on="ray", gpus_per_cell=0.5))
@@ -155,7 +150,7 @@ def test_results_are_those_without_ray_though_a_worker_is_killed_and_a_cell_fail
     ]
     assert events(killed.cell.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
     taken = {path.name: json.loads(path.read_text()) for path in cluster.diary.iterdir()}
-    assert len(taken) == 3 and str(os.getpid()) not in taken, "each cell has a process of its own"
+    assert len(taken) == 3 and str(os.getpid()) not in taken  # each run has its process
     assert all(shares == {"CPU": 1.0, "GPU": 0.5} for shares in taken.values())
     assert not list(grid.out.glob(".shared-*"))
 
@@ -169,12 +164,10 @@ def test_results_are_those_without_ray_though_a_worker_is_killed_and_a_cell_fail
 
 
 @needs_ray
-def test_what_goes_wrong_on_a_machine_before_the_run_begins_fails_the_cell(
-    cluster: Cluster, spec: Spec, tmp_path: Path
-) -> None:
+def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
     (cell,) = Grid(spec(), tmp_path).cells
     way, gone = Way(api.start, api.resume, "cpu"), tmp_path / "gone"
-    with pytest.raises(UserError, match=f"does not see the grid's folder {tmp_path}: with several machines"):
+    with pytest.raises(UserError, match=f"does not see the grid's folder {tmp_path}"):
         carry_out_there(cell, way, gone, 1)  # a machine that joins later, and does not share it
     assert not list(tmp_path.iterdir())
 
@@ -190,29 +183,29 @@ def test_what_goes_wrong_on_a_machine_before_the_run_begins_fails_the_cell(
 
 
 @needs_ray
-def test_machines_are_asked_for_the_folder_and_the_version_before_anything_runs(
+def test_machines_need_the_folder_and_the_version(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machines = ray_cells._machines(cluster.ray)
     with ray_cells._marked(tmp_path / "out") as mark:
         ray_cells._check_machines(cluster.ray, machines, mark)
-    with pytest.raises(UserError, match=r"does not see the grid's folder .*out: .* must be on a file system that all"):
+    with pytest.raises(UserError, match=r"does not see the grid's folder .*out"):
         ray_cells._check_machines(cluster.ray, machines, mark)  # the mark is gone
     with ray_cells._marked(tmp_path / "out") as mark:
         monkeypatch.setattr(ray_cells, "__version__", "0.0")
-        with pytest.raises(UserError, match=rf"has probprompt {package.__version__}, here is 0\.0: install the same"):
+        with pytest.raises(UserError, match=rf"has probprompt {package.__version__}, here is 0\.0"):
             ray_cells._check_machines(cluster.ray, machines, mark)
     assert not list((tmp_path / "out").iterdir())
 
 
 def processes(session: int) -> list[str]:
-    """What still runs of a session."""
+    """Return the names of the processes of a session that still run."""
     found = []
-    for entry in Path("/proc").iterdir():
+    for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            name, _, rest = (entry / "stat").read_text().rpartition(")") if entry.name.isdigit() else ("", "", "")
-            fields = rest.split()  # state, parent, group, session
-            if fields and int(fields[3]) == session and fields[0] != "Z":
+            name, _, rest = path.read_text().rpartition(")")
+            state, _, _, own, *_ = rest.split()
+            if int(own) == session and state != "Z":
                 found.append(name)
     return found
 
@@ -226,7 +219,7 @@ def short_folder() -> Iterator[Path]:
 
 
 @needs_ray
-def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(
+def test_ctrl_c_stops_and_the_same_command_resumes(
     cluster: Cluster, probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, short_folder: Path
 ) -> None:
     settings = flatten({**TINY, "training": {"epochs": 80, "batch": 16}})
@@ -264,17 +257,11 @@ def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(
     assert resumed[1:] > (0, 0) and happened.count(("epoch", 0, 0)) == 1 and happened[-1] == ("task", 1, None)
 
 
-# What needs no cluster
-
-
-def test_without_ray_the_command_says_how_to_install_it(
-    probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_ray_is_named(probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    grid = ("--methods", "lda", "--benchmarks", pictures, "--presets", "custom", "--out", tmp_path / "out")
+    grid = ("--methods", "lda", "--benchmarks", "emoji-r", "--presets", "custom", "--out", tmp_path / "out")
     answer = probprompt("compare", *grid, "--on", "ray")
-    assert answer.code == 2 and not (tmp_path / "out").exists()
-    assert answer.err == "error: Ray is not installed: pip install 'probprompt[ray]', or leave --on away\n"
+    assert answer.code == 2 and not (tmp_path / "out").exists() and "pip install 'probprompt[ray]'" in answer.err
 
 
 def test_ray_is_imported_only_where_it_is_used() -> None:
@@ -285,13 +272,10 @@ def test_ray_is_imported_only_where_it_is_used() -> None:
             assert not any(name.split(".")[0] == "ray" for name in (*named, *module)), path
 
 
-@pytest.mark.parametrize("on", ["slurm", "ray:", "ray://", "Ray", "rays:auto"])
-def test_an_unknown_place_is_refused(on: str) -> None:
-    with pytest.raises(UserError, match=rf"cells cannot run on '{on}': give ray \(on this machine\), ray:auto, "):
-        parse_address(on)
-
-
-def test_addresses_are_those_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on in ("slurm", "ray:", "ray://", "Ray", "rays:auto"):
+        with pytest.raises(UserError, match=f"'{on}'"):
+            parse_address(on)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert parse_address("ray") == "local"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -299,11 +283,11 @@ def test_addresses_are_those_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
-def test_an_address_where_nobody_answers_is_refused_at_once(address: str) -> None:
-    begun = time.monotonic()
-    with pytest.raises(UserError, match=r"no Ray cluster answers at .*:1 \(.+\): is it running"):
+def test_silent_address_is_rejected(address: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"no Ray cluster answers at .*:1"):
         ray_cells._refuse_silent(address)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
 
 
 PLAIN: dict[str, Any] = {"Resources": {"CPU": 4.0}}
@@ -322,7 +306,7 @@ STRONG: dict[str, Any] = {"Resources": {"CPU": 8.0, "GPU": 2.0}}
         ({"gpus_per_cell": 2}, None, [STRONG], (2, 1), [1]),
     ],
 )
-def test_a_cell_takes_a_gpu_where_there_are_any_or_what_is_asked_for(
+def test_share_of_a_machine(
     asked: dict[str, Any], device: str | None, machines: list[Any], share: tuple[float, float], room: list[int]
 ) -> None:
     found = find_share(Where(on="ray", **asked), device, machines)
@@ -333,30 +317,28 @@ def test_a_cell_takes_a_gpu_where_there_are_any_or_what_is_asked_for(
 @pytest.mark.parametrize(
     ("asked", "device", "message"),
     [
-        ({"gpus_per_cell": 1.5}, None, "GPUs per cell: a part of one or a whole number, not 1.5"),
+        ({"gpus_per_cell": 1.5}, None, "GPUs per cell: .* not 1.5"),
         ({"gpus_per_cell": -1}, None, "GPUs per cell: .* not -1"),
         ({"cpus_per_cell": 0}, None, "CPUs per cell: .* not 0"),
-        ({}, "cuda", "the cells take no GPU: the cluster has none"),
-        ({"gpus_per_cell": 1}, "cuda:1", "--device takes cpu or cuda there, not 'cuda:1'"),
-        ({}, "gpu", "--device takes cpu or cuda there, not 'gpu'"),
+        ({}, "cuda", "the cluster has none"),
+        ({"gpus_per_cell": 1}, "cuda:1", "not 'cuda:1'"),
+        ({}, "gpu", "not 'gpu'"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(asked: dict[str, Any], device: str | None, message: str) -> None:
+def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_share(Where(on="ray", **asked), device, [PLAIN])
 
 
-def test_a_cell_wants_no_more_than_this_machine_has() -> None:
-    with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU: ask for less"):
-        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", SILENT_GRID)
+def test_shares_larger_than_this_machine() -> None:
+    with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU"):
+        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridWatcher())
     diary = Diary()
     ray_cells._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
     assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]
 
 
-def test_a_cell_that_loses_its_workers_at_one_place_is_given_up_and_one_that_comes_further_is_not(
-    spec: Spec, tmp_path: Path
-) -> None:
+def test_run_without_progress_is_given_up(spec: Spec, tmp_path: Path) -> None:
     first, second = Grid(spec(seeds=[0, 1]), tmp_path).cells
     losses = Losses()
     assert [losses.bearable(first) for _ in range(3)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""Accuracy over all classes seen, whatever the batches."""
+"""Accuracy over all classes seen, independent of the batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ METHODS: list[dict[str, Any]] = [
 
 
 def learned(settings: Settings, **method: Any) -> Workshop:
-    """A model that tells some classes apart: its head compares with class means, two of them exchanged."""
+    """Return a model that distinguishes some classes: its head compares with class means, two of them exchanged."""
     given = settings(method=method)
     if method.get("name") == "linear-probe":
         given["method"] = method
@@ -51,7 +51,7 @@ def head_of(workshop: Workshop) -> LinearHead:
 
 
 def everything(workshop: Workshop) -> tuple[Tensor, Tensor]:
-    """All test images and their labels."""
+    """Return all test images and their labels."""
     tasks = workshop.test_tasks
     return torch.cat([task.rows for task in tasks]), torch.cat([task.labels for task in tasks])
 
@@ -62,7 +62,7 @@ def scorer_of(workshop: Workshop, batch: int) -> Scorer:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_accuracy_is_that_of_a_plain_loop_over_single_images(settings: Settings, method: dict[str, Any]) -> None:
+def test_scores_are_those_of_single_images_in_any_order(settings: Settings, method: dict[str, Any]) -> None:
     workshop = learned(settings, **method)
     model, store = workshop.scorer.model, workshop.scorer.images.store
     rows, labels = everything(workshop)
@@ -74,12 +74,6 @@ def test_accuracy_is_that_of_a_plain_loop_over_single_images(settings: Settings,
         right += logits.index(max(logits)) == label
     assert 6 <= right < 12 == len(rows)
     assert workshop.scorer.accuracy(rows, labels) == pytest.approx(100 * right / len(rows))
-
-
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_logits_depend_neither_on_the_batch_nor_on_the_order(settings: Settings, method: dict[str, Any]) -> None:
-    workshop = learned(settings, **method)
-    rows, labels = everything(workshop)
     expected = workshop.scorer.logits(rows)
     mixed = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
     for batch in (1, 5):
@@ -89,13 +83,19 @@ def test_logits_depend_neither_on_the_batch_nor_on_the_order(settings: Settings,
         assert scorer.accuracy(rows[mixed], labels[mixed]) == workshop.scorer.accuracy(rows, labels)
 
 
-def test_accuracy_is_over_all_classes_seen(settings: Settings) -> None:
+def test_accuracy_is_over_all_classes_of_the_present_head(settings: Settings) -> None:
     workshop = learned(settings)
     first, head = workshop.test_tasks[0], head_of(workshop)
-    with torch.no_grad():
-        head.bias[5] += 1e6
+    rows, labels = everything(workshop)
+    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
+    assert torch.equal(workshop.scorer.queries(rows), workshop.learner.model.backbone.query(images))
+    before = workshop.scorer.accuracy(rows, labels)
+    weight, bias = head.weight.detach().clone(), head.bias.detach().clone()
+    head.replace(-weight, -bias)
+    assert workshop.scorer.accuracy(rows, labels) < before  # queries are kept, scores are not
+    head.replace(weight, bias + 1e6 * torch.eye(6)[5])
     assert workshop.scorer.accuracy(first.rows, first.labels) == 0
-    head.replace(head.weight[:2].detach(), head.bias[:2].detach())
+    head.replace(weight[:2], bias[:2])
     assert workshop.scorer.accuracy(first.rows, first.labels) > 0
 
 
@@ -112,7 +112,7 @@ def test_each_query_is_computed_once(settings: Settings, count_queries: Counter)
     assert sum(images) == seen
 
 
-def test_batches_that_overlap_compute_only_what_is_missing(settings: Settings, count_queries: Counter) -> None:
+def test_overlapping_batches_compute_what_is_missing(settings: Settings, count_queries: Counter) -> None:
     workshop = learned(settings)
     rows = everything(workshop)[0]
     expected = scorer_of(workshop, 100).queries(rows)
@@ -128,34 +128,7 @@ def test_batches_that_overlap_compute_only_what_is_missing(settings: Settings, c
     torch.testing.assert_close(scorer.logits(rows), scorer_of(workshop, 100).logits(rows), rtol=1e-4, atol=1e-3)
 
 
-def test_queries_are_the_backbones_without_prompts(settings: Settings) -> None:
-    workshop = learned(settings)
-    rows = everything(workshop)[0]
-    images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
-    assert torch.equal(workshop.scorer.queries(rows), workshop.learner.model.backbone.query(images))
-
-
-def test_a_head_that_learned_since_changes_the_score(settings: Settings) -> None:
-    """Queries are kept, scores are not."""
-    workshop = learned(settings)
-    rows, labels = everything(workshop)
-    before = workshop.scorer.accuracy(rows, labels)
-    head = head_of(workshop)
-    head.replace(-head.weight.detach(), -head.bias.detach())
-    assert workshop.scorer.accuracy(rows, labels) < before
-
-
-# What is kept
-
-
-def prompt_of(workshop: Workshop) -> Tensor:
-    """The Gaussians that decide the features."""
-    return workshop.learner.model.method.get_parameter("mean").data
-
-
-def test_features_of_prompts_that_are_fixed_are_computed_once(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_fixed_prompts_are_computed_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     workshop = learned(settings)
     model, rows = workshop.learner.model, everything(workshop)[0]
     passes, original = list[int](), model.evaluated
@@ -167,35 +140,26 @@ def test_features_of_prompts_that_are_fixed_are_computed_once(
     monkeypatch.setattr(model, "evaluated", counting)
     scorer = scorer_of(workshop, 100)
     assert not model.static
-    scorer.features(rows)
-    scorer.features(rows)
-    assert len(passes) == 2, "prompts that learn are asked each time"
+    before = scorer.features(rows)
+    model.method.get_parameter("mean").data.add_(1.0)  # the Gaussians that decide the features
+    after = scorer.features(rows)
+    assert len(passes) == 2 and not torch.allclose(after, before), "prompts that learn are computed each time"
     model.fix()
     expected = scorer.features(rows[:5])
     assert passes[2:] == [5]
     found = scorer.features(rows)
     assert passes[2:] == [5, len(rows) - 5]
     assert torch.equal(found[:5], expected)
+    torch.testing.assert_close(found, after, rtol=1e-4, atol=1e-3)
     assert torch.equal(scorer.features(rows.flip(0)), found.flip(0)) and len(passes) == 4
-    torch.testing.assert_close(found, scorer_of(workshop, 100).features(rows), rtol=1e-4, atol=1e-3)
 
 
-def test_features_of_prompts_that_learn_follow_them(settings: Settings) -> None:
-    """What was seen while prompts learned is not kept when they are fixed."""
-    workshop = learned(settings)
-    rows = everything(workshop)[0]
-    before = workshop.scorer.features(rows)
-    prompt_of(workshop).add_(1.0)
-    after = workshop.scorer.features(rows)
-    assert not torch.allclose(after, before)
-    workshop.learner.model.fix()
-    assert torch.equal(workshop.scorer.features(rows), after)
+def unlearned(settings: Settings, method: str) -> Workshop:
+    return prepare(parse_config({**settings(), "method": {"name": method}}), torch.device("cpu"), Watcher())
 
 
-def test_a_backbone_that_learns_is_asked_anew(settings: Settings) -> None:
-    given = settings()
-    given["method"] = {"name": "ft"}
-    workshop = prepare(parse_config(given), torch.device("cpu"), SILENT)
+def test_backbone_that_learns_is_evaluated_again(settings: Settings) -> None:
+    workshop = unlearned(settings, "ft")
     workshop.learner.begin(workshop.tasks[0])
     rows = everything(workshop)[0]
     queries, features = workshop.scorer.queries(rows), workshop.scorer.features(rows)
@@ -205,10 +169,8 @@ def test_a_backbone_that_learns_is_asked_anew(settings: Settings) -> None:
         torch.testing.assert_close(found, before + 1.0)
 
 
-def test_queries_are_read_out_as_the_method_asks(settings: Settings) -> None:
-    given = settings()
-    given["method"] = {"name": "evo-prompt"}
-    workshop = prepare(parse_config(given), torch.device("cpu"), SILENT)
+def test_queries_are_read_out_as_the_method_requests(settings: Settings) -> None:
+    workshop = unlearned(settings, "evo-prompt")
     backbone, rows = workshop.learner.model.backbone, everything(workshop)[0]
     images = workshop.scorer.viewer.evaluation(workshop.scorer.images.store, rows)
     found = workshop.scorer.queries(rows)
@@ -217,7 +179,7 @@ def test_queries_are_read_out_as_the_method_asks(settings: Settings) -> None:
     torch.testing.assert_close(workshop.scorer.features(rows), workshop.learner.model.features(images)[0])
 
 
-def test_a_cache_computes_what_is_missing_together_and_once() -> None:
+def test_cache_computes_what_is_missing_once() -> None:
     asked: list[list[int]] = []
 
     def compute(rows: Tensor) -> Tensor:

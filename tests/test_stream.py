@@ -1,6 +1,5 @@
-"""Class orders and the cutting of classes into tasks."""
+"""Class orders and the split of classes into tasks."""
 
-import doctest
 import json
 import random
 from dataclasses import FrozenInstanceError
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probprompt.data import stream
 from probprompt.data.stream import Task, build_stream, class_order, order_hash, parse_tasks, split_sizes
 from probprompt.errors import UserError
 
@@ -32,14 +30,8 @@ def counts_and_tasks(draw: st.DrawFn) -> tuple[int, int]:
     return count, draw(st.integers(1, count))
 
 
-def test_doctests() -> None:
-    result = doctest.testmod(stream)
-    assert result.failed == 0
-    assert result.attempted >= 8
-
-
 @pytest.mark.parametrize(
-    ("count", "seed", "beginning"),
+    ("count", "seed", "start"),
     [
         (200, 1, (33, 146, 79, 19, 23, 131, 12, 187, 174, 32)),
         (200, 2, (51, 94, 55, 35, 170, 177, 20, 85, 50, 36)),
@@ -49,12 +41,12 @@ def test_doctests() -> None:
         (100, 2, (0, 76, 61, 63, 1, 71, 2, 6, 16, 19)),
         (200, 12, (82, 134, 185, 178, 11)),
         (200, 24, (61, 0, 22, 157, 145)),
-        (200, 36, (8, 51, 11, 137, 50)),
-        (200, 48, (71, 66, 10, 121, 103)),
     ],
 )
-def test_published_class_orders(count: int, seed: int, beginning: tuple[int, ...]) -> None:
-    assert class_order(count, seed)[: len(beginning)] == beginning
+def test_published_class_orders(count: int, seed: int, start: tuple[int, ...]) -> None:
+    before = random.getstate()
+    assert class_order(count, seed)[: len(start)] == start
+    assert random.getstate() == before
 
 
 @quick
@@ -65,21 +57,13 @@ def test_class_order_is_a_permutation(count: int, seed: int) -> None:
     assert seed != 0 or order == tuple(range(count))
 
 
-def test_class_order_leaves_the_global_generator_alone() -> None:
-    before = random.getstate()
-    class_order(100, 3)
-    assert random.getstate() == before
-
-
 @quick
 @given(counts_and_tasks())
 def test_split_sizes_are_even(drawn: tuple[int, int]) -> None:
     count, tasks = drawn
     sizes = split_sizes(count, tasks)
-    assert len(sizes) == tasks
-    assert sum(sizes) == count
-    assert max(sizes) - min(sizes) <= 1
-    assert list(sizes) == sorted(sizes, reverse=True)
+    assert len(sizes) == tasks and sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
     assert all(type(size) is int for size in sizes)
 
 
@@ -110,7 +94,7 @@ def test_sizes_are_kept(sizes: list[int], seed: int) -> None:
 
 @quick
 @given(counts_and_tasks(), seeds, seeds)
-def test_names_give_the_same_stream_whatever_the_seed(drawn: tuple[int, int], seed: int, other: int) -> None:
+def test_named_tasks_ignore_the_seed(drawn: tuple[int, int], seed: int, other: int) -> None:
     count, number = drawn
     names = names_of(count)
     tasks = build_stream(names, number, seed)
@@ -129,39 +113,34 @@ def test_tasks_are_frozen() -> None:
     ("tasks", "message"),
     [
         (11, "10 classes cannot fill 11 tasks"),
-        (0, "at least 1, got 0"),
-        (True, "cannot be True"),
-        (2.0, "cannot be 2.0"),
-        (None, "cannot be None"),
-        ("5", "cannot be '5'"),
-        ([], r"cannot be \[\]"),
-        ([5, True, 4], r"cannot be \[5, True, 4\]"),
+        (0, "got 0"),
+        (True, "True"),
+        (2.0, r"2\.0"),
+        (None, "None"),
+        ("5", "'5'"),
+        ([], r"\[\]"),
+        ([5, True, 4], r"\[5, True, 4\]"),
         ([5, ["ant"]], "cannot be"),
         (["ant", "bee"], "cannot be"),
-        ([4, 4], r"\[4, 4\] add up to 8, but there are 10 classes"),
+        ([4, 4], r"\[4, 4\] add up to 8"),
         ([10, 0], "at least 1 class"),
-        ([["ant"], ["bee", "kat"]], "task 2 has an unknown class 'kat': did you mean 'cat'"),
+        ([["ant"], ["bee", "kat"]], "task 2 .*'kat': did you mean 'cat'"),
         ([["ant", "bee"], ["cat"], ["ant"]], "'ant' is in task 1 and in task 3"),
         ([["ant", "ant"]], "'ant' is in task 1 and in task 1"),
-        ([["ant"]], "9 of 10 classes are in no task: bee, cat, dog, elk, fox and 4 more"),
-        ([list(ANIMALS), []], "task 2 has no classes"),
-        ([["ant", 3]], "task 1 has 3 where the name of a class is due"),
+        ([["ant"]], "bee, cat, dog, elk, fox and 4 more"),
+        ([list(ANIMALS), []], "task 2"),
+        ([["ant", 3]], "task 1 has 3"),
     ],
 )
-def test_tasks_that_cannot_be(tasks: object, message: str) -> None:
+def test_impossible_tasks(tasks: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_stream(ANIMALS, tasks, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["ant", "bee", "ant"], "classes 0 and 2 have the same name 'ant'"),
-        ([], "at least one name"),
-        ("ant", "list"),
-    ],
+    ("names", "message"), [(["ant", "bee", "ant"], "0 and 2 .*'ant'"), ([], "at least one"), ("ant", "list")]
 )
-def test_class_names_that_cannot_be(names: list[str], message: str) -> None:
+def test_impossible_class_names(names: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_stream(names, 1, 0)
 
@@ -175,86 +154,76 @@ def test_parse_numbers(text: str, parsed: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
+    ("file", "content", "second"),
     [
-        ("tasks.json", '[["ant", "bee"], ["queen, bee"]]'),
-        ("tasks.txt", '\n [["ant", "bee"], ["queen, bee"]]'),
-        ("tasks.json", '\ufeff[["ant", "bee"], ["queen, bee"]]'),
+        ("tasks.json", '[["ant", "bee"], ["queen, bee"]]', ("queen, bee",)),
+        ("tasks.txt", '\n [["ant", "bee"], ["queen, bee"]]', ("queen, bee",)),
+        ("tasks.json", '\ufeff[["ant", "bee"], ["queen, bee"]]', ("queen, bee",)),
+        ("tasks", "# insects first\nant, bee\n\n  # then\n  sea lion ,café\r\n", ("sea lion", "café")),
     ],
 )
-def test_parse_json_file(tmp_path: Path, file: str, content: str) -> None:
-    path = tmp_path / file
-    path.write_text(content, encoding="utf-8")
-    assert parse_tasks(str(path)) == (("ant", "bee"), ("queen, bee",))
-
-
-def test_parse_text_file(tmp_path: Path) -> None:
-    path = tmp_path / "tasks"
-    path.write_text("# insects first\nant, bee\n\n  # then\n  sea lion ,café\r\n", encoding="utf-8")
-    assert parse_tasks(str(path)) == (("ant", "bee"), ("sea lion", "café"))
+def test_parse_file(tmp_path: Path, file: str, content: str, second: tuple[str, ...]) -> None:
+    (tmp_path / file).write_text(content, encoding="utf-8")
+    assert parse_tasks(str(tmp_path / file)) == (("ant", "bee"), second)
 
 
 @quick
-@given(st.lists(st.lists(words, min_size=1, max_size=4), min_size=1, max_size=4))
-def test_files_hold_any_names(groups: list[list[str]]) -> None:
-    expected = tuple(tuple(group) for group in groups)
-    assert stream._parse_json(json.dumps(groups), "file") == expected
-    assert stream._parse_lines("\n".join(", ".join(group) for group in groups), "file") == expected
+@given(groups=st.lists(st.lists(words, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_files_hold_any_names(tmp_path_factory: pytest.TempPathFactory, groups: list[list[str]]) -> None:
+    path = tmp_path_factory.getbasetemp() / "names.txt"
+    for text in (json.dumps(groups), "\n".join(", ".join(group) for group in groups)):
+        path.write_text(text, encoding="utf-8")
+        assert parse_tasks(str(path)) == tuple(map(tuple, groups))
 
 
 @pytest.mark.parametrize("text", ["", "  ", "five", "0", "-3", "4,0,2", "4,", "5.0", "1e3", "9" * 5000, "a\0b"])
-def test_texts_that_are_no_tasks(text: str) -> None:
-    with pytest.raises(UserError, match=r"allowed are a number of tasks \(5\)"):
+def test_invalid_task_texts(text: str) -> None:
+    with pytest.raises(UserError, match=r"a number of tasks \(5\)"):
         parse_tasks(text)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("a.json", "[[", "not valid JSON.*line 1 column 3"),
-        ("a.json", "{}", "must hold a list of tasks"),
-        ("a.json", "[]", "must hold a list of tasks"),
+        ("a.json", "[[", "line 1 column 3"),
+        ("a.json", "{}", "a list of tasks"),
+        ("a.json", "[]", "a list of tasks"),
         ("a.json", '[["ant"], "bee"]', "task 2 must be a list"),
-        ("a.json", '[["ant"], []]', "task 2 must be a list of at least one class name"),
+        ("a.json", '[["ant"], []]', "task 2 must be a list"),
         ("a.json", "[[1]]", "task 1 must be a list"),
-        ("a.txt", "ant,\nbee", "line 1: a comma has no class name beside it"),
-        ("a.txt", "# nothing\n\n", "has no tasks in it"),
+        ("a.txt", "ant,\nbee", "line 1: a comma"),
+        ("a.txt", "# nothing\n\n", "no tasks"),
+        ("a.txt", b"\xff\xfe\x00", "cannot be read as a text file"),
     ],
 )
-def test_files_that_are_no_tasks(tmp_path: Path, file: str, content: str, message: str) -> None:
+def test_invalid_task_files(tmp_path: Path, file: str, content: str | bytes, message: str) -> None:
     path = tmp_path / file
-    path.write_text(content)
-    with pytest.raises(UserError, match=message) as caught:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError, match=message) as error:
         parse_tasks(str(path))
-    assert str(path) in str(caught.value)
+    assert str(path) in str(error.value)
 
 
-def test_folders_binaries_and_wrong_paths(tmp_path: Path) -> None:
-    binary = tmp_path / "tasks.txt"
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path, binary, binary / "below"):
-        with pytest.raises(UserError, match="cannot be read as a text file"):
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
+    (tmp_path / "tasks.txt").touch()
+    for path, message in (
+        (tmp_path, "cannot be read as a text file"),
+        (tmp_path / "tasks.txt" / "below", "cannot be read as a text file"),
+        (tmp_path / "task.txt", r"did you mean '.*tasks.txt'\?"),
+        (tmp_path / "nowhere" / "tasks.txt", "no such file exists: allowed"),
+    ):
+        with pytest.raises(UserError, match=message):
             parse_tasks(str(path))
-    with pytest.raises(UserError, match=r"no such file exists \(did you mean '.*tasks.txt'\?\)"):
-        parse_tasks(str(tmp_path / "task.txt"))
-    with pytest.raises(UserError, match="no such file exists: allowed"):
-        parse_tasks(str(tmp_path / "nowhere" / "tasks.txt"))
 
 
-def test_order_hash_tells_streams_apart() -> None:
+def test_order_hash_identifies_streams_by_class_name() -> None:
     streams = [build_stream(ANIMALS, tasks, seed) for tasks in (2, 5, [6, 4]) for seed in (0, 1)]
-    hashes = [order_hash(tasks, ANIMALS) for tasks in streams]
-    assert len(set(hashes)) == len(hashes)
-    assert all(len(digest) == 64 for digest in hashes)
-
-
-def test_order_hash_is_of_the_names() -> None:
-    """A dataset that numbers its classes in another way gives the same stream by name."""
+    hashes = {order_hash(tasks, ANIMALS) for tasks in streams}
+    assert len(hashes) == len(streams) and all(len(digest) == 64 for digest in hashes)
     written = [["ant", "bee"], ["cat"]]
-    one, other = ["ant", "bee", "cat"], ["cat", "ant", "bee"]
+    one, other = ["ant", "bee", "cat"], ["cat", "ant", "bee"]  # numbered in another way
     first, second = build_stream(one, written, 0), build_stream(other, written, 0)
-    assert order_hash(first, one) == order_hash(second, other)
-    assert order_hash(first, one) != order_hash(first, other)
+    assert order_hash(first, one) == order_hash(second, other) != order_hash(first, other)
 
 
 def test_order_hash_never_changes() -> None:
