@@ -69,7 +69,7 @@ def has_row(output: str, run: Run) -> bool:
 def test_help_names_commands_and_options(probprompt: Command) -> None:
     answer, training = probprompt("--help"), probprompt("train", "--help")
     assert answer.code == training.code == 0 and answer.err == "" and probprompt("-h").out == answer.out
-    assert all(name in answer.out for name in ("demo", "train", "compare", "list", "report", "--version"))
+    assert all(name in answer.out for name in ("demo", "train", "compare", "list", "report", "learn", "rollback"))
     options = "preset tasks test backbone weights seed order-seed validate set config resume track"
     assert all(f"--{option}" in training.out for option in options.split())
     assert probprompt("--version") == (0, f"probprompt {package.__version__}\n", "")
@@ -427,9 +427,9 @@ def test_divergence_is_answered_in_words(probprompt: Command, pictures: Path) ->
 
 
 def test_a_mistake_in_a_process_of_its_own_is_answered_without_a_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "probprompt", "train", "nowhere", "--out", "run"]
+    command = [sys.executable, "-m", "probprompt", "data", "check", "nowhere"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.startswith("error: 'nowhere'")
+    assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.startswith("error: nowhere")
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
