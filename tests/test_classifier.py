@@ -1,5 +1,6 @@
 """A classifier learns classes a few at a time, exactly, all or nothing, and knows what it does not know."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,24 +12,17 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-import probprompt
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, novelty, sums
 from probprompt.data.loading import ImageStore
-from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
-from probprompt.progress import ProgressCallback
+from probprompt.heads import RidgeHead
+from probprompt.runs.progress import Watcher
 
 Pixels = NDArray[np.uint8]
 Classes = dict[str, list[Pixels]]
 TINY: dict[str, Any] = {"backbone": "test_vit", "weights": "random", "image_size": 32, "device": "cpu", "epochs": 1}
-PROBPROMPT: dict[str, Any] = {
-    **TINY,
-    "samples": 2,
-    "components": 3,
-    "method.tokens": 2,
-    "blocks": [0, 2],
-    "projections": 60,
-}
+PROBPROMPT: dict[str, Any] = {**TINY, "samples": 2, "components": 3, "method.tokens": 2, "blocks": [0, 2]}
+PROBPROMPT["projections"] = 60
 
 
 def paint(names: str, images: int = 10, seed: int = 0) -> Classes:
@@ -42,8 +36,13 @@ def paint(names: str, images: int = 10, seed: int = 0) -> Classes:
     return found
 
 
+def flat(images: Classes) -> list[Pixels]:
+    return [picture for group in images.values() for picture in group]
+
+
 def taught(*lessons: Classes, **settings: Any) -> ContinualClassifier:
-    made = ContinualClassifier(**{**PROBPROMPT, **settings})
+    """A classifier after these lessons: a small ProbPrompt unless a method is named."""
+    made = ContinualClassifier(**{**(TINY if "method" in settings else PROBPROMPT), **settings})
     for lesson in lessons:
         made.learn(lesson)
     return made
@@ -56,9 +55,8 @@ def two_tasks() -> ContinualClassifier:
 
 
 def features_of(classifier: ContinualClassifier, images: Classes) -> tuple[torch.Tensor, torch.Tensor]:
-    every = [picture for group in images.values() for picture in group]
     labels = [classifier.classes.index(name) for name, group in images.items() for _ in group]
-    return classifier.predictor.look(every), torch.tensor(labels)
+    return classifier.predictor.look(flat(images)), torch.tensor(labels)
 
 
 def joint(classifier: ContinualClassifier, images: Classes) -> RidgeHead:
@@ -80,17 +78,35 @@ def labels_of(answers: list[Prediction]) -> list[str | None]:
     return [answer.label for answer in answers]
 
 
-# Learning
-
-
 @pytest.mark.parametrize(("layers", "readings"), [(0, "beside"), (2, "beside"), (2, "projected")])
-def test_after_any_lessons_the_head_is_the_joint_solution_over_all_images_ever_learned(
-    layers: int, readings: str
-) -> None:
-    made = taught(paint("abc"), paint("de"), paint("f"), **{"head.layers": layers, "head.readings": readings})
-    assert made.classes == tuple("abcdef") and (made.version, made.task_count) == (3, 3)
-    every = {**paint("abc"), **paint("de"), **paint("f")}
-    torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-4, atol=1e-5)
+def test_the_head_is_always_the_joint_solution_over_all_images(layers: int, readings: str) -> None:
+    """Whatever was learned, refined and forgotten before."""
+    made = taught(paint("abc"), paint("de"), **{"head.layers": layers, "head.readings": readings})
+    every = paint("abcde")
+
+    def check() -> None:
+        assert made.classes == tuple(every)
+        assert [known.images for known in made.predictor.state.classes] == [len(group) for group in every.values()]
+        torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-4, atol=1e-5)
+
+    check()
+    for more, new, refined in (
+        ({**paint("b", 7, seed=5), **paint("f", 6)}, ("f",), ("b",)),
+        (paint("d", 5, seed=6), (), ("d",)),
+    ):
+        report = made.learn(more, known="refine")
+        assert (report.classes, report.refined, made.task_count) == (new, refined, 3)
+        every.update({name: every.get(name, []) + group for name, group in more.items()})
+        check()
+    assert made.history()[-1].what == "refined" and made.history()[-1].classes == ("d",)
+    for name in "be":
+        made.forget(name)
+        del every[name]
+        assert made.history()[-1].what == "forgot"
+        check()
+    made.learn(paint("gb"))
+    every.update(paint("gb"))
+    check()
 
 
 def test_prompts_adapt_in_the_first_lesson_and_stay_afterwards(two_tasks: ContinualClassifier) -> None:
@@ -103,7 +119,7 @@ def test_prompts_adapt_in_the_first_lesson_and_stay_afterwards(two_tasks: Contin
 
 def test_what_was_learned_is_recognised_and_told_with_probabilities(two_tasks: ContinualClassifier) -> None:
     fresh = paint("abcde", 4, seed=1)
-    answers = two_tasks.predict([picture for group in fresh.values() for picture in group], top_k=3)
+    answers = two_tasks.predict(flat(fresh), top_k=3)
     truth = [name for name, group in fresh.items() for _ in group]
     assert np.mean([answer.label == name for answer, name in zip(answers, truth, strict=True)]) >= 0.9
     for answer in answers:
@@ -127,23 +143,6 @@ def test_the_report_says_what_was_learned(two_tasks: ContinualClassifier) -> Non
     assert weight(made).equal(weight(two_tasks)), "the same lessons and seed make the same classifier"
 
 
-def test_every_stage_is_told() -> None:
-    class Listener(ProgressCallback):
-        steps: dict[str, list[int]]
-
-        def stage(self, description: str, total: int) -> Any:
-            self.steps = {**getattr(self, "steps", {}), description: [total, 0]}
-            return super().stage(description, total)
-
-        def advance(self, steps: int) -> None:
-            list(self.steps.values())[-1][1] += steps
-
-    listener = Listener()
-    ContinualClassifier(**PROBPROMPT).learn(paint("ab"), progress=listener)
-    assert listener.steps["reading images"] == [20, 20]
-    assert listener.steps["learning"][0] == listener.steps["learning"][1] > 1
-
-
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in methods.registered() if name != "joint"},
     "linear head": {"method": "probprompt", "preset": "matched"},
@@ -159,19 +158,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_method_and_head_learns_twice_and_is_loaded_as_it_was(case: str, tmp_path: Path) -> None:
-    made = ContinualClassifier(
-        **{**TINY, **CASES[case]}, config={"alignment": {"epochs": 1}, "head": {"projections": 60}}
-    )
-    made.learn(paint("abc", 6))
-    made.learn(paint("de", 6))
-    answers = made.predict(paint("ae", 2)["a"], top_k=5)
+    config = {"alignment": {"epochs": 1}, "head": {"projections": 60}}
+    made = ContinualClassifier(**{**TINY, **CASES[case]}, config=config)
+    for names in ("abc", "de"):
+        made.learn(paint(names, 6))
     made.save(tmp_path / "model")
     loaded = ContinualClassifier.load(tmp_path / "model", device="cpu")
-    again = loaded.predict(paint("ae", 2)["a"], top_k=5)
-    for one, other in zip(answers, again, strict=True):
+    pictures = paint("a", 2)["a"]
+    for one, other in zip(made.predict(pictures, top_k=5), loaded.predict(pictures, top_k=5), strict=True):
         assert (one.label, one.unknown) == (other.label, other.unknown)
         assert [chance for _, chance in one.top] == pytest.approx([chance for _, chance in other.top], rel=1e-4)
-    loaded.learn(paint("f", 6) if made._engine.closed_form else paint("fg", 6))
+    loaded.learn(paint("f" if made._engine.closed_form else "fg", 6))
     assert loaded.classes[:6] == tuple("abcdef")
 
 
@@ -197,70 +194,50 @@ def test_a_lesson_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Mon
     assert made.learn(paint("de")).version == 2
 
 
-def test_a_later_lesson_of_a_hundred_images_takes_seconds() -> None:
-    made = ContinualClassifier(backbone="demo", device="cpu", epochs=1)
-    made.learn(paint("abc", 6))
-    report = made.learn(paint("defgh", 20))
-    assert report.images == 100 and report.seconds < 20
-    found = made.evaluate(paint("defgh", 4, seed=1))
-    assert found.accuracy > 80 and len(made.classes) == 8
-
-
-def test_predictions_go_on_from_the_old_version_while_another_is_learned() -> None:
+def test_predictions_use_the_old_version_while_another_is_learned() -> None:
     made = taught(paint("abc"))
-    picture, versions = paint("b", 1, seed=3)["b"], list[int]()
+    picture, versions, answers = paint("b", 1, seed=3)["b"], list[int](), list[list[Prediction]]()
     expected = made.predict(picture, top_k=9)
 
-    class Asking(ProgressCallback):
+    class Asking(Watcher):
+        stages: ClassVar[dict[str, list[int]]] = {}  # steps announced and made
+
+        def stage(self, description: str, total: int) -> Any:
+            self.stages[description] = [total, 0]
+            return super().stage(description, total)
+
         def advance(self, steps: int) -> None:
+            list(self.stages.values())[-1][1] += steps
             asked = threading.Thread(target=lambda: answers.append(made.predict(picture, top_k=9)))
             asked.start()
             asked.join(30)
             versions.append(made.version)
 
-    answers: list[list[Prediction]] = []
-    made.learn(paint("de", 3), progress=Asking())
+    made.learn(paint("de", 3), watcher=Asking())
     assert set(versions) == {1} and len(answers) == len(versions) > 6
     assert all(answer == expected for answer in answers)
     assert len(made.predict(picture, top_k=9)[0].top) == 5
-
-
-# More images of a known class
+    assert Asking.stages["reading images"] == [6, 6]
+    assert Asking.stages["learning"][0] == Asking.stages["learning"][1] > 0
 
 
 def test_a_known_class_is_refused_by_name_with_the_choice(two_tasks: ContinualClassifier) -> None:
-    with pytest.raises(UserError, match=r"1 class\(es\) are known already: b\. Say known='refine'.*other names"):
+    with pytest.raises(UserError, match=r"1 class\(es\).*: b\..*known='refine'"):
         two_tasks.learn(paint("bx"))
-    with pytest.raises(UserError, match=r"'B' is the known class 'b' but for its spelling"):
+    with pytest.raises(UserError, match=r"'B' is the known class 'b'"):
         two_tasks.learn({"B": paint("b")["b"]}, known="refine")
-    with pytest.raises(UserError, match=r"known must be 'refuse' or 'refine', not 'merge'"):
+    with pytest.raises(UserError, match=r"'refuse' or 'refine', not 'merge'"):
         two_tasks.learn(paint("b"), known="merge")  # type: ignore[arg-type]
-
-
-def test_refining_equals_having_had_all_images_at_once() -> None:
-    made = taught(paint("abc"), paint("de"))
-    more = {**paint("b", 7, seed=5), **paint("f", 6)}
-    report = made.learn(more, known="refine")
-    assert (report.classes, report.refined, made.classes) == (("f",), ("b",), tuple("abcdef"))
-    only = made.learn(paint("d", 5, seed=6), known="refine")
-    assert (only.classes, only.refined, made.task_count) == ((), ("d",), 3)
-    assert made.history()[-1].what == "refined" and made.history()[-1].classes == ("d",)
-    every = {**paint("abc"), **paint("de"), **paint("f", 6)}
-    every["b"] = every["b"] + more["b"]
-    every["d"] = every["d"] + paint("d", 5, seed=6)["d"]
-    torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-4, atol=1e-5)
-    assert made.predictor.state.classes[1].images == 17
 
 
 @pytest.mark.parametrize("projections", [0, 60], ids=["kept one by one", "kept as sums"])
 def test_mirror_images_are_learned_refined_and_forgotten_with_their_images(projections: int) -> None:
-    images = 10
-    made = taught(paint("abc", images), paint("de", 6), **{"head.with_mirrors": True, "projections": projections})
+    made = taught(paint("abc"), paint("de", 6), **{"head.with_mirrors": True, "projections": projections})
     made.learn(paint("b", 7, seed=5), known="refine")
     made.forget("c")
-    every = {**paint("ab", images), **paint("de", 6)}
+    every = {**paint("ab"), **paint("de", 6)}
     every["b"] = every["b"] + paint("b", 7, seed=5)["b"]
-    pictures = ImageStore.of([picture for group in every.values() for picture in group], torch.device("cpu"))
+    pictures = ImageStore.of(flat(every), torch.device("cpu"))
     views = made.predictor.viewer.evaluation(pictures, torch.arange(len(pictures)))
     labels = torch.tensor([made.classes.index(name) for name, group in every.items() for _ in group])
     head = joint(made, every)  # of the images alone
@@ -271,132 +248,92 @@ def test_mirror_images_are_learned_refined_and_forgotten_with_their_images(proje
     assert [known.images for known in state.classes] == [len(every[name]) for name in made.classes]
     held = sum(len(known.held.tensors["rows"]) for known in state.classes)
     assert ("rows" in state.classes[0].rest.tensors) == (projections == 0)
-    assert state.calibration.images == held < sum(len(group) for group in every.values()) / 4
-
-
-def test_refining_is_refused_where_it_would_do_silent_damage() -> None:
-    made = ContinualClassifier(**TINY, method="linear-probe")
-    made.learn(paint("ab", 4))
-    with pytest.raises(UserError, match="only where the head is solved in closed form"):
-        made.learn(paint("a", 4), known="refine")
-    with pytest.raises(UserError, match="still learn in task 2"):
-        taught(paint("ab", 4), adapt_tasks=2).learn(paint("a", 4), known="refine")
-
-
-# Forgetting, renaming, going back
-
-
-@pytest.mark.parametrize("name", ["b", "d"])
-def test_forgetting_is_the_joint_solution_over_what_remains(name: str) -> None:
-    made = taught(paint("abc"), paint("de"))
-    made.forget(name)
-    remaining = {key: value for key, value in paint("abcde").items() if key != name}
-    assert made.classes == tuple(remaining) and made.history()[-1].what == "forgot"
-    torch.testing.assert_close(weight(made), joint(made, remaining).weight, rtol=1e-4, atol=1e-5)
-    made.learn(paint("fg"))
-    torch.testing.assert_close(weight(made), joint(made, {**remaining, **paint("fg")}).weight, rtol=1e-4, atol=1e-5)
+    assert state.calibration.images == held < len(pictures) / 4
 
 
 def test_nothing_of_a_forgotten_class_of_a_later_lesson_is_left() -> None:
     made, never = taught(paint("abc"), paint("de")), taught(paint("abc"), paint("d"))
     made.forget("e")
     torch.testing.assert_close(weight(made), weight(never), rtol=1e-5, atol=1e-6)
-    mine, other = made.predictor.state, never.predictor.state
-    assert mine.calibration.images == other.calibration.images
-    assert (mine.calibration.temperature, mine.scale.limit) == pytest.approx(
-        (other.calibration.temperature, other.scale.limit), rel=1e-4
-    )
+    kept = [
+        (state.calibration.temperature, state.scale.limit) for one in (made, never) for state in [one.predictor.state]
+    ]
+    assert kept[0] == pytest.approx(kept[1], rel=1e-4)
+    assert made.predictor.state.calibration.images == never.predictor.state.calibration.images
     assert made.learn(paint("e")).classes == ("e",), "it can be learned again"
 
 
 @pytest.mark.parametrize("kind", ["lda", "nearest-mean"])
 def test_every_head_in_closed_form_forgets(kind: str) -> None:
-    settings: dict[str, Any] = {**TINY, "method": "nearest-mean", "head.kind": kind}
-    made, never = ContinualClassifier(**settings), ContinualClassifier(**settings)
-    made.learn(paint("abc", 6))
-    never.learn(paint("ab", 6))
+    made, never = (taught(paint(names), method="nearest-mean", **{"head.kind": kind}) for names in ("abc", "ab"))
     made.forget("c")
     torch.testing.assert_close(weight(made), weight(never), rtol=1e-4, atol=1e-5)
 
 
 def test_large_classes_are_kept_as_sums_and_forgotten_and_refined_as_exactly() -> None:
-    settings: dict[str, Any] = {**TINY, "method": "ranpac", "projections": 0}
-    made = ContinualClassifier(**settings)
-    made.learn(paint("abc", 180))
+    made = taught(paint("abc", 180), method="ranpac", projections=0)
     kept = made.predictor.state.classes[0].rest.tensors
     assert "rows" not in kept and int(kept["count"]) == 160
-    made.learn(paint("a", 20, seed=3), known="refine")
+    more = paint("a", 20, seed=3)
+    made.learn(more, known="refine")
     made.forget("b")
     every = paint("ac", 180)
-    features, labels = features_of(made, {"a": every["a"] + paint("a", 20, seed=3)["a"], "c": every["c"]})
-    head = RidgeHead(features.shape[1], 0, 0, made.predictor.state.strength)
-    head.learn(features, labels, 2, 0)
-    torch.testing.assert_close(weight(made), head.weight, rtol=1e-3, atol=1e-5)
+    every["a"] = every["a"] + more["a"]
+    torch.testing.assert_close(weight(made), joint(made, every).weight, rtol=1e-3, atol=1e-5)
 
 
-def test_what_cannot_be_forgotten_exactly_is_refused(two_tasks: ContinualClassifier) -> None:
-    linear = ContinualClassifier(**TINY, method="linear-probe")
-    linear.learn(paint("ab", 4))
-    with pytest.raises(UserError, match="cannot be forgotten exactly: the head 'linear' was trained"):
-        linear.forget("a")
-    with pytest.raises(UserError, match="cannot be forgotten yet"):
-        taught(paint("ab", 4), adapt_tasks=2).forget("a")
-    with pytest.raises(UserError, match=r"no class is called 'aa': did you mean 'a'|allowed"):
-        two_tasks.forget("aa")
-    lone = ContinualClassifier(**TINY, method="ranpac")
-    lone.learn(paint("a", 4))
-    with pytest.raises(UserError, match="the only class"):
-        lone.forget("a")
+def test_what_cannot_be_forgotten_or_refined_exactly_is_refused(two_tasks: ContinualClassifier) -> None:
+    linear, adapting = taught(paint("ab", 4), method="linear-probe"), taught(paint("ab", 4), adapt_tasks=2)
+    lone = taught(paint("a", 4), method="ranpac")
+    for made, name, message in (
+        (linear, "a", "the head 'linear' was trained"),
+        (adapting, "a", "cannot be forgotten yet"),
+        (two_tasks, "aa", "'a'"),
+        (lone, "a", "the only class"),
+    ):
+        with pytest.raises(UserError, match=message):
+            made.forget(name)
+    for made, message in ((linear, "only where the head is solved"), (adapting, "still learn in task 2")):
+        with pytest.raises(UserError, match=message):
+            made.learn(paint("a", 4), known="refine")
 
 
-def test_renaming_changes_names_alone(two_tasks: ContinualClassifier) -> None:
-    made = taught(paint("abc"))
-    before = made.predict(paint("b", 3)["b"])
+def test_renaming_changes_names_alone() -> None:
+    made, pictures = taught(paint("abc")), paint("b", 3)["b"]
+    before = made.predict(pictures)
     made.rename("b", "  Cafe\u0301 ")
-    after = made.predict(paint("b", 3)["b"])
+    after = made.predict(pictures)
     assert made.classes == ("a", "Caf\u00e9", "c") and made.history()[-1].note == "was b"
     assert [answer.probability for answer in after] == [answer.probability for answer in before]
     assert labels_of(after) == ["Caf\u00e9" if answer.label == "b" else answer.label for answer in before]
-    with pytest.raises(UserError, match="there is a class 'c' already"):
-        made.rename("a", "C")
-    with pytest.raises(UserError, match="must not be empty"):
-        made.rename("a", " ")
+    for name, message in (("C", "a class 'c' already"), (" ", "must not be empty"), ("\u200d", "printable|empty")):
+        with pytest.raises(UserError, match=message):
+            made.rename("a", name)
     made.rename("a", "A")  # its own name in another case is nobody else's
     assert made.classes == ("A", "Caf\u00e9", "c")
 
 
 def test_going_back_makes_a_new_version_and_loses_none() -> None:
-    made = taught(paint("abc"), paint("de"))
+    made, once = taught(paint("abc"), paint("de")), taught(paint("abc"))
     made.rollback(1)
     assert (made.version, made.classes) == (3, tuple("abc"))
-    assert [(one.number, one.what, one.known) for one in made.history()] == [
-        (1, "learned", 3),
-        (2, "learned", 5),
-        (3, "rolled back", 3),
-    ]
-    once = taught(paint("abc"))
+    history = [(one.number, one.what, one.known) for one in made.history()]
+    assert history == [(1, "learned", 3), (2, "learned", 5), (3, "rolled back", 3)]
     assert torch.equal(weight(made), weight(once))
-    made.learn(paint("fg"))
-    once.learn(paint("fg"))
+    for one in (made, once):
+        one.learn(paint("fg"))
     torch.testing.assert_close(weight(made), weight(once), rtol=1e-5, atol=1e-6)
     made.rollback(2)
     assert made.classes == tuple("abcde")
-    with pytest.raises(UserError, match="no version 9 to go back to; kept are: 1, 2, 3, 4, 5"):
+    with pytest.raises(UserError, match=r"no version 9 .*1, 2, 3, 4, 5"):
         made.rollback(9)
-
-
-def test_only_so_many_versions_are_kept() -> None:
-    made = taught(paint("ab", 4), keep_versions=2)
+    made.keep_versions = 2
     made.rename("a", "x")
-    made.rename("x", "y")
-    assert [one.number for one in made.history()] == [2, 3]
-    with pytest.raises(UserError, match="kept are: 2, 3"):
+    assert [one.number for one in made.history()] == [5, 6]
+    with pytest.raises(UserError, match="kept are: 5, 6"):
         made.rollback(1)
-    with pytest.raises(UserError, match="keep_versions must be at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         ContinualClassifier(**TINY, keep_versions=0)
-
-
-# Predicting
 
 
 def test_anything_that_shows_a_picture_is_predicted_alike(two_tasks: ContinualClassifier, tmp_path: Path) -> None:
@@ -406,29 +343,16 @@ def test_anything_that_shows_a_picture_is_predicted_alike(two_tasks: ContinualCl
     Image.fromarray(pixels).save(path)
     expected = two_tasks.predict([pixels])[0]
     assert expected.source == "0"
-    chances: list[float] = []
-    for given in (
-        path,
-        str(path),
-        tmp_path,
-        [path],
-        Image.fromarray(pixels),
-        [Image.open(path)],
-        pixels,
-        pixels[None],
-        torch.from_numpy(pixels).permute(2, 0, 1),
-        pixels / np.float32(255),
-        iter([pixels]),
-    ):
+    files = [path, str(path), tmp_path, [path], [Image.open(path)]]
+    arrays = [pixels, pixels[None], torch.from_numpy(pixels).permute(2, 0, 1), pixels / np.float32(255), iter([pixels])]
+    for given in (*files, Image.fromarray(pixels), *arrays):
         (answer,) = two_tasks.predict(given)
-        chances.append(answer.probability)
-        assert answer.label == expected.label
-    assert chances == pytest.approx([expected.probability] * len(chances), rel=1e-6)
+        assert answer.label == expected.label and answer.probability == pytest.approx(expected.probability, rel=1e-6)
     assert two_tasks.predict(path)[0].source == str(path) == two_tasks.predict([Image.open(path)])[0].source
 
 
 def test_an_answer_depends_on_its_own_image_alone(two_tasks: ContinualClassifier) -> None:
-    every = [picture for group in paint("abcdex", 3, seed=4).values() for picture in group]
+    every = flat(paint("abcdex", 3, seed=4))
     alone = [two_tasks.predict(picture)[0] for picture in every]
     for batch in (1, 7, 100):
         together = list(two_tasks.predict_each(every, batch=batch))
@@ -449,36 +373,20 @@ def test_an_unreadable_file_is_an_answer_with_its_error(two_tasks: ContinualClas
 
 
 def test_images_are_taken_as_they_are_asked_for(two_tasks: ContinualClassifier) -> None:
-    taken = 0
-
-    def endless() -> Iterator[Pixels]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield paint("a", 1)["a"][0]
-
-    stream = two_tasks.predict_each(endless(), batch=4)
+    taken, picture = itertools.count(), paint("a", 1)["a"][0]
+    stream = two_tasks.predict_each((picture for _ in taken), batch=4)
     assert [next(stream).label for _ in range(6)] == ["a"] * 6
-    assert taken < 60, "a stream of any length is gone through in constant memory"
+    assert next(taken) < 60, "a stream of any length is gone through in constant memory"
     stream.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (3, "images must be a path, a PIL image or an array of pixels"),
-        ([3], "an image must be .* not int"),
-        ([None], "an image must be .* not NoneType"),
-    ],
-)
-def test_what_is_no_image_is_refused(two_tasks: ContinualClassifier, given: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        two_tasks.predict(given)
-    with pytest.raises(UserError, match="top_k must be a number of at least 1, not 0"):
+def test_what_is_no_image_is_refused(two_tasks: ContinualClassifier) -> None:
+    refused: list[tuple[object, str]] = [(3, "a path, a PIL image or"), ([3], "not int"), ([None], "not NoneType")]
+    for given, message in refused:
+        with pytest.raises(UserError, match=message):
+            two_tasks.predict(given)
+    with pytest.raises(UserError, match=r"top_k .*, not 0"):
         two_tasks.predict(paint("a", 1)["a"], top_k=0)
-
-
-# Probabilities, novelty, retention, evaluation
 
 
 def test_probabilities_are_calibrated_on_images_that_the_head_has_not_learned(two_tasks: ContinualClassifier) -> None:
@@ -497,40 +405,45 @@ def test_probabilities_are_calibrated_on_images_that_the_head_has_not_learned(tw
     assert not torch.allclose(without.weight, head.weight, rtol=1e-2), "the final head has learned them"
 
 
-def test_pictures_of_no_known_class_are_marked(two_tasks: ContinualClassifier) -> None:
+def test_pictures_of_no_known_class_are_marked() -> None:
     made = taught(paint("abc", 40), paint("de", 40))
-    known = [picture for group in paint("abcde", 20, seed=9).values() for picture in group]
-    strange = [picture for group in paint("qrst", 10).values() for picture in group]
-    flagged = [answer.unknown for answer in made.predict(known)]
+    known, strange = paint("abcde", 20, seed=9), flat(paint("qrst"))
+    found, flagged = made.evaluate(known, unknown=strange), [answer.unknown for answer in made.predict(flat(known))]
     assert np.mean(flagged) < 0.15
     assert np.mean([answer.unknown for answer in made.predict(strange)]) > 0.5
-    found = made.evaluate(paint("abcde", 20, seed=9), unknown=strange)
     assert found.auroc is not None and found.auroc > 0.9 and found.unknown_images == 40
     assert found.fpr_at_95 is not None and found.fpr_at_95 < 0.5
     assert found.flagged == pytest.approx(100 * np.mean(flagged))
 
 
-def test_old_classes_that_look_like_new_ones_are_told(two_tasks: ContinualClassifier) -> None:
+def test_old_classes_that_look_like_new_ones_are_told() -> None:
     made = taught(paint("abc", 20))
     twin = made.learn({"twin of b": paint("b", 20, seed=7)["b"], "z": paint("z", 20)["z"]}).retention
     assert twin and (twin[0].old, twin[0].new) == ("b", "twin of b") and 0.2 < twin[0].share <= 1
     assert [risk.share for risk in twin] == sorted((risk.share for risk in twin), reverse=True)
-    apart = taught(paint("abc", 20)).learn(paint("yz", 20)).retention
-    assert all(risk.share < twin[0].share / 2 for risk in apart)
+    made.rollback(1)
+    assert all(risk.share < twin[0].share / 2 for risk in made.learn(paint("yz", 20)).retention)
 
 
 def test_evaluation_counts_what_predictions_say(two_tasks: ContinualClassifier) -> None:
     given = {**paint("abc", 4, seed=3), "d": paint("e", 4, seed=3)["e"]}
     found = two_tasks.evaluate(given)
     truth = [name for name, group in given.items() for _ in group]
-    said = labels_of(two_tasks.predict([picture for group in given.values() for picture in group]))
+    said = labels_of(two_tasks.predict(flat(given)))
     right = np.array([one == other for one, other in zip(said, truth, strict=True)])
     assert found.accuracy == pytest.approx(100 * right.mean()) and found.images == 16
     assert found.per_class["d"] == pytest.approx(100 * right[12:].mean()) and set(found.per_class) == set("abcd")
-    assert sum(map(sum, found.confusion)) == 16
-    assert found.confusion[3][4] == said[12:].count("e")
+    assert sum(map(sum, found.confusion)) == 16 and found.confusion[3][4] == said[12:].count("e")
     assert [(task.name, task.images) for task in found.per_task] == [("task 1", 12), ("task 2", 4)]
     assert found.auroc is None and found.unreadable == ()
+    assert found.forgetting == found.per_task[0].forgotten is not None
+    earlier = two_tasks.evaluate(paint("abc"))  # newer classes need not be tested
+    assert len(earlier.per_task) == 1 and earlier.forgetting == earlier.per_task[0].forgotten is not None
+    assert two_tasks.evaluate(paint("de")).forgetting is None
+    with pytest.raises(UserError, match=r"2 class\(es\).*p, q.*--unknown"):
+        two_tasks.evaluate(paint("apq", 2))
+    with pytest.raises(UserError, match="none of the images can be read"):
+        two_tasks.evaluate({"a": ["missing.png"]})
 
 
 def test_forgetting_is_measured_against_the_version_that_had_just_learned_a_task() -> None:
@@ -551,19 +464,10 @@ def test_forgetting_is_measured_against_the_version_that_had_just_learned_a_task
     assert made.evaluate(test).forgetting is None, "the version that would know is gone"
 
 
-def test_evaluation_refuses_classes_that_it_does_not_know(two_tasks: ContinualClassifier) -> None:
-    with pytest.raises(UserError, match=r"2 class\(es\) are not known: p, q.*--unknown"):
-        two_tasks.evaluate(paint("apq", 2))
-    with pytest.raises(UserError, match="none of the images can be read"):
-        two_tasks.evaluate({"a": ["missing.png"]})
-
-
-# What is given to learn
-
-
 def write(folder: Path, images: Classes) -> Path:
+    folder.mkdir()
     for name, group in images.items():
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir()
         for index, picture in enumerate(group):
             Image.fromarray(picture).save(folder / name / f"{index}.png")
     return folder
@@ -596,8 +500,8 @@ def test_folders_mappings_and_datasets_teach_the_same(tmp_path: Path) -> None:
 
 
 def test_images_of_any_mode_are_learned() -> None:
-    plain = [Image.fromarray(picture) for picture in paint("a", 6)["a"]]
-    modes = [image.convert(mode) for image, mode in zip(plain, ("RGB", "L", "RGBA", "P", "CMYK", "1"), strict=True)]
+    modes = [Image.fromarray(picture) for picture in paint("a", 6)["a"]]
+    modes = [image.convert(mode) for image, mode in zip(modes, ("RGB", "L", "RGBA", "P", "CMYK", "1"), strict=True)]
     made = ContinualClassifier(**PROBPROMPT)
     assert made.learn({"mixed": modes, "b": paint("b", 6)["b"]}).warnings == ()
     assert made.predict(modes[2])[0].error is None
@@ -646,44 +550,23 @@ def test_a_single_image_per_class_is_enough_but_told() -> None:
     assert made.learn(paint("de", 60)).calibration_error is not None
 
 
-Spoil = Callable[[Path], object]
-
-
-def empty(folder: Path) -> object:
-    folder.mkdir()
-    return folder
-
-
-def loose(folder: Path) -> object:
-    folder.mkdir()
-    Image.new("RGB", (8, 8)).save(folder / "a.png")
-    return folder
-
-
-def hollow(folder: Path) -> object:
-    write(folder, paint("ab", 2))
-    (folder / "c").mkdir()
-    return folder
-
-
-BAD: dict[str, tuple[Spoil, str]] = {
-    "missing": (lambda folder: folder / "nowhere", "does not exist: give a folder with one folder of images per class"),
-    "empty": (empty, "holds no class folder: put the images of each class into a folder"),
-    "loose": (loose, r"holds no class folder: its 1 image\(s\) must lie in one folder per class"),
-    "hollow": (hollow, "c holds no image: fill it or remove it"),
-    "one class": (lambda folder: paint("a"), "only one class, and nothing to tell it apart from"),
-    "case": (
-        lambda folder: {"Cat": paint("a")["a"], "cat": paint("b")["b"]},
-        "two classes of one name, 'Cat' and 'cat'",
-    ),
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: folder / "nowhere", "does not exist"),
+    "empty": (lambda folder: write(folder, {}), "holds no class folder"),
+    "loose": (lambda folder: write(folder, paint("a", 1)) / "a", r"1 image\(s\) must lie in one folder per class"),
+    "hollow": (lambda folder: write(folder, {**paint("ab", 1), "c": []}), "c holds no image"),
+    "one class": (lambda folder: paint("a"), "only one class"),
+    "case": (lambda folder: {"Cat": paint("a")["a"], "cat": paint("b")["b"]}, "'Cat' and 'cat'"),
     "accents": (lambda folder: {"\u00e9": [], "e\u0301": []}, "two classes of one name"),
     "nothing": (lambda folder: {}, "no class was given"),
     "no images": (lambda folder: {"a": []}, "the class 'a' has no image"),
-    "numbers": (lambda folder: {1: []}, "the name of a class must be text, not 1"),
+    "numbers": (lambda folder: {1: []}, "must be text, not 1"),
     "line break": (lambda folder: {"a\nb": []}, "printable on one line"),
-    "list": (lambda folder: ["a.png"], "images with classes must be a folder of class folders"),
+    "deceiving": (lambda folder: {"a\u202eb": paint("a")["a"], **paint("b")}, "printable"),
+    "joiner": (lambda folder: {"\u200d": paint("a")["a"], **paint("b")}, "printable|empty"),
+    "list": (lambda folder: ["a.png"], "a folder of class folders"),
     "no classes": (lambda folder: torch.utils.data.TensorDataset(torch.zeros(2)), "says nothing of its classes"),
-    "junk": (lambda folder: {"a": [1], "b": [2]}, r"an image must be .* not int \(1\)"),
+    "junk": (lambda folder: {"a": [1], "b": [2]}, r"not int \(1\)"),
 }
 
 
@@ -696,9 +579,6 @@ def test_what_cannot_be_learned_is_refused_in_words(case: str, tmp_path: Path) -
     assert made.version == 0
 
 
-# Settings
-
-
 def test_the_default_is_the_flagship_on_a_small_real_vit() -> None:
     made = ContinualClassifier(device="cpu")
     settings = made.settings
@@ -706,7 +586,6 @@ def test_the_default_is_the_flagship_on_a_small_real_vit() -> None:
     assert settings.head.projections == 2000 and settings.head.with_query
     assert settings.backbone.name == "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     assert repr(made) == "<ContinualClassifier version 0: 0 classes, probprompt>"
-    assert probprompt.ContinualClassifier is ContinualClassifier
 
 
 def test_few_epochs_for_many_images_unless_they_are_set() -> None:
@@ -720,73 +599,72 @@ def test_few_epochs_for_many_images_unless_they_are_set() -> None:
     ("settings", "message"),
     [
         ({"method": "probpromt"}, "did you mean 'probprompt'"),
-        ({"preset": "best"}, "no preset is called 'best'"),
-        ({"method": "l2p", "preset": "flagship"}, "'flagship' is for probprompt alone"),
-        ({"method": "joint"}, "'joint' learns everything at once"),
+        ({"preset": "best"}, "'best'"),
+        ({"method": "l2p", "preset": "flagship"}, "'flagship'"),
+        ({"method": "joint"}, "'joint'"),
         ({"tasks": 5}, "data.tasks is for runs"),
         ({"follow": True}, "head.follow is for runs"),
         ({"sample": 5}, "did you mean 'method.samples'"),
         ({"device": "tpu"}, "no device is called 'tpu'|not supported"),
     ],
 )
-def test_wrong_settings_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_immediately(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ContinualClassifier(**{"device": "cpu", **settings})
 
 
 def test_before_anything_is_learned_there_is_nothing_to_ask(tmp_path: Path) -> None:
-    made = ContinualClassifier(**PROBPROMPT)
-    assert (made.classes, made.version, made.history()) == ((), 0, [])
+    made, pictures = taught(), paint("a", 1)
+    assert (made.classes, made.version, made.history(), made.accuracy_matrix().tasks) == ((), 0, [], ())
+    assert made.prompt_diversity() is None
     asks: list[Callable[[], object]] = [
-        lambda: made.predict(paint("a", 1)["a"]),
-        lambda: made.evaluate(paint("a", 1)),
+        lambda: made.predict(pictures["a"]),
+        lambda: made.evaluate(pictures),
         lambda: next(made.predict_each([])),
-        lambda: made.forget("a"),  # "allowed:" and then nothing would help nobody
+        lambda: made.forget("a"),
         lambda: made.rename("a", "b"),
+        lambda: made.save(tmp_path / "model"),
     ]
     for ask in asks:
-        with pytest.raises(UserError, match="nothing is learned yet"):
+        with pytest.raises(UserError, match=r"nothing is learned yet|nothing to save"):
             ask()
-    with pytest.raises(UserError, match="nothing to save"):
-        made.save(tmp_path / "model")
 
 
-def test_a_sum_kept_for_a_head_is_what_the_head_would_add_up() -> None:
-    features, labels = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
-    for name, kind in HEADS.items():
-        if not issubclass(kind, ClosedFormHead):
-            continue
-        learned = kind(6, 0).grow(0)
-        assert isinstance(learned, ClosedFormHead)
-        learned.learn(features, labels, 3, 0)
-        lifted = learned.lift(features.double())
-        member = torch.nn.functional.one_hot(labels, 3).double()
-        other = kind(6, 0)
-        assert isinstance(other, ClosedFormHead)
-        if isinstance(other, RidgeHead) and isinstance(learned, RidgeHead):
-            other.strength.copy_(learned.strength)
-        other.solve_sums(member.sum(dim=0), member.T @ lifted, lifted.T @ lifted)
-        torch.testing.assert_close(other.weight, learned.weight, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("name", ["👩\u200d🔬", "می\u200cخواهم", "a/b/../c", "x" * 500])
-def test_a_class_may_be_called_what_people_call_things(name: str, tmp_path: Path) -> None:
-    made = taught({name: paint("a")["a"], **paint("b")})
+def test_a_class_may_be_called_what_people_call_things(tmp_path: Path) -> None:
+    names = {"👩\u200d🔬": "a", "می\u200cخواهم": "b", "a/b/../c": "c", "x" * 500: "d"}
+    made = taught({name: paint(letter)[letter] for name, letter in names.items()})
     made.save(tmp_path / "model")
     loaded = ContinualClassifier.load(tmp_path / "model", device="cpu")
-    assert loaded.classes == (name, "b") and labels_of(loaded.predict(paint("a", 2, seed=3)["a"])) == [name, name]
+    assert loaded.classes == tuple(names)
+    for name, letter in names.items():
+        assert labels_of(loaded.predict(paint(letter, 2, seed=3)[letter])) == [name, name]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize("name", ["a\u202eb", "\u200d", "a\x00"])
-def test_names_that_deceive_the_eye_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=r"printable|empty"):
-        taught({name: paint("a")["a"], **paint("b")})
+def test_the_matrix_follows_the_path_to_the_current_version(tmp_path: Path) -> None:
+    made = taught(paint("abc"), paint("de"))
+    before = made.accuracy_matrix()
+    assert (before.tasks, before.versions) == (("task 1", "task 2"), (1, 2))
+    assert before.values[1][0] is None  # version 1 does not know task 2
+    known = [value for row in before.values for value in row if value is not None]
+    assert len(known) == 3 and all(0 <= value <= 100 for value in known)
+    made.learn(paint("f", 6), name="last")
+    extended = made.accuracy_matrix()
+    assert extended.tasks[-1] == "last" and extended.versions == (1, 2, 3)
+    assert tuple(row[:2] for row in extended.values[:2]) == before.values
+    made.rollback(2)
+    assert made.accuracy_matrix() == before  # without the lesson that was undone
+    made.rename("a", "alpha")
+    assert made.accuracy_matrix() == before
+    made.save(tmp_path / "model")
+    assert ContinualClassifier.load(tmp_path / "model").accuracy_matrix() == before
 
 
-def test_what_was_forgotten_does_not_depend_on_which_newer_classes_are_tested(two_tasks: ContinualClassifier) -> None:
-    earlier = two_tasks.evaluate(paint("abc"))
-    assert len(earlier.per_task) == 1 and earlier.forgetting == earlier.per_task[0].forgotten is not None
-    every = two_tasks.evaluate(paint("abcde"))
-    assert len(every.per_task) == 2 and every.forgetting == every.per_task[0].forgotten
-    assert two_tasks.evaluate(paint("de")).forgetting is None
+def test_prompt_diversity_compares_one_image_of_each_class(two_tasks: ContinualClassifier) -> None:
+    found = two_tasks.prompt_diversity()
+    assert found is not None and found["labels"] == list("abcde")
+    matrix = np.array(found["matrix"])
+    assert matrix.shape == (5, 5) and np.allclose(matrix.diagonal(), 1, atol=1e-3) and np.allclose(matrix, matrix.T)
+    assert found["mean"] == pytest.approx((matrix.sum() - 5) / 20, abs=1e-3) and found["mean"] != found["initial_mean"]
+    plain = taught(paint("ab", 3), method="ranpac", projections=60)
+    assert plain.prompt_diversity() is None and plain.accuracy_matrix().versions == (1,)

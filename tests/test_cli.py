@@ -21,14 +21,12 @@ import probprompt as package
 from probprompt import api, checkpoints, methods, presets
 from probprompt.cli.screen import Screen
 from probprompt.config import RunConfig, merge, parse_config
-from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.runs import execute
 from probprompt.runs.record import Run
 
 TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32", "--batch", "8", "--epochs", "1")
 PROBE = ("--method", "linear-probe", *TINY)
-
 
 Command = Callable[..., Any]  # arguments to (exit code, output, errors)
 
@@ -62,39 +60,18 @@ def mistake(answer: Any) -> str:
     return str(answer.err)
 
 
-# What can be asked
+def has_row(output: str, run: Run) -> bool:
+    """Return True if the summary table shows the metrics of the run."""
+    values = " +".join(re.escape(f"{run.metrics[name]:.2f}") for name in ("FAA", "CAA", "forgetting"))
+    return re.search(rf"^{run.config.method.name} +{values}$", output, re.MULTILINE) is not None
 
 
-def test_help_names_the_commands(probprompt: Command) -> None:
-    answer = probprompt("--help")
-    assert answer.code == 0 and answer.err == ""
-    assert all(name in answer.out for name in ("demo", "train", "compare", "list", "report", "--version"))
-    assert probprompt("-h").out == answer.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "command"),
-    [
-        (("book", "add", "runs/a"), "results"),
-        (("reproduce", "table1"), "run"),
-        (("bench", "--grow", "all"), "scaling"),
-        (("bench", "--from", "a.json", "--page=b.md"), "pages"),
-    ],
-)
-def test_removed_commands_name_the_new_ones(probprompt: Command, arguments: tuple[str, ...], command: str) -> None:
-    answer = probprompt(*arguments)
-    assert answer.code == 2 and f"'python -m reproduction {command}'" in answer.err
-
-
-def test_help_of_training_explains_its_options(probprompt: Command) -> None:
-    answer = probprompt("train", "--help")
-    options = (
-        "--preset --tasks --test --backbone --weights --seed --order-seed --validate --set --config --resume --track"
-    )
-    assert answer.code == 0 and all(option in answer.out for option in options.split())
-
-
-def test_the_version_is_the_packages(probprompt: Command) -> None:
+def test_help_names_commands_and_options(probprompt: Command) -> None:
+    answer, training = probprompt("--help"), probprompt("train", "--help")
+    assert answer.code == training.code == 0 and answer.err == "" and probprompt("-h").out == answer.out
+    assert all(name in answer.out for name in ("demo", "train", "compare", "list", "report", "learn", "rollback"))
+    options = "preset tasks test backbone weights seed order-seed validate set config resume track"
+    assert all(f"--{option}" in training.out for option in options.split())
     assert probprompt("--version") == (0, f"probprompt {package.__version__}\n", "")
 
 
@@ -113,20 +90,13 @@ def test_what_there_is_can_be_listed(probprompt: Command, what: str, listed: lis
 
 
 def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = "vit_small_patch14_reg4_dinov2.lvd142m_and_a_tag_that_goes_on_and_on"
-    words = "what it is, in more words than a narrow terminal has room for beside such a name"
-    items = [
-        checkpoints.Listing(name, words, "hub:x", "mit", True, "Hugging Face cache", 10**8) for name in ("a", long)
-    ]
+    names = "a", "vit_small_patch14_reg4_dinov2.lvd142m_and_a_tag_that_goes_on_and_on"
+    words = "what it is, in more words than a narrow terminal has room for next to such a name"
+    items = [checkpoints.Listing(name, words, "hub:x", "mit", True, "the cache", 10**8) for name in names]
     monkeypatch.setattr(checkpoints, "known", lambda: items)
     answer = probprompt("list", "backbones")
-    assert (
-        long in answer.out.split() and "…" not in answer.out and answer.out.count("100.0 MB, Hugging Face cache") == 2
-    )
+    assert names[1] in answer.out.split() and "…" not in answer.out and answer.out.count("100.0 MB, the cache") == 2
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
-
-
-# Training
 
 
 def test_a_folder_of_pictures_is_learned(probprompt: Command, pictures: Path) -> None:
@@ -136,11 +106,7 @@ def test_a_folder_of_pictures_is_learned(probprompt: Command, pictures: Path) ->
     assert run.finished and f"report: {run.report}" in answer.out and run.report.exists()
     lines = answer.out.splitlines()
     assert lines[:2] == ["reading images: done", f"task 1 of 3: done, average accuracy {run.matrix[0, 0]:.1f} %"]
-    assert re.search(r"^task 3 +" + re.escape(f"{run.matrix[2, 2]:.1f}") + "$", answer.out, re.MULTILINE)
-    values = " +".join(re.escape(f"{run.metrics[name]:.2f}") for name in ("FAA", "CAA", "forgetting"))
-    assert re.search(rf"^probprompt +{values}$", answer.out, re.MULTILINE)
-    again = probprompt("train", pictures, "--tasks", 3, *PROBE, "--seed", 0)
-    assert again.code == 0 and Path("runs/pictures-linear-probe-s0").is_dir()
+    assert re.search(rf"^task 3 +{run.matrix[2, 2]:.1f}$", answer.out, re.MULTILINE) and has_row(answer.out, run)
 
 
 def test_tasks_are_a_number_or_sizes_or_a_file(
@@ -155,25 +121,9 @@ def test_tasks_are_a_number_or_sizes_or_a_file(
     assert [config.data.tasks for config in asked] == [3, (2, 2, 2), named, named]
 
 
-def test_a_file_of_tasks_decides_the_order(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "tasks.txt").write_text("class5,class1\nclass0,class2,class3,class4\n")
-    answer = probprompt("train", pictures, "--tasks", tmp_path / "tasks.txt", *PROBE, "--out", "run", "--seed", 3)
-    assert answer.code == 0
-    assert Run.open(Path("run")).record["stream"]["tasks"] == [
-        ["class5", "class1"],
-        ["class0", "class2", "class3", "class4"],
-    ]
-
-
 def test_one_seed_sets_all_three_and_each_can_be_set_alone(probprompt: Command, asked: list[RunConfig]) -> None:
-    for arguments in (
-        ("--seed", 7),
-        ("--order-seed", 1),
-        ("--init-seed", 2),
-        ("--data-seed", 3),
-        ("--seed", 7, "--init-seed", 2),
-    ):
-        assert probprompt("train", *arguments).code == 0
+    for options in ("--seed 7", "--order-seed 1", "--init-seed 2", "--data-seed 3", "--seed 7 --init-seed 2"):
+        assert probprompt("train", *options.split()).code == 0
     found = [(config.seeds.order, config.seeds.init, config.seeds.data) for config in asked]
     assert found == [(7, 7, 7), (1, 0, 0), (0, 2, 0), (0, 0, 3), (7, 2, 7)]
 
@@ -215,20 +165,22 @@ def test_a_preset_gives_its_settings_for_method_and_benchmark(
     assert config != parse_config({"preset": preset, "method": method, "data": {"benchmark": benchmark}})
 
 
-def test_a_preset_is_for_what_is_learned_by_default_or_by_the_file(
+def test_a_preset_comes_from_the_option_or_the_file(
     probprompt: Command, asked: list[RunConfig], tmp_path: Path, pictures: Path
 ) -> None:
     config = tmp_path / "config.toml"
     given = '[method]\nname = "apt"\nema = 0.5\n[training]\nbatch = 3\n'
     config.write_text(f'preset = "ridge"\n[data]\nbenchmark = "{pictures}"\n{given}')
-    assert probprompt("train", "--preset", "matched").code == 0
-    assert probprompt("train", "--preset", "published", "--config", config).code == 0
-    first, second = asked
-    assert first == parse_config(presets.settings("matched", "probprompt", "emoji-r"))
     over = {"method": {"name": "apt", "ema": 0.5}, "training": {"batch": 3}}
-    assert second == parse_config(merge(presets.settings("published", "apt", str(pictures)), over))
-    assert second.training.augmentation == "autoaugment+crop" and second.training.batch == 3
-    assert second.preset == "published", "the one that was asked for, whatever the file says"
+    assert probprompt("train", "--preset", "matched").code == 0
+    assert probprompt("train", "--config", config).code == 0
+    assert probprompt("train", "--preset", "published", "--config", config).code == 0
+    first, second, third = asked
+    assert first == parse_config(presets.settings("matched", "probprompt", "emoji-r"))
+    assert second == parse_config(merge(presets.settings("ridge", "apt", str(pictures)), over))
+    assert third == parse_config(merge(presets.settings("published", "apt", str(pictures)), over))
+    assert third.training.augmentation == "autoaugment+crop" and third.training.batch == 3
+    assert (second.preset, third.preset) == ("ridge", "published")
 
 
 def test_options_and_assignments_go_over_the_preset(probprompt: Command, asked: list[RunConfig]) -> None:
@@ -251,39 +203,11 @@ def test_options_and_assignments_go_over_the_preset(probprompt: Command, asked: 
     assert config.method.model_dump()["relevance_temperature"] == "dim", "what is not named stays the preset's"
 
 
-def test_a_run_with_a_preset_is_recorded_under_its_name(probprompt: Command, pictures: Path) -> None:
-    answer = probprompt("train", pictures, "--preset", "matched", "--tasks", 2, *PROBE, "--out", "run")
-    assert answer.code == 0 and answer.err == ""
-    config = Run.open(Path("run")).config
-    assert config.preset == "matched" and config.training.epochs == 1 and config.training.batch == 8
-    assert probprompt("train", "--resume", "run").code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--preset", "publishd"), "no preset is called 'publishd': did you mean 'published'?"),
-        (("--preset", "best"), "no preset is called 'best': allowed: flagship, matched, published, ridge"),
-        (
-            ("--preset", "flagship", "--method", "l2p"),
-            "the preset 'flagship' is for probprompt alone, not for l2p: use 'matched'",
-        ),
-        (
-            ("--preset", "ridge", "--method", "linear-probe"),
-            "the preset 'ridge' is for methods with prompts, not for linear-probe: use 'matched'",
-        ),
-        (("--preset", "matched", "--method", "l2q"), "no method is called 'l2q': did you mean 'l2p'"),
-        (
-            ("--resume", "run", "--preset", "matched"),
-            "--resume goes on with the run's own settings: leave --preset away",
-        ),
-    ],
-)
-def test_a_preset_that_does_not_fit_is_refused(
-    probprompt: Command, asked: list[RunConfig], arguments: tuple[str, ...], message: str
-) -> None:
-    assert message in mistake(probprompt("train", *arguments))
-    assert not asked and not list(Path().iterdir())
+def test_coda_prompt_shares_100_components_among_the_tasks() -> None:
+    for tasks, components in ((None, 10), (5, 20), (20, 5)):
+        config = parse_config(presets.settings("published", "coda-prompt", "imagenet-r", tasks))
+        assert config.method.model_dump()["components_per_task"] == components
+        assert config.data.tasks == (tasks or 10)
 
 
 def test_a_grid_is_run_and_its_runs_are_tabulated_again(probprompt: Command, pictures: Path) -> None:
@@ -302,7 +226,7 @@ def test_a_grid_is_run_and_its_runs_are_tabulated_again(probprompt: Command, pic
     tables = probprompt("compare", *chosen, "--out", "tables")
     assert tables.code == 0 and "written: tables" in tables.out
     wrong = probprompt("compare", "--methods", "apd", "--benchmarks", pictures, "--out", "other")
-    assert "no method is called 'apd': did you mean 'apt'" in mistake(wrong) and not Path("other").exists()
+    assert "'apt'" in mistake(wrong) and not Path("other").exists()
 
 
 def test_validation_is_done_on_training_images_and_says_so(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
@@ -310,16 +234,9 @@ def test_validation_is_done_on_training_images_and_says_so(probprompt: Command, 
     for path in broken.rglob("*.png"):
         path.write_text("this is no image")
     answer = probprompt("train", pictures, "--test", broken, "--validate", "--tasks", 2, *PROBE, "--out", "run")
-    assert answer.code == 0 and "accuracy in % on held-out training images" in answer.out
+    assert answer.code == 0 and "held-out training images" in answer.out
     record = Run.open(Path("run")).record
     assert record["evaluated_on"] == "validation" and record["stream"]["test_images"] == [6, 6]
-
-
-def test_numbers_go_to_tensorboard(probprompt: Command, pictures: Path) -> None:
-    pytest.importorskip("tensorboard")
-    answer = probprompt("train", pictures, "--tasks", 2, *PROBE, "--track", "tensorboard", "--out", "run")
-    assert answer.code == 0
-    assert [path.name.startswith("events.out") for path in Path("run/tensorboard").iterdir()] == [True]
 
 
 def test_unreadable_images_are_found_before_training_or_skipped_and_listed(
@@ -330,28 +247,30 @@ def test_unreadable_images_are_found_before_training_or_skipped_and_listed(
     (images / "class0" / "note.jpg").write_text("no image")
     arguments = ("train", images, "--tasks", 2, *PROBE, "--out", "run")
     message = mistake(probprompt(*arguments))
-    assert "2 image file(s) cannot be read:" in message and "--skip-unreadable" in message
-    assert "class2/4.png: " in message and "class0/note.jpg: " in message
+    assert all(part in message for part in ("--skip-unreadable", "class2/4.png: ", "class0/note.jpg: "))
     assert not Path("run").exists()
     answer = probprompt(*arguments, "--skip-unreadable")
     assert answer.code == 0 and "skipped, unreadable: class2/4.png" in answer.out
     assert sorted(Run.open(Path("run")).record["skipped"]) == ["class0/note.jpg", "class2/4.png"]
 
 
-def test_a_published_mistake_that_was_asked_for_is_said_beside_the_result(probprompt: Command, pictures: Path) -> None:
-    arguments = ("train", pictures, "--tasks", 2, "--method", "l2p", *TINY)
-    answer = probprompt(*arguments, "--set", "batchwise=true", "--out", "marked")
-    (mark,) = Run.open(Path("marked")).record["marks"]
+def test_options_are_recorded_and_runs_are_reported(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tasks.txt").write_text("class5,class1\nclass0,class2,class3,class4\n")
+    arguments = ("--tasks", tmp_path / "tasks.txt", "--seed", 3, "--track", "tensorboard", "--preset", "matched")
+    answer = probprompt("train", pictures, *arguments, *PROBE, "--out", "one")
+    assert answer.code == 0 and answer.err == "" and "not to be compared" not in answer.out
+    run = Run.open(Path("one"))
+    assert run.record["stream"]["tasks"] == [["class5", "class1"], ["class0", "class2", "class3", "class4"]]
+    assert run.config.preset == "matched" and run.config.training.epochs == 1 and run.config.training.batch == 8
+    assert [path.name.startswith("events.out") for path in Path("one/tensorboard").iterdir()] == [True]
+    assert probprompt("train", "--resume", "one").code == 0
+
+    batchwise = ("--method", "l2p", *TINY, "--set", "batchwise=true", "--out", "two")
+    answer = probprompt("train", pictures, "--tasks", 2, *batchwise)
+    (mark,) = Run.open(Path("two")).record["marks"]
     assert answer.code == 0 and f"not to be compared: {mark}\n" in answer.out and mark.startswith("batchwise: ")
-    assert "not to be compared" not in probprompt(*arguments, "--out", "plain").out
 
-
-# Reports and the demonstration
-
-
-def test_reports_are_written_of_one_run_and_of_several(probprompt: Command, pictures: Path) -> None:
-    for name in ("one", "two"):
-        assert probprompt("train", pictures, "--tasks", 2, *PROBE, "--out", name).code == 0
     Path("one/report.html").unlink()
     assert probprompt("report", "one") == (0, "report: one/report.html\n", "")
     assert Path("one/report.html").exists()
@@ -364,8 +283,8 @@ def test_reports_are_written_of_one_run_and_of_several(probprompt: Command, pict
 
 def test_a_report_on_what_is_no_run_is_refused(probprompt: Command) -> None:
     Path("empty").mkdir()
-    assert mistake(probprompt("report", "nowhere")) == "error: nowhere does not exist\n"
-    assert "empty is not a run: it has no run.json" in mistake(probprompt("report", "empty"))
+    assert "nowhere does not exist" in mistake(probprompt("report", "nowhere"))
+    assert "run.json" in mistake(probprompt("report", "empty"))
     assert not Path("empty/report.html").exists()
 
 
@@ -377,18 +296,14 @@ def small_demo(monkeypatch: pytest.MonkeyPatch, pictures: Path) -> None:
     monkeypatch.setattr(presets, "settings", lambda *given: merge(preset(*given), small))
 
 
-def refuse_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demonstration_compares_methods_without_a_network(
+    probprompt: Command, small_demo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-def test_the_demonstration_compares_methods_without_a_network(
-    probprompt: Command, small_demo: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_network(monkeypatch)
     answer = probprompt("demo", "--seed", 2)
     assert answer.code == 0 and answer.err == ""
     home = Path("runs/demo")
@@ -397,54 +312,53 @@ def test_the_demonstration_compares_methods_without_a_network(
     runs = [Run.open(home / name) for name in names]
     assert all(run.finished and run.config.seeds.data == 2 for run in runs)
     assert [(run.config.method.name, run.config.preset) for run in runs] == list(presets.DEMO)
-    assert "What of the gain is the head's, and what the prompts', is in docs/demo.md." in answer.out
+    assert "docs/demo.md" in answer.out and all(has_row(answer.out, run) for run in runs)
     assert "report: runs/demo/report.html" in answer.out and (home / "report.html").exists()
-    for run in runs:
-        values = " +".join(re.escape(f"{run.metrics[name]:.2f}") for name in ("FAA", "CAA", "forgetting"))
-        assert re.search(rf"^{run.config.method.name} +{values}$", answer.out, re.MULTILINE)
     message = mistake(probprompt("demo", "--out", home))
-    assert "runs/demo exists already: choose another folder with --out" in message
-
-
-# Mistakes
+    assert "runs/demo exists" in message and "--out" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--method", "probpromt"), "no method is called 'probpromt': did you mean 'probprompt' or "),
-        (("--set", "training.epoch=3"), "no setting is called 'training.epoch': did you mean 'training.epochs'"),
-        (("--set", "smaples=3"), "no setting is called 'smaples': did you mean 'method.samples'?"),
-        (("--set", "epochs"), "--set takes key=value, not 'epochs'"),
-        (("--set", "training.epochs=many"), "training.epochs: "),
-        (("--track", "tensorbord"), "no tracker is called 'tensorbord': did you mean 'tensorboard'?"),
-        (("--track", "wandb"), "wandb is not installed: pip install 'probprompt[wandb]'"),
-        (("--device", "cdua"), "no device is called 'cdua': did you mean 'cuda'"),
-        (("--tasks", "junk"), "the tasks 'junk' are no number, and no such file exists: allowed are a number of tasks"),
-        (("--tasks", "4,4"), "the sizes [4, 4] add up to 8, but there are 6 classes"),
-        (("--tasks", "7"), "6 classes cannot fill 7 tasks: allowed are 1 to 6 tasks"),
-        (("--weights", "gone.safetensors"), "there is no file gone.safetensors"),
-        (("--backbone", "vit_huge_9000"), "there is no backbone 'vit_huge_9000'"),
-        (("--config", "gone.toml"), "the config file gone.toml cannot be read: No such file"),
-        (("--out", "taken"), "taken exists and is not empty: choose another folder for the run"),
+        ("--method probpromt", "'probprompt'"),
+        ("--set training.epoch=3", "'training.epochs'"),
+        ("--set smaples=3", "'method.samples'"),
+        ("--set epochs", "key=value"),
+        ("--set training.epochs=many", "training.epochs: "),
+        ("--track tensorbord", "'tensorboard'"),
+        ("--track wandb", "pip install 'probprompt[wandb]'"),
+        ("--device cdua", "'cuda'"),
+        ("--tasks junk", "'junk'"),
+        ("--tasks 4,4", "[4, 4] add up to 8, but there are 6 classes"),
+        ("--tasks 7", "1 to 6 tasks"),
+        ("--weights gone.safetensors", "gone.safetensors"),
+        ("--backbone vit_huge_9000", "'vit_huge_9000'"),
+        ("--config gone.toml", "gone.toml"),
+        ("--out taken", "taken exists and is not empty"),
+        ("--preset publishd", "'published'"),
+        ("--preset best", "flagship, matched, published, ridge"),
+        ("--preset flagship --method l2p", "'matched'"),
+        ("--preset ridge --method linear-probe", "'matched'"),
+        ("--preset matched --method l2q", "'l2p'"),
+        ("--resume run --preset matched", "--preset"),
     ],
 )
 def test_mistakes_are_answered_in_words(
-    probprompt: Command, pictures: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+    probprompt: Command, pictures: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     Path("taken").mkdir()
     Path("taken/thesis.tex").write_text("mine")
-    assert message in mistake(probprompt("train", pictures, "--tasks", 3, *TINY, "--out", "run", *arguments))
+    answer = probprompt("train", pictures, "--tasks", 3, *TINY, "--out", "run", *arguments.split())
+    assert message in mistake(answer)
     assert sorted(str(path) for path in Path().rglob("*")) == ["taken", "taken/thesis.tex"]
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("emojir", "did you mean 'emoji-r'?"), ("xyz", "allowed: cifar100, cub200, emoji-r")]
-)
-def test_an_unknown_benchmark_is_answered_with_the_nearest(probprompt: Command, name: str, hint: str) -> None:
-    message = mistake(probprompt("train", name))
-    assert f"{name!r} is neither a benchmark nor a folder: {hint}" in message
+def test_an_unknown_benchmark_is_answered_with_the_nearest(probprompt: Command) -> None:
+    for name, hint in (("emojir", "did you mean 'emoji-r'?"), ("xyz", "allowed: cifar100, cub200, emoji-r")):
+        message = mistake(probprompt("train", name))
+        assert repr(name) in message and hint in message
 
 
 def test_wrong_options_are_answered_with_the_usage(probprompt: Command) -> None:
@@ -453,18 +367,13 @@ def test_wrong_options_are_answered_with_the_usage(probprompt: Command) -> None:
         assert answer.code == 2 and "Usage" in answer.err and "Traceback" not in answer.err
 
 
-def empty_a_class(images: Path) -> None:
-    for path in (images / "class2").iterdir():
+def keep_images(images: Path, count: int) -> None:
+    for path in sorted((images / "class2").iterdir())[count:]:
         path.unlink()
 
 
 def double_a_class(images: Path) -> None:
     (images / "class2").rename(images / "CLASS1")
-
-
-def leave_one_image(images: Path) -> None:
-    for path in sorted((images / "class2").iterdir())[1:]:
-        path.unlink()
 
 
 def leave_no_class(images: Path) -> None:
@@ -476,10 +385,10 @@ def leave_no_class(images: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (empty_a_class, "class2 holds no image: fill it or remove it"),
-        (double_a_class, "has two classes of one name, 'CLASS1' and 'class1': rename or merge one"),
-        (leave_one_image, "the class 'class2' has 1 image(s): at least 2 are needed to hold one out"),
-        (leave_no_class, "at least 2 are needed; its 1 image(s) must lie in one folder per class"),
+        (lambda images: keep_images(images, 0), "class2 holds no image"),
+        (lambda images: keep_images(images, 1), "'class2' has 1 image"),
+        (double_a_class, "'CLASS1' and 'class1'"),
+        (leave_no_class, "one folder per class"),
     ],
 )
 def test_mistakes_in_the_images_are_answered_in_words(
@@ -494,11 +403,11 @@ def test_mistakes_in_the_images_are_answered_in_words(
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ("class0,class1\nclass1,class2", "the class 'class1' is in task 1 and in task 2: keep one"),
-        ("class0,class1\nclass2,clas3", "task 2 has an unknown class 'clas3': did you mean 'class3'"),
-        ("class0,class1\nclass2", "3 of 6 classes are in no task: class3, class4, class5"),
-        ("class0\nclass1,class2,class3,class4,class5", "the first task has only one class"),
-        ("", "has no tasks in it"),
+        ("class0,class1\nclass1,class2", "'class1' is in task 1 and in task 2"),
+        ("class0,class1\nclass2,clas3", "'class3'"),
+        ("class0,class1\nclass2", "class3, class4, class5"),
+        ("class0\nclass1,class2,class3,class4,class5", "first task has only one class"),
+        ("", "has no tasks"),
     ],
 )
 def test_mistakes_in_a_file_of_tasks_are_answered_in_words(
@@ -512,31 +421,16 @@ def test_mistakes_in_a_file_of_tasks_are_answered_in_words(
 def test_divergence_is_answered_in_words(probprompt: Command, pictures: Path) -> None:
     arguments = ("train", pictures, "--tasks", 3, *TINY, "--set", "samples=2", "--set", "blocks=[0]", "--out", "run")
     message = mistake(probprompt(*arguments, "--set", "training.head_rate=1e30"))
-    assert "training diverged: the loss became nan in task 1, epoch 1. Lower training.head_rate (1e+30)" in message
+    assert "nan in task 1, epoch 1" in message and "training.head_rate (1e+30)" in message
     events = Path("run/events.jsonl")
     assert not events.exists() or all(json.loads(line) for line in events.read_text().splitlines())
 
 
 def test_a_mistake_in_a_process_of_its_own_is_answered_without_a_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "probprompt", "train", "nowhere", "--out", "run"]
+    command = [sys.executable, "-m", "probprompt", "data", "check", "nowhere"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr.startswith("error: 'nowhere' is neither a benchmark nor a folder")
+    assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.startswith("error: nowhere")
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-# Interruptions
-
-
-def test_an_interrupt_before_anything_is_written_says_so(
-    probprompt: Command, pictures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(execute, "prepare", interrupt)
-    answer = probprompt("train", pictures, "--out", "run")
-    assert answer == (130, "", "interrupted; nothing was written yet\n")
 
 
 def test_an_interrupted_run_says_how_to_go_on(
@@ -545,21 +439,21 @@ def test_an_interrupted_run_says_how_to_go_on(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    prepare = execute.prepare
+    monkeypatch.setattr(execute, "prepare", interrupt)
+    assert probprompt("train", pictures, "--out", "run") == (130, "", "interrupted; nothing was written yet\n")
+    monkeypatch.setattr(execute, "prepare", prepare)
     monkeypatch.setattr(execute.Execution, "run_all", interrupt)
-    answer = probprompt("train", pictures, "--tasks", 2, *TINY, "--out", "my run")
-    assert (answer.code, answer.err) == (130, "interrupted; go on with: probprompt train --resume 'my run'\n")
-    answer = probprompt("train", "--resume", "my run")
-    assert (answer.code, answer.err) == (130, "interrupted; go on with: probprompt train --resume 'my run'\n")
-    answer = probprompt("demo")
-    assert answer.err == "interrupted; go on with: probprompt train --resume runs/demo/probprompt\n"
+    for arguments in ((pictures, "--tasks", 2, *TINY, "--out", "my run"), ("--resume", "my run")):
+        answer = probprompt("train", *arguments)
+        assert answer.code == 130 and answer.err.endswith("probprompt train --resume 'my run'\n")
+    assert probprompt("demo").err.endswith("probprompt train --resume runs/demo/probprompt\n")
 
 
-# What the screen shows
-
-
-def screen(width: int, terminal: bool = False) -> tuple[Screen, io.StringIO]:
+def screen(terminal: bool = False) -> tuple[Screen, io.StringIO]:
+    """A screen of 80 columns, and what is printed on it."""
     shown, made = io.StringIO(), Screen()
-    made.console = Console(file=shown, width=width, force_terminal=terminal, highlight=False, legacy_windows=False)
+    made.console = Console(file=shown, width=80, force_terminal=terminal, highlight=False, legacy_windows=False)
     return made, shown
 
 
@@ -573,26 +467,23 @@ def pretended(tasks: int, name: str = "probprompt") -> Run:
     return cast(Run, SimpleNamespace(**values))
 
 
-def test_ten_tasks_fit_on_a_screen_of_eighty_columns() -> None:
-    shown_on, shown = screen(80)
-    shown_on.show(pretended(10))
-    lines = [line.split() for line in shown.getvalue().splitlines()]
-    assert ["after", *map(str, range(1, 11))] in lines
-    assert ["task", "1", *(f"{100.0 - lost:.1f}" for lost in range(10))] in lines
-    assert max(map(len, shown.getvalue().splitlines())) <= 80 and "…" not in shown.getvalue()
-
-
-def test_more_tasks_than_fit_are_shown_by_their_two_ends() -> None:
-    shown_on, shown = screen(80)
-    shown_on.show(pretended(20))
-    lines = [line.split() for line in shown.getvalue().splitlines()]
-    assert ["when", "learned", "in", "the", "end"] in lines
-    assert ["task", "1", "100.0", "81.0"] in lines and ["task", "20", "100.0", "100.0"] in lines
-    assert "…" not in shown.getvalue()
+@pytest.mark.parametrize(
+    ("tasks", "rows"),
+    [
+        (10, [["after", *map(str, range(1, 11))], ["task", "1", *(f"{100.0 - lost:.1f}" for lost in range(10))]]),
+        (20, [["task", "1", "100.0", "81.0"], ["task", "20", "100.0", "100.0"]]),  # too wide: first and last accuracy
+    ],
+)
+def test_the_matrix_fits_on_a_screen_of_eighty_columns(tasks: int, rows: list[list[str]]) -> None:
+    shown_on, shown = screen()
+    shown_on.show(pretended(tasks))
+    lines = shown.getvalue().splitlines()
+    assert all(row in map(str.split, lines) for row in rows)
+    assert max(map(len, lines)) <= 80 and "…" not in shown.getvalue()
 
 
 def test_runs_are_compared_in_one_table() -> None:
-    shown_on, shown = screen(80)
+    shown_on, shown = screen()
     shown_on.compare([pretended(3), pretended(3, "linear-probe")])
     assert shown.getvalue().count("FAA  ") == 1
     assert re.search(r"probprompt +99\.00 .*\nlinear-probe +99\.00 ", shown.getvalue())
@@ -608,7 +499,7 @@ def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_stage_keeps_its_bar_on_a_terminal() -> None:
-    shown_on, shown = screen(80, terminal=True)
+    shown_on, shown = screen(terminal=True)
     for task in (1, 2):
         with shown_on.stage(f"task {task} of 2", 4):
             shown_on.advance(4)
@@ -617,20 +508,3 @@ def test_every_stage_keeps_its_bar_on_a_terminal() -> None:
     final = [line.rpartition("\r")[2] for line in plain.splitlines()]
     for task in (1, 2):
         assert any(re.search(rf"^task {task} of 2 +━+ 4/4 .* average accuracy {task}0\.0 %$", line) for line in final)
-
-
-def test_a_preset_named_in_a_file_is_applied_not_only_written_down(tmp_path: Path) -> None:
-    given = {"preset": "matched", "data": {"benchmark": "emoji-r"}, "method": {"name": "lda"}}
-    config = parse_config(api.with_preset(None, given))
-    assert config == parse_config(presets.settings("matched", "lda", "emoji-r"))
-    assert api.with_preset("flagship", {"preset": "matched"})["preset"] == "flagship"
-    assert api.with_preset(None, {"training": {"epochs": 3}}) == {"training": {"epochs": 3}}
-    with pytest.raises(UserError, match="no preset is called 'machted': did you mean 'matched'"):
-        api.with_preset(None, {"preset": "machted"})
-
-
-def test_a_hundred_components_of_coda_prompt_are_shared_by_the_tasks() -> None:
-    for tasks, components in ((None, 10), (5, 20), (20, 5)):
-        config = parse_config(presets.settings("published", "coda-prompt", "imagenet-r", tasks))
-        assert config.method.model_dump()["components_per_task"] == components
-        assert config.data.tasks == (tasks or 10)

@@ -1,6 +1,5 @@
 """What is read off a trained method: likeness and rank of prompts, use of components, the map of queries."""
 
-import doctest
 import math
 from typing import Any
 
@@ -53,34 +52,14 @@ def probprompt(seed: int = 0, **settings: Any) -> ProbPrompt:
     return ProbPrompt(ProbPromptConfig(**small), Shape(WIDTH, 4), seed)
 
 
-def linear_probe() -> Method:
-    return find("linear-probe").create(parse_config("linear-probe"), Shape(WIDTH, 4), 0)
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(diagnostics)
-    assert result.failed == 0 and result.attempted > 0
-
-
-# Tokens
-
-
-def test_injected_tokens_are_keys_then_values_slot_by_slot() -> None:
-    key, value = normal(3, 2, WIDTH), normal(3, 2, WIDTH, seed=1)
-    tokens = injected_tokens(Fixed({1: Prefix(key, value)}), normal(3, WIDTH))
-    assert list(tokens) == [1]
-    assert tokens[1].shape == (4, 3, WIDTH)
-    for query in range(3):
-        assert torch.equal(tokens[1][:2, query], key[query])
-        assert torch.equal(tokens[1][2:, query], value[query])
-
-
-def test_a_prefix_shared_by_the_batch_counts_for_every_query() -> None:
-    shared = Fixed({0: Prefix(normal(2, WIDTH), normal(2, WIDTH, seed=1))})
-    tokens = injected_tokens(shared, normal(5, WIDTH))
-    assert tokens[0].shape == (4, 5, WIDTH)
-    torch.testing.assert_close(similarity(tokens), torch.ones(5, 5, dtype=torch.float64))
-    assert effective_rank(tokens) == pytest.approx(1)
+def test_injected_tokens_have_the_slots_of_their_kind() -> None:
+    key, value, tokens = normal(3, 2, WIDTH), normal(3, 2, WIDTH, seed=1), normal(3, 5, WIDTH)
+    shift = ClassTokenShift(key[:, 0], value[:, 0])
+    given: dict[int, Prompt] = {1: Prefix(key, value), 2: Tokens(tokens, positioned=True), 3: shift}
+    found = injected_tokens(Fixed(given), normal(3, WIDTH))
+    slots = {1: torch.cat([key, value], dim=1), 2: tokens, 3: torch.stack([key[:, 0], value[:, 0]], dim=1)}
+    assert list(found) == list(slots)
+    assert all(torch.equal(found[block], slots[block].transpose(0, 1)) for block in slots)
 
 
 class Blind(Fixed):
@@ -89,30 +68,25 @@ class Blind(Fixed):
     needs_query = False
 
 
-def test_tokens_that_join_are_their_own_slots() -> None:
-    tokens = normal(3, 5, WIDTH)
-    found = injected_tokens(Fixed({2: Tokens(tokens, positioned=True)}), normal(3, WIDTH))
-    assert list(found) == [2] and torch.equal(found[2], tokens.transpose(0, 1))
-    shared = injected_tokens(Blind({2: Tokens(tokens[0])}), normal(4, WIDTH))
-    assert torch.equal(shared[2], tokens[0][:, None].expand(5, 4, WIDTH))
-
-
-def test_a_shift_has_two_slots_its_key_and_its_value() -> None:
-    key, value = normal(3, WIDTH), normal(3, WIDTH, seed=1)
-    found = injected_tokens(Fixed({1: ClassTokenShift(key, value)}), normal(3, WIDTH))
-    assert torch.equal(found[1], torch.stack([key, value]))
-    shared = injected_tokens(Blind({1: ClassTokenShift(key[0], value[0])}), normal(4, WIDTH))
-    assert torch.equal(shared[1], torch.stack([key[0], value[0]])[:, None].expand(2, 4, WIDTH))
-    torch.testing.assert_close(similarity(shared), torch.ones(4, 4, dtype=torch.float64))
+@pytest.mark.parametrize("kind", [Fixed, Blind])
+def test_a_prompt_shared_by_the_batch_counts_for_every_query(kind: type[Fixed]) -> None:
+    key, value = normal(2, WIDTH), normal(2, WIDTH, seed=1)
+    shared = kind({0: Prefix(key, value), 1: Tokens(key), 2: ClassTokenShift(key[0], value[0])})
+    found = injected_tokens(shared, normal(5, WIDTH))
+    slots = {0: torch.cat([key, value]), 1: key, 2: torch.stack([key[0], value[0]])}
+    assert all(torch.equal(found[block], slots[block][:, None].expand(-1, 5, WIDTH)) for block in slots)
+    torch.testing.assert_close(similarity(found), torch.ones(5, 5, dtype=torch.float64))
+    assert effective_rank(found) == pytest.approx(1)
 
 
 def test_prompts_of_all_kinds_are_compared_slot_by_slot() -> None:
-    tokens, (key, value) = normal(2, 3, WIDTH), normal(2, 2, WIDTH, seed=1)
-    method = Fixed({0: Tokens(tokens), 3: ClassTokenShift(key, value)})
-    found = similarity(injected_tokens(method, normal(2, WIDTH)))
-    pairs = [*zip(tokens[0], tokens[1], strict=True), (key[0], key[1]), (value[0], value[1])]
-    cosines = [float(torch.cosine_similarity(one, other, dim=0)) for one, other in pairs]
-    assert float(found[0, 1]) == pytest.approx(sum(cosines) / 5, abs=1e-6)
+    tokens, (key, value) = 50 * normal(3, 3, WIDTH), normal(2, 3, WIDTH, seed=1)
+    found = similarity(injected_tokens(Fixed({0: Tokens(tokens), 3: ClassTokenShift(key, value)}), normal(3, WIDTH)))
+    slots = [*tokens.unbind(dim=1), key, value]
+    for one in range(3):
+        for other in range(3):
+            cosines = [float(slot[one] @ slot[other] / slot[one].norm() / slot[other].norm()) for slot in slots]
+            assert float(found[one, other]) == pytest.approx(sum(cosines) / 5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(registered()))
@@ -138,41 +112,20 @@ def test_every_method_shows_as_much_as_it_has(name: str) -> None:
             assert min(shares) >= 0 and np.isfinite(shares).all()
 
 
-# Similarity and rank
-
-
-def test_identical_prompts_have_similarity_and_rank_one() -> None:
-    tokens = {0: normal(4, 1, WIDTH).expand(4, 3, WIDTH), 2: normal(4, 1, WIDTH, seed=1).expand(4, 3, WIDTH)}
-    torch.testing.assert_close(similarity(tokens), torch.ones(3, 3, dtype=torch.float64))
-    assert mean_pairwise(similarity(tokens)) == pytest.approx(1)
-    assert effective_rank(tokens) == pytest.approx(1)
-
-
-def test_orthogonal_prompts_have_similarity_zero_and_full_rank() -> None:
-    tokens = {0: torch.eye(WIDTH)[:5].expand(4, 5, WIDTH)}
-    torch.testing.assert_close(similarity(tokens), torch.eye(5, dtype=torch.float64))
-    assert mean_pairwise(similarity(tokens)) == pytest.approx(0)
-    assert effective_rank(tokens) == pytest.approx(5)
-
-
-def test_opposite_prompts_have_similarity_minus_one() -> None:
-    prompt = normal(4, 1, WIDTH)
-    tokens = {0: torch.cat([prompt, -3 * prompt], dim=1)}
-    assert mean_pairwise(similarity(tokens)) == pytest.approx(-1)
-    assert effective_rank(tokens) == pytest.approx(1)
-
-
-def test_similarity_is_the_cosine_within_a_slot_averaged_over_slots_and_blocks() -> None:
-    tokens = {0: normal(2, 3, WIDTH), 3: 50 * normal(2, 3, WIDTH, seed=1)}
-    found = similarity(tokens)
-    for one in range(3):
-        for other in range(3):
-            cosines = [
-                float(slot[one] @ slot[other] / slot[one].norm() / slot[other].norm())
-                for block in tokens.values()
-                for slot in block
-            ]
-            assert float(found[one, other]) == pytest.approx(sum(cosines) / 4, abs=1e-6)
+@pytest.mark.parametrize(
+    ("prompts", "mean", "rank"),
+    [
+        (normal(4, 1, WIDTH).expand(4, 3, WIDTH), 1, 1),
+        (torch.eye(WIDTH)[:5].expand(4, 5, WIDTH), 0, 5),
+        (torch.tensor([1, -3])[:, None] * normal(4, 1, WIDTH), -1, 1),
+        (torch.zeros(2, 3, WIDTH), 0, 1),
+    ],
+    ids=["identical", "orthogonal", "opposite", "zero"],
+)
+def test_similarity_and_rank_of_simple_prompts(prompts: Tensor, mean: float, rank: float) -> None:
+    tokens = {0: prompts, 2: prompts}
+    assert mean_pairwise(similarity(tokens)) == pytest.approx(mean, abs=1e-6)
+    assert effective_rank(tokens) == pytest.approx(rank)
 
 
 def test_the_mean_is_over_pairs_of_different_queries() -> None:
@@ -188,10 +141,6 @@ def test_effective_rank_is_between_and_averages_over_slots() -> None:
     assert effective_rank({0: uneven}) == pytest.approx(math.exp(entropy))
     flat = torch.ones(1, 2, WIDTH)
     assert effective_rank({0: uneven, 1: flat}) == pytest.approx((math.exp(entropy) + 1) / 2)
-
-
-def test_prompts_of_nothing_but_zeros_have_rank_one() -> None:
-    assert effective_rank({0: torch.zeros(2, 3, WIDTH)}) == 1
 
 
 def test_diversity_compares_the_trained_prompts_with_those_at_the_start() -> None:
@@ -213,15 +162,14 @@ def test_diversity_compares_the_trained_prompts_with_those_at_the_start() -> Non
     assert sum(found["per_block"].values()) / 2 == pytest.approx(found["mean"])
 
 
-# Components
-
-
 @pytest.mark.parametrize("settings", [{}, {"relevance_temperature": "dim"}, {"top_k": 2}], ids=str)
-def test_usage_sums_to_one_and_entropy_is_a_share(settings: dict[str, Any]) -> None:
+def test_component_usage_is_the_mean_relevance_per_component(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnostics, "QUERIES", 8)  # 20 queries in three parts
     method, queries = probprompt(**settings), normal(20, WIDTH)
     found = component_usage(method, queries)
-    assert found is not None
-    assert found["blocks"] == [0, 2]
+    assert found is not None and found["blocks"] == [0, 2]
     for slot, weights in enumerate(method.relevance(queries).values()):
         usage = found["usage"][slot]
         assert len(usage) == 3 and sum(usage) == pytest.approx(1)
@@ -230,57 +178,22 @@ def test_usage_sums_to_one_and_entropy_is_a_share(settings: dict[str, Any]) -> N
         assert found["max_weight"][slot] == pytest.approx(float(weights.detach().amax(dim=-1).mean()))
 
 
-def test_the_entropy_is_one_for_even_use_and_zero_for_a_single_component() -> None:
-    even, single = torch.full((5, 4, 3), 1 / 3), torch.zeros(5, 4, 3)
-    single[..., 1] = 1
-    found = component_usage(Fixed(weights={0: even, 3: single}), normal(5, WIDTH))
-    assert found is not None
-    assert found["blocks"] == [0, 3]
-    assert found["entropy"] == pytest.approx([1, 0])
-    assert found["max_weight"] == pytest.approx([1 / 3, 1])
-    assert found["usage"][1] == pytest.approx([0, 1, 0])
-
-
-def test_entropy_is_taken_per_query_and_not_of_the_average() -> None:
-    """Queries that each choose a component of their own use all of them, and still choose sharply."""
-    weights = torch.eye(3)[:, None, :].expand(3, 4, 3)
-    found = component_usage(Fixed(weights={0: weights}), normal(3, WIDTH))
-    assert found is not None
-    assert found["usage"][0] == pytest.approx([1 / 3] * 3)
-    assert found["entropy"] == pytest.approx([0])
-
-
-def test_a_pool_of_one_component_has_no_entropy() -> None:
-    found = component_usage(probprompt(components=1), normal(4, WIDTH))
-    assert found is not None
-    assert found["entropy"] == [0, 0] and found["usage"] == [[1], [1]]
-
-
-def test_many_queries_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, queries = probprompt(), normal(10, WIDTH)
-    whole = component_usage(method, queries)
-    sizes: list[int] = []
-    relevance = method.relevance
-
-    def counted(some: Tensor) -> dict[int, Tensor]:
-        sizes.append(len(some))
-        return relevance(some)
-
-    monkeypatch.setattr(method, "relevance", counted)
-    monkeypatch.setattr(diagnostics, "QUERIES", 4)
-    parts = component_usage(method, queries)
-    assert sizes == [4, 4, 2] and whole is not None and parts is not None
-    for name in ("usage", "entropy", "max_weight"):
-        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)
-
-
-def test_a_linear_probe_has_nothing_to_show() -> None:
-    probe, queries = linear_probe(), normal(3, WIDTH)
-    assert prompt_diversity(probe, linear_probe(), queries, NAMES) is None
-    assert component_usage(probe, queries) is None
-
-
-# The map of queries
+@pytest.mark.parametrize(
+    ("weights", "usage", "entropy", "largest"),
+    [
+        (torch.full((5, 4, 3), 1 / 3), [1 / 3] * 3, 1, 1 / 3),
+        (torch.eye(3)[1].expand(5, 4, 3), [0, 1, 0], 0, 1),
+        (torch.eye(3)[:, None].expand(3, 4, 3), [1 / 3] * 3, 0, 1),  # entropy per query, not of the mean
+        (torch.ones(4, 4, 1), [1], 0, 1),
+    ],
+    ids=["even", "one", "one per query", "pool of one"],
+)
+def test_component_entropy(weights: Tensor, usage: list[float], entropy: float, largest: float) -> None:
+    found = component_usage(Fixed(weights={0: weights, 3: weights}), normal(len(weights), WIDTH))
+    assert found is not None and found["blocks"] == [0, 3]
+    assert found["usage"][1] == pytest.approx(usage)
+    assert found["entropy"] == pytest.approx([entropy] * 2)
+    assert found["max_weight"] == pytest.approx([largest] * 2)
 
 
 @pytest.mark.parametrize(("count", "kind"), [(2, "PCA"), (9, "PCA"), (10, "t-SNE")])
