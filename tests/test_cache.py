@@ -286,7 +286,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "pixels longer": _lengthen,
     "no pixels": lambda entry: (entry / "pixels.u8").unlink(),
     "no index": lambda entry: (entry / "index.json").unlink(),
-    "empty": lambda entry: [path.unlink() for path in entry.iterdir()],
+    "empty": lambda entry: (shutil.rmtree(entry), entry.mkdir()),
     "half an index": lambda entry: os.truncate(entry / "index.json", 100),
     "empty index": lambda entry: os.truncate(entry / "index.json", 0),
     "no JSON": lambda entry: (entry / "index.json").write_bytes(b"\xff\xfe"),

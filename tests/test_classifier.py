@@ -16,7 +16,7 @@ from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, novelty, sums
 from probprompt.data.loading import ImageStore
 from probprompt.heads import RidgeHead
-from probprompt.runs.progress import Watcher
+from probprompt.progress import ProgressCallback
 
 Pixels = NDArray[np.uint8]
 Classes = dict[str, list[Pixels]]
@@ -199,7 +199,7 @@ def test_predictions_use_the_old_version_while_another_is_learned() -> None:
     picture, versions, answers = paint("b", 1, seed=3)["b"], list[int](), list[list[Prediction]]()
     expected = made.predict(picture, top_k=9)
 
-    class Asking(Watcher):
+    class Asking(ProgressCallback):
         stages: ClassVar[dict[str, list[int]]] = {}  # steps announced and made
 
         def stage(self, description: str, total: int) -> Any:
@@ -213,7 +213,7 @@ def test_predictions_use_the_old_version_while_another_is_learned() -> None:
             asked.join(30)
             versions.append(made.version)
 
-    made.learn(paint("de", 3), watcher=Asking())
+    made.learn(paint("de", 3), progress=Asking())
     assert set(versions) == {1} and len(answers) == len(versions) > 6
     assert all(answer == expected for answer in answers)
     assert len(made.predict(picture, top_k=9)[0].top) == 5

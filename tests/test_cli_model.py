@@ -186,7 +186,18 @@ def test_names_of_files_that_are_no_text_are_printed_all_the_same(
 
 
 def test_who_reads_no_further_ends_the_command_quietly(saved: Path, pictures: Path) -> None:
-    command = [sys.executable, "-m", "probprompt", "predict", saved, pictures, "--batch", "1", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "probprompt",
+        "predict",
+        str(saved),
+        str(pictures),
+        "--batch",
+        "1",
+        "--device",
+        "cpu",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -80,7 +80,7 @@ RUNS = {
 
 def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
     """Return all that two tasks leave behind, and the gradients of the first epoch."""
-    workshop = execute.prepare(parse_config(given), CPU, Watcher(), world=world)
+    workshop = execute.prepare(parse_config(given), CPU, SILENT, world=world)
     learner, found = workshop.learner, dict[str, Tensor]()
     for task in workshop.tasks:
         if task.index and not world.writes:  # a process that went astray is put right when a task begins

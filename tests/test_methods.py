@@ -18,6 +18,7 @@ from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
 from probprompt.heads import HEADS, ClosedFormHead, HeadConfig, make_head
 from probprompt.methods import EVALUATION, Context, Prompted, Shape
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
 from probprompt.randomness import Noise
 from probprompt.runs import checkpoint, execute, model_folder
@@ -270,7 +271,7 @@ def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Ru
     with pytest.raises(CrashError):
         execute.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
     with pytest.raises(CrashError):
-        execute.resume(tmp_path / "broken", watcher=Bomb(last, 1000))
+        execute.resume(tmp_path / "broken", progress=Bomb(last, 1000))
     resumed = execute.resume(tmp_path / "broken")
     assert (whole.folder / "accuracy.json").read_bytes() == (resumed.folder / "accuracy.json").read_bytes()
     one, other = ({path.name: path.read_bytes() for path in run.model.iterdir()} for run in (whole, resumed))
@@ -452,7 +453,7 @@ def test_what_no_head_could_read_is_refused(
     name: str, head: dict[str, Any], message: str, few: Path, loading: None
 ) -> None:
     with pytest.raises(UserError, match=message):
-        execute.prepare(configure(few, "narrow", name, head=head), CPU, Watcher())
+        execute.prepare(configure(few, "narrow", name, head=head), CPU, SILENT)
 
 
 @pytest.mark.parametrize(

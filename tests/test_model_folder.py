@@ -17,10 +17,9 @@ from probprompt import load_backbone, load_model
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.heads import LinearHead
-from probprompt.progress import SILENT
+from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import execute, model_folder
 from probprompt.runs.model_folder import LoadedModel, save_model
-from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 from probprompt.training.learner import Learner
 
@@ -40,7 +39,7 @@ def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **gro
         "training": {"epochs": 1, "batch": 8, **groups.get("training", {})},
         "alignment": {"epochs": 1},
     }
-    workshop = execute.prepare(parse_config({**groups, **base}), torch.device("cpu"), Watcher())
+    workshop = execute.prepare(parse_config({**groups, **base}), torch.device("cpu"), ProgressCallback())
     run = Run.create(out, execute.describe(workshop, out.name))
     execute.Execution(run, workshop, None, SILENT, None).run_all()
     return Trained(run, workshop.learner)

@@ -117,7 +117,12 @@ def test_train_command(photos: Path, tmp_path: Path, probprompt: Command, settin
 
 
 def test_comparison_and_results_of_an_own_folder(
-    photos: Path, tmp_path: Path, probprompt: Command, settings: list[str], monkeypatch: pytest.MonkeyPatch
+    photos: Path,
+    tmp_path: Path,
+    probprompt: Command,
+    reproduction: Command,
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tasks = [["Kätzchen", "鳥"], ["a,b", "100%"], ["Hund & Co", "owl's nest"]]
@@ -135,7 +140,7 @@ def test_comparison_and_results_of_an_own_folder(
     assert all(f"### Figure {number}: " in text for number in ("1a", "4"))
     assert "### Meine Fotos, Mai@" in text and str(tmp_path) not in text and str(photos) not in text
     assert "tasks=[2,2,2]-by-name-" in text
-    assert all(len(entry.path) < 200 for entry in book.read_entries(Path("results")))
+    assert all(len(entry.path) < 200 for entry in read_entries(Path("results")))
 
 
 def test_compare_command(photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]) -> None:

@@ -108,7 +108,7 @@ def spec(pictures: Path) -> Callable[..., GridSpec]:
 Spec = Callable[..., GridSpec]
 
 
-class Diary(GridWatcher):
+class Diary(GridCallback):
     """Records notes and ends."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | Non
 
 def test_shares_larger_than_this_machine() -> None:
     with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU"):
-        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridWatcher())
+        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridCallback())
     diary = Diary()
     ray_cells._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
     assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]

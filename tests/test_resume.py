@@ -30,11 +30,11 @@ from probprompt.checkpoints import load_backbone
 from probprompt.config import parse_config
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
-from probprompt.progress import SILENT, ProgressCallback
+from probprompt.progress import ProgressCallback
 from probprompt.runs import execute
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.record import Run, config_hash
-from probprompt.runs.tensors import read_tensors, write_tensors
+from probprompt.storage import read_tensors, write_tensors
 
 CPU = torch.device("cpu")
 PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1}
@@ -104,7 +104,7 @@ class CrashError(BaseException):
 
 
 @dataclass
-class Minefield(Watcher):
+class Minefield(ProgressCallback):
     """Lets a run die at every place it reaches for the first time, or at a share of them."""
 
     share: float = 1.0
@@ -153,8 +153,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Restart the run until it ends; it may also die where it writes a file or an event."""
-    write, log = files.write_with, Run.log
-    monkeypatch.setattr(files, "write_with", lambda path, fill: mines.around(path.name, lambda: write(path, fill)))
+    write, log = storage.write_with, Run.log
+    monkeypatch.setattr(storage, "write_with", lambda path, fill: mines.around(path.name, lambda: write(path, fill)))
     monkeypatch.setattr(Run, "log", lambda run, event, **values: mines.around(event, lambda: log(run, event, **values)))
     for _ in range(500):
         mines.where = "beginning"

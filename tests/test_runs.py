@@ -51,7 +51,7 @@ def fast(pictures: Path, method: str = "linear-probe", **groups: dict[str, Any])
 
 def describe(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the record with which a run of these settings starts."""
-    return execute.describe(execute.prepare(parse_config(settings), CPU, Watcher()), "run")
+    return execute.describe(execute.prepare(parse_config(settings), CPU, ProgressCallback()), "run")
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +326,7 @@ class StopHere(BaseException):
     """The run is stopped here."""
 
 
-class Stopper(Watcher):
+class Stopper(ProgressCallback):
     """Stops a run as it starts its second task."""
 
     def stage(self, description: str, total: int) -> Any:
@@ -343,7 +343,7 @@ HOLD = (
 
 def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(StopHere):
-        execute.train(parse_config(tiny(pictures)), tmp_path / "run", watcher=Stopper())
+        execute.train(parse_config(tiny(pictures)), tmp_path / "run", progress=Stopper())
     run = Run.open(tmp_path / "run")
     found = strict((run.folder / "accuracy.json").read_text())
     assert found["finished_steps"] == 1 and found["FAA"] == found["matrix"][0][0]

@@ -155,7 +155,7 @@ def test_features_of_fixed_prompts_are_computed_once(settings: Settings, monkeyp
 
 
 def unlearned(settings: Settings, method: str) -> Workshop:
-    return prepare(parse_config({**settings(), "method": {"name": method}}), torch.device("cpu"), Watcher())
+    return prepare(parse_config({**settings(), "method": {"name": method}}), torch.device("cpu"), SILENT)
 
 
 def test_backbone_that_learns_is_evaluated_again(settings: Settings) -> None:
