@@ -853,7 +853,7 @@ def test_missing_classes_and_images_are_told() -> None:
 def test_whether_imagenet_r_is_cut_as_published_is_told() -> None:
     source = published("imagenet-r")
     counts = {str(label): (120, 30) for label in range(200)}
-    lists = [item.sha256 or "" for item in source.sources[1:]]
+    lists = [item.digest for item in source.sources[1:]]
     assert source.differences(held(counts, tuple(lists))) == []
     (told,) = source.differences(held(counts))
     assert told.startswith("no lists say which images are for training") and told.endswith("cannot be known")
@@ -896,7 +896,8 @@ DOCS = Path(__file__).parents[1] / "docs" / "data.md"
 
 def test_everything_that_is_fetched_is_known_by_its_hash() -> None:
     sources = [source for name in PUBLISHED for source in published(name).sources]
-    assert {source.file: source.md5 if source.unpack else source.sha256 for source in sources} == HASHES
+    assert {source.file: source.digest for source in sources} == HASHES
+    assert {source.algorithm for source in sources if source.unpack} == {"md5"}
 
 
 def test_the_page_on_data_shows_the_archives_and_their_hashes() -> None:

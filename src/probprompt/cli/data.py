@@ -13,8 +13,8 @@ from probprompt.cli.screen import Screen
 from probprompt.data import benchmarks
 from probprompt.data.checking import Report, check, source_at
 from probprompt.data.datasets import PLACE, Dataset, data_folder
+from probprompt.data.download import get
 from probprompt.data.layouts import subfolders
-from probprompt.data.obtain import get
 from probprompt.data.sample import write_sample
 from probprompt.data.sets import Benchmark
 from probprompt.errors import UserError, suggest

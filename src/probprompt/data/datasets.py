@@ -144,9 +144,9 @@ class Dataset(Benchmark):
         ]
 
     @classmethod
-    def lists(cls) -> set[str | None]:
+    def lists(cls) -> set[str]:
         """The sha256 of the published lists that cut it into training and test; none where it is cut already."""
-        return {item.sha256 for item in cls.sources if not item.unpack}
+        return {item.digest for item in cls.sources if not item.unpack}
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
         """How many training and test images each class should have, in the order of the classes; empty: not known."""
@@ -228,7 +228,8 @@ class Cifar100(Dataset):
         Source(
             "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
             "cifar-100-python.tar.gz",
-            md5="eb9058c3a382ffc7106e4002c42a8d85",
+            "md5",
+            "eb9058c3a382ffc7106e4002c42a8d85",
         ),
     )
     folders = ("cifar-100-python", "CIFAR-100", "cifar-100")
@@ -246,18 +247,21 @@ class ImageNetR(Dataset):
         Source(
             "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar",
             "imagenet-r.tar",
-            md5="a61312130a589d0ca1a8fca1f2bd3337",
+            "md5",
+            "a61312130a589d0ca1a8fca1f2bd3337",
         ),
         Source(
             _LISTS + "imagenet-r_train.yaml",
             "imagenet-r_train.yaml",
-            sha256="6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
+            "sha256",
+            "6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
             unpack=False,
         ),
         Source(
             _LISTS + "imagenet-r_test.yaml",
             "imagenet-r_test.yaml",
-            sha256="57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
+            "sha256",
+            "57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
             unpack=False,
         ),
     )
@@ -276,7 +280,8 @@ class Cub200(Dataset):
         Source(
             "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
             "CUB_200_2011.tgz",
-            md5="97eceeb196236b17998738112f37df78",
+            "md5",
+            "97eceeb196236b17998738112f37df78",
         ),
     )
     folders = ("CUB_200_2011",)
@@ -300,7 +305,8 @@ class TinyImageNet(Dataset):
         Source(
             "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
             "tiny-imagenet-200.zip",
-            md5="90528d7ca1a48142e341f4ef8d21d0de",
+            "md5",
+            "90528d7ca1a48142e341f4ef8d21d0de",
         ),
     )
     folders = ("tiny-imagenet-200",)
@@ -318,7 +324,8 @@ class TuBerlin(Dataset):
         Source(
             "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
             "sketches_png.zip",
-            md5="023123df86a928a5273e3ba11990d8fd",
+            "md5",
+            "023123df86a928a5273e3ba11990d8fd",
         ),
     )
     folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
@@ -329,7 +336,7 @@ class TuBerlin(Dataset):
     figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16), encoding="lossless", size=(1111, 1111))
 
 
-def published_lists(name: str) -> set[str | None]:
+def published_lists(name: str) -> set[str]:
     """The sha256 of the lists that cut a dataset into training and test; none where its archive is cut already."""
     source = registered().get(name)
     return source.lists() if source and issubclass(source, Dataset) else set()

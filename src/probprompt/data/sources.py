@@ -6,19 +6,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Source:
-    """A file that is published somewhere."""
+    """A published file with its hash."""
 
     url: str
     file: str
-    md5: str | None = None
-    sha256: str | None = None
+    algorithm: Literal["md5", "sha256"]
+    digest: str
     unpack: bool = True
-    """Whether it is an archive; else it is a file that lies beside the images as it is."""
-
-    @property
-    def hashed(self) -> bool:
-        """Whether a hash of it was published."""
-        return bool(self.md5 or self.sha256)
+    """Whether it is an archive; otherwise a file that is stored with the images."""
 
 
 @dataclass(frozen=True)
