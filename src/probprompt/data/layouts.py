@@ -1,7 +1,10 @@
 """The ways in which datasets lie on disk, and how each becomes a training and a test set."""
 
 import hashlib
+import io
+import math
 import os
+import pickle
 import re
 import unicodedata
 from collections import Counter
@@ -9,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from probprompt.data.images import SUFFIXES, ImageFiles, Pixels, reduce_to
-from probprompt.data.pickles import read_pickle
 from probprompt.data.sets import ImageData, ImageSet, stratified_split
-from probprompt.errors import UserError, shorten
+from probprompt.errors import UserError, one_line, shorten
 
 Listed = Sequence[tuple[str, int]]
 """Images by their paths below a folder, each with its class."""
@@ -30,6 +33,13 @@ SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 )
 """What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
+LARGEST = 2**30
+"""Bytes that a pickle may have: CIFAR's are 155 MB."""
+LONGEST = 10**7
+"""Items that all lists of a pickle may have together: a small file can name a long list many times."""
+_CODES = b".(NIJKMLTUXVSBC\x88\x89\x8a\x8c)t\x85\x86\x87]lae}qpr\x94ghjc\x93Rb\x80\x95"  # of protocols 0 to 4
+_KEYS = {str, bytes, int}
+_PLAIN = {type(None), str, bytes, int, bool}
 _WNID = re.compile(r"n\d{8}")
 _RENDERED = 200  # classes of ImageNet-R
 _RENDITION = re.compile(r"[a-z]+_\d+\.jpe?g")  # its files, such as sketch_0.jpg
@@ -215,11 +225,11 @@ def _distinct(names: Sequence[str], folders: Sequence[str]) -> tuple[str, ...]:
 
 def load_cifar(root: Path, short_side: int | None) -> ImageData:
     """CIFAR-100 as its python pickles hold it, with the fine labels."""
-    meta = _texts(read_pickle(root / "meta"))
     try:
+        meta = _texts(read_pickle(root / "meta"))
         classes = plain_names(root, [_text(name) for name in meta["fine_label_names"]])
         train, test = (_cifar_side(root / side, classes, short_side) for side in ("train", "test"))
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
         raise UserError(f"the files of {root} are no CIFAR-100 ({problem!r}): get them anew") from None
     return ImageData(classes, train, test)
 
@@ -256,6 +266,117 @@ CIFAR = Layout(
     load_cifar,
     telling=lambda _: True,
 )
+
+
+class _Bytes:
+    """Stand-in for NumPy's type of numbers: bytes, the only type that is allowed."""
+
+    def __init__(self, code: str | bytes, *_: int) -> None:
+        if code not in ("u1", b"u1"):
+            raise ValueError(f"its numbers are of type {code!r}, not bytes")
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore the byte order and alignment."""
+
+
+class _Array:
+    """Stand-in for a NumPy array: it holds nothing until its state is set."""
+
+    content: NDArray[np.uint8] | None = None
+
+    def __init__(self, *_: object) -> None:
+        """Ignore the type, shape and code of the empty array."""
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Bytes, bool, bytes]) -> None:
+        _, shape, kind, fortran, content = state
+        if type(kind) is not _Bytes or type(content) is not bytes or math.prod(shape) != len(content):
+            raise ValueError("an array's numbers do not fit its shape")
+        self.content = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
+
+
+class _Latin1:
+    """Stand-in for the function by which Python 3 writes bytes in protocols without bytes."""
+
+    __slots__ = ()
+
+    def __call__(self, text: str, codec: str) -> bytes:
+        if codec != "latin1":
+            raise ValueError("it asks for another codec than latin1")
+        return text.encode("latin-1")
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): object(),
+    ("numpy", "dtype"): _Bytes,
+    ("_codecs", "encode"): _Latin1(),
+}
+
+
+def _fill(code: int, keys: slice) -> Callable[[Any], None]:
+    """Return an instruction that fills a dictionary, with a check of its keys before they are hashed."""
+    load = pickle._Unpickler.dispatch[code]
+
+    def checked(reader: Any) -> None:
+        if not set(map(type, reader.stack[keys])) <= _KEYS:
+            raise pickle.UnpicklingError("a dictionary has a key that is no text and no number")
+        load(reader)
+
+    return checked
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Unpickler for the instructions of plain data, in which a file can call nothing but the stand-ins above.
+
+    It is Python's unpickler in Python. The one in C knows all instructions, reserves memory for the largest number of
+    the memo, however large, and overflows the stack where it hashes a deeply nested tuple.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code: pickle._Unpickler.dispatch[code] for code in _CODES}
+    dispatch |= {code: _fill(code, slice(start, None, 2)) for code, start in zip(b"sud", (-2, 0, 0), strict=True)}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name."""
+        if (module, name) not in _STAND_INS:
+            newer = " of protocol 4 or lower" if name == "_frombuffer" else ""  # arrays in protocol 5
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain data{newer}")
+        return _STAND_INS[module, name]
+
+
+def read_pickle(path: Path) -> dict[str | bytes | int, Any]:
+    """Read a dictionary of texts, numbers, lists of them and arrays of bytes, and run nothing of the file.
+
+    Texts of Python 2 are returned as ``bytes``.
+    """
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UserError(f"{path} is larger than {LARGEST} bytes: this is no file of CIFAR's")
+        data = path.read_bytes()
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    try:
+        return _plain(_PlainUnpickler(io.BytesIO(data), encoding="bytes").load())
+    except Exception as problem:  # noqa: BLE001 (a damaged pickle may raise anything)
+        reason = f"it is damaged or holds more than plain data ({one_line(problem)})"
+        raise UserError(f"{path} is refused: {reason}. Nothing of it was run; get the file anew") from None
+
+
+def _plain(value: Any) -> dict[str | bytes | int, Any]:
+    """Return a dictionary of nothing but texts, numbers, arrays, and lists of texts and numbers."""
+    if type(value) is not dict:
+        raise ValueError("it holds no dictionary")
+    if sum(len(item) for item in value.values() if type(item) is list) > LONGEST:
+        raise ValueError(f"it has lists of more than {LONGEST} items")
+    return {key: _plain_item(item) for key, item in value.items()}
+
+
+def _plain_item(value: Any) -> Any:
+    if type(value) is _Array and value.content is not None:
+        return value.content
+    if not set(map(type, value if type(value) is list else [value])) <= _PLAIN:
+        raise ValueError("it holds something that is no plain data")
+    return value
 
 
 # CUB -------------------------------------------------------------------------------------------------------------
