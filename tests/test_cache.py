@@ -21,7 +21,7 @@ from PIL import Image
 
 from probprompt.data import cache as module
 from probprompt.data.cache import Decoded, Entry, ImageCache, decode
-from probprompt.data.images import ImageFiles, Pixels, UnreadableImageError, read_image
+from probprompt.data.images import ImageFiles, Pixels, UnreadableImageError, read_ahead, read_image
 from probprompt.errors import UserError
 
 SIZES = ((12, 20), (9, 7), (30, 11), (12, 20), (5, 40), (16, 16))
@@ -221,10 +221,10 @@ def test_few_images_wait_in_memory_to_be_written() -> None:
         reads.append(row)
         return np.zeros((1, 1, 3), np.uint8)
 
-    for taken, _ in enumerate(module._in_order(read, 200, workers=2)):
+    for taken, _ in read_ahead(read, range(200), workers=2):
         time.sleep(0.0005)
         most = max(most, len(reads) - taken)
-    assert len(reads) == 200 and most <= 2 * module._AHEAD + 1
+    assert len(reads) == 200 and most <= 2 * 4 + 1
 
 
 def test_an_image_that_is_no_block_of_memory_is_decoded_right() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 import probprompt
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, novelty, sums
-from probprompt.data.loading import ImageStore
+from probprompt.data.image_store import ImageStore
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead
 from probprompt.runs.progress import Watcher
 

@@ -14,9 +14,8 @@ from PIL import Image
 from rich.console import Console
 
 from probprompt.cli.data import TransferScreen
-from probprompt.data import datasets
-from probprompt.data.datasets import Cifar100, Cub200, Dataset, ImageNetR, TuBerlin
-from probprompt.data.sources import Figures, Source
+from probprompt.data import verify
+from probprompt.data.published import Cifar100, Cub200, Dataset, Figures, ImageNetR, Source, TuBerlin
 
 Answer = tuple[int, str, str]
 Command = Callable[..., Answer]
@@ -260,7 +259,7 @@ def test_images_that_are_not_as_published_are_noted(
 def test_a_single_image_of_another_size_is_found_where_all_are_read(
     tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "_LOOKED", 1)
+    monkeypatch.setattr(verify, "_LOOKED", 1)
     monkeypatch.setattr(Cifar100, "figures", Figures(2, 8, 4, (4, 4), (2, 2), size=(4, 4)))
     root = tree(tmp_path / "cifar100")
     Image.new("RGB", (9, 7)).save(root / "train" / "dog" / "1.png")

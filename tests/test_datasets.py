@@ -22,12 +22,13 @@ from PIL import Image
 
 from probprompt import presets
 from probprompt.config import parse_config
-from probprompt.data import datasets, layouts
-from probprompt.data.benchmarks import ImageData, ImageSet, find, registered
+from probprompt.data import layouts, verify
 from probprompt.data.cache import decode
-from probprompt.data.datasets import Dataset, data_folder
+from probprompt.data.datasets import ImageData, ImageSet, class_folders, find, registered
 from probprompt.data.layouts import read_pickle
+from probprompt.data.published import Dataset, data_folder, recognize
 from probprompt.data.stream import build_stream
+from probprompt.data.verify import differences, other_differences
 from probprompt.errors import UserError
 from probprompt.runs.execute import prepare
 from probprompt.runs.progress import Watcher
@@ -666,20 +667,20 @@ def all_renditions(folder: Path, file: str = "sketch_0.jpg", classes: int = 200)
     ],
 )
 def test_a_folder_is_recognised_by_its_layout(tmp_path: Path, make: Callable[[Path], Path], name: str) -> None:
-    found = datasets.recognise(make(tmp_path / "some folder"))
+    found = recognize(make(tmp_path / "some folder"))
     assert found is not None and found.name == name
 
 
 def test_not_all_folders_of_wordnets_numbers_are_imagenet_r(tmp_path: Path) -> None:
-    assert datasets.recognise(renditions(tmp_path / "mine")) is None, "three of them"
-    assert datasets.recognise(tiny(tmp_path / "tiny") / "train") is None
-    assert datasets.recognise(all_renditions(tmp_path / "a", "images/n0_0.JPEG")) is None
-    assert datasets.recognise(all_renditions(tmp_path / "b", "n0_0.JPEG")) is None
-    assert datasets.recognise(all_renditions(tmp_path / "c", classes=1000)) is None
+    assert recognize(renditions(tmp_path / "mine")) is None, "three of them"
+    assert recognize(tiny(tmp_path / "tiny") / "train") is None
+    assert recognize(all_renditions(tmp_path / "a", "images/n0_0.JPEG")) is None
+    assert recognize(all_renditions(tmp_path / "b", "n0_0.JPEG")) is None
+    assert recognize(all_renditions(tmp_path / "c", classes=1000)) is None
     for side in ("train", "test"):
         write(tmp_path / "c" / f"{side}.txt", "n00000001/sketch_0.jpg")
-    assert datasets.recognise(tmp_path / "c") is None, "ImageNet itself has such lists, too"
-    found = datasets.recognise(renditions(tmp_path / "imagenet-r"))
+    assert recognize(tmp_path / "c") is None, "ImageNet itself has such lists, too"
+    found = recognize(renditions(tmp_path / "imagenet-r"))
     assert found is not None and found.name == "imagenet-r", "by its name"
 
 
@@ -688,9 +689,9 @@ def test_a_tree_is_recognised_by_its_name_alone(tmp_path: Path) -> None:
         for side in ("train", "test"):
             for name in CLASSES:
                 draw(tmp_path / folder / side / name / "a.png")
-    found = datasets.recognise(tmp_path / "cifar100")
+    found = recognize(tmp_path / "cifar100")
     assert found is not None and found.name == "cifar100"
-    assert datasets.recognise(tmp_path / "mine") is None
+    assert recognize(tmp_path / "mine") is None
 
 
 def test_two_classes_of_one_word_are_told_apart(tmp_path: Path) -> None:
@@ -724,10 +725,10 @@ def test_folders_that_are_numbers_are_in_the_order_of_the_numbers(tmp_path: Path
 def test_one_word_among_numbers_makes_them_words(tmp_path: Path) -> None:
     for name in ("9", "10", "010", "cat"):
         draw(tmp_path / name / "0.png")
-    assert layouts.class_folders(tmp_path) == ("010", "10", "9", "cat")
+    assert class_folders(tmp_path) == ("010", "10", "9", "cat")
     (tmp_path / "cat" / "0.png").unlink()
     (tmp_path / "cat").rmdir()
-    assert layouts.class_folders(tmp_path) == ("9", "010", "10")
+    assert class_folders(tmp_path) == ("9", "010", "10")
 
 
 # How they differ from what was published -------------------------------------------------------------------------
@@ -761,9 +762,9 @@ def test_the_birds_are_counted_class_by_class() -> None:
     for side, total, limits in ((0, 5_994, (29, 30)), (1, 5_794, (11, 30))):
         numbers = [both[side] for both in counts.values()]
         assert sum(numbers) == total and (min(numbers), max(numbers)) == limits
-    assert source.differences(held(counts)) == []
+    assert differences(source, held(counts)) == []
     moved = counts | {"Crested Auklet": (30, 15), "Least Auklet": (30, 10)}
-    assert source.differences(held(moved)) == [
+    assert differences(source, held(moved)) == [
         "test: not as many images of each class as published: "
         "Crested Auklet has 15 instead of 14, Least Auklet has 10 instead of 11"
     ]
@@ -771,7 +772,7 @@ def test_the_birds_are_counted_class_by_class() -> None:
 
 def test_the_birds_by_the_alphabet_are_another_order() -> None:
     source = published("cub200")
-    told = source.differences(held(dict(sorted(source.class_counts().items()))))
+    told = differences(source, held(dict(sorted(source.class_counts().items()))))
     assert told == [
         "the classes are in another order than published: Acadian Flycatcher, American Crow, American Goldfinch "
         "and 197 more"
@@ -781,19 +782,19 @@ def test_the_birds_by_the_alphabet_are_another_order() -> None:
 def test_images_that_were_encoded_anew_are_told() -> None:
     """A photograph that is stored a second time is not the published one, a drawing without loss is."""
     birds = published("cub200")
-    (told,) = birds.differences(held(birds.class_counts(), suffix=".webp"))
+    (told,) = differences(birds, held(birds.class_counts(), suffix=".webp"))
     assert told == "images are WEBP files, published are JPEG files: they were encoded anew"
-    assert birds.differences(held(birds.class_counts(), suffix=".JPEG")) == []
+    assert differences(birds, held(birds.class_counts(), suffix=".JPEG")) == []
     for name, counts in WHOLE.items():
-        assert published(name).differences(held(counts, suffix=".png")) == []
-        (told,) = published(name).differences(held(counts, suffix=".jpg"))
+        assert differences(published(name), held(counts, suffix=".png")) == []
+        (told,) = differences(published(name), held(counts, suffix=".jpg"))
         assert told == "images are JPEG files, published are images without loss: they were encoded anew"
     unnamed = held(WHOLE["cifar100"], suffix="")
     train, test = (
         replace(part, pixels=np.zeros((len(part), 32, 32, 3), np.uint8)) for part in (unnamed.train, unnamed.test)
     )
     packed = replace(unnamed, train=train, test=test)
-    assert published("cifar100").differences(packed) == [], "pixels that came without any file"
+    assert differences(published("cifar100"), packed) == [], "pixels that came without any file"
 
 
 WHOLE = {
@@ -843,30 +844,30 @@ def test_images_stored_in_another_way_are_told(
     """By the files themselves, whatever they are called: as many of another size or quality are other images."""
     source = find(name, root=str(stored(tmp_path, file, side, **options)))
     assert isinstance(source, Dataset)
-    found = source.other_ways(source.load(16))
+    found = other_differences(source, source.load(16))
     assert len(found) == len(told)
     assert all(text in line for text, line in zip(told, found, strict=True))
 
 
 def test_the_pickles_of_cifar_are_as_published(home: Path) -> None:
     cifar(home / "cifar100")
-    assert published("cifar100").other_ways(find("cifar100").load(None)) == []
+    assert other_differences(published("cifar100"), find("cifar100").load(None)) == []
 
 
 def test_a_few_files_of_both_sides_tell_how_all_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "_LOOKED", 2)
+    monkeypatch.setattr(verify, "_LOOKED", 2)
     seen: list[str] = []
-    monkeypatch.setattr(datasets, "read_header", lambda path: seen.append(path.relative_to(tmp_path).as_posix()))
+    monkeypatch.setattr(verify, "read_header", lambda path: seen.append(path.relative_to(tmp_path).as_posix()))
     source = find("cifar100", root=str(stored(tmp_path, ".png", 4)))
-    assert isinstance(source, Dataset) and source.other_ways(source.load(None)) == []
+    assert isinstance(source, Dataset) and other_differences(source, source.load(None)) == []
     assert seen == ["train/cat/0.png", "train/dog/1.png", "test/cat/0.png", "test/dog/1.png"]
 
 
 def test_classes_of_other_names_are_held_to_the_least_and_the_most() -> None:
     source = published("cub200")
     renamed = {str(place): both for place, both in enumerate(source.class_counts().values())}
-    assert source.differences(held(renamed)) == []
-    assert source.differences(held(renamed | {"3": (29, 31)})) == [
+    assert differences(source, held(renamed)) == []
+    assert differences(source, held(renamed | {"3": (29, 31)})) == [
         "train: 5993 images, published are 5994",
         "test: 5795 images, published are 5794",
         "test: published are 11 to 30 images of each class, but 3 has 31",
@@ -874,8 +875,8 @@ def test_classes_of_other_names_are_held_to_the_least_and_the_most() -> None:
 
 
 def test_missing_classes_and_images_are_told() -> None:
-    told = published("cifar100").differences(
-        held({str(label): (500, 100) for label in range(98)} | {"x": (499, 100)}, suffix=".png")
+    told = differences(
+        published("cifar100"), held({str(label): (500, 100) for label in range(98)} | {"x": (499, 100)}, suffix=".png")
     )
     assert told == [
         "99 classes, published are 100",
@@ -889,12 +890,12 @@ def test_whether_imagenet_r_is_cut_as_published_is_told() -> None:
     source = published("imagenet-r")
     counts = {str(label): (120, 30) for label in range(200)}
     lists = [item.digest for item in source.sources[1:]]
-    assert source.differences(held(counts, tuple(lists))) == []
-    (told,) = source.differences(held(counts))
+    assert differences(source, held(counts, tuple(lists))) == []
+    (told,) = differences(source, held(counts))
     assert told.startswith("no lists say which images are for training") and told.endswith("cannot be known")
-    (told,) = source.differences(held(counts, (lists[0], "abc")))
+    (told,) = differences(source, held(counts, (lists[0], "abc")))
     assert told.startswith("the list of the test images is not the published one (sha256 abc)")
-    assert published("tu-berlin").differences(held(WHOLE["tu-berlin"], suffix=".png")) == []
+    assert differences(published("tu-berlin"), held(WHOLE["tu-berlin"], suffix=".png")) == []
 
 
 # What they are ---------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ import pytest
 from PIL import Image
 
 from probprompt.data import download, layouts
-from probprompt.data.datasets import Dataset
 from probprompt.data.download import check_hash, get, unpack
-from probprompt.data.sources import Figures, Source
+from probprompt.data.published import Dataset, Figures, Source
 from probprompt.errors import UserError
 
 CONTENT = bytes(range(256)) * 4000
@@ -430,7 +429,7 @@ def tree(tmp_path: Path) -> bytes:
 def install(kind: type[Dataset], home: Path | None, url: str | None = None, file: Path | None = None) -> list[str]:
     """Returns what lies in the place of all datasets, if it could be installed."""
     found = get(kind, home, url, file, Watch(), pause=0)
-    assert found.recognise()
+    assert found.recognize()
     return sorted(path.name for path in found.place.parent.iterdir())
 
 

@@ -16,9 +16,9 @@ from huggingface_hub import HfFileSystem
 from PIL import Image
 
 from local_hub import DATASETS, ROUTES, Hub, Repository, alone, say
-from probprompt.data.benchmarks import find
+from probprompt.data.datasets import find
+from probprompt.data.image_store import load
 from probprompt.data.images import UnreadableImageError
-from probprompt.data.loading import load
 from probprompt.errors import UserError
 
 PACKAGE: Any = import_module("datasets")  # its functions are not annotated
@@ -210,7 +210,7 @@ def test_without_a_network_what_was_fetched_before_is_used_and_told(
     for name in (f"owner/name:fine@{first}", f"owner/name@{first}", "owner/name"):
         source = find(f"hf:{name}")
         assert source.load(4).split_hash() == online.split_hash()
-        (remark,) = source.remarks()
+        (remark,) = source.notes()
         assert remark.startswith("the hub cannot be reached (")
         assert f": hf:{name} is what was fetched last, commit {first}" in remark
         assert remark.endswith("configuration fine") is (":" not in name)
@@ -229,7 +229,7 @@ def test_who_wants_no_network_is_not_given_one(hub: Hub, monkeypatch: pytest.Mon
     find("hf:owner/name").load(4)
     hub.requests.clear()
     monkeypatch.setattr(PACKAGE.config, "HF_HUB_OFFLINE", True)
-    assert "(HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set): hf:owner/name is what" in find("hf:owner/name").remarks()[0]
+    assert "(HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set): hf:owner/name is what" in find("hf:owner/name").notes()[0]
     assert not hub.requests
 
 
@@ -278,7 +278,7 @@ def test_a_validation_split_is_the_test_set_where_there_is_no_other(hub: Hub) ->
     source = find("hf:owner/name")
     data = source.load(4)
     assert data.test.names[0].startswith("validation@") and data.test.labels.tolist() == [2, 1, 0]
-    assert source.remarks() == []
+    assert source.notes() == []
 
 
 def test_of_a_training_split_alone_a_part_is_held_out(hub: Hub) -> None:
@@ -294,7 +294,7 @@ def test_a_split_without_classes_is_passed_over_and_told(hub: Hub, unlabelled: L
     publish(hub, files({"train": train, "test": split(unlabelled), "validation": labelled}))
     source = find("hf:owner/name")
     assert source.load(4).test.names[0].startswith("validation@")
-    (remark,) = source.remarks()
+    (remark,) = source.notes()
     assert "'test' of hf:owner/name has images without a class: the test set is 'validation'" in remark
 
 
@@ -302,11 +302,11 @@ def test_which_splits_have_classes_decides_about_the_test_set(tmp_path: Path) ->
     train, labelled, unlabelled = split([0, 1, 2] * 5), split([2, 1, 0]), split([-1, -1])
     source = find(save({"train": train, "test": unlabelled}, tmp_path / "without"))
     assert (len(source.load(4).train), len(source.load(4).test)) == (12, 3)
-    assert "the test set is a part of 'train'" in source.remarks()[0]
+    assert "the test set is a part of 'train'" in source.notes()[0]
     for name, split_ in (("column", labelled.remove_columns("label")), ("other", unlabelled)):
         source = find(save({"train": train, "test": split_, "validation": labelled}, tmp_path / name))
-        assert "'test'" in source.remarks()[0] and "the test set is 'validation'" in source.remarks()[0]
-    assert find(save({"train": train, "test": labelled, "validation": unlabelled}, tmp_path / "all")).remarks() == []
+        assert "'test'" in source.notes()[0] and "the test set is 'validation'" in source.notes()[0]
+    assert find(save({"train": train, "test": labelled, "validation": unlabelled}, tmp_path / "all")).notes() == []
     told = refused(save({"train": split([0, -1])}, tmp_path / "train"))
     assert told.endswith("'train' has images without a class: choose a dataset that has them")
 
@@ -315,7 +315,7 @@ def test_a_split_without_images_is_as_none(hub: Hub, tmp_path: Path) -> None:
     full, empty = split([0, 1, 2] * 5), split([])
     publish(hub, files({"train": full, "test": empty}))
     source = find("hf:owner/name")
-    assert len(source.load(4).test) == 3 and source.remarks() == []
+    assert len(source.load(4).test) == 3 and source.notes() == []
     told = refused(save({"train": full, "test": empty}, tmp_path / "saved"))  # written by the package, but not read
     assert told.endswith("save it anew, without splits that are empty")
     publish(hub, files({"train": empty, "test": full}))
@@ -328,7 +328,7 @@ def test_classes_without_images_are_left_out_and_told(tmp_path: Path) -> None:
     data = source.load(4)
     assert data.class_names == ("ant", "cat")
     assert sorted(set(data.train.labels.tolist())) == [0, 1] and data.test.labels.tolist() == [1, 0]
-    assert source.remarks() == [f"1 class(es) of {name} have no image and are left out: bee"]
+    assert source.notes() == [f"1 class(es) of {name} have no image and are left out: bee"]
 
 
 @pytest.mark.parametrize(("train", "test", "side"), [([0, 1], [0, 1, 2], "train"), ([0, 1, 2], [0, 1], "test")])

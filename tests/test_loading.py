@@ -15,13 +15,20 @@ from torch import Tensor
 
 from probprompt import kernels, randomness
 from probprompt.config import parse_config
-from probprompt.data import loading
-from probprompt.data.benchmarks import ImageSet, find
+from probprompt.data import image_store
 from probprompt.data.cache import ImageCache, decode
-from probprompt.data.colour import Augmentation, draws_needed
+from probprompt.data.datasets import ImageSet, find
+from probprompt.data.image_store import ImageStore, Loaded, load, load_kept
 from probprompt.data.images import ImageFiles, Pixels
-from probprompt.data.loading import ImageStore, Loaded, RandomViews, Viewer, load, load_kept
-from probprompt.data.views import DRAWS, Kernel, random_boxes
+from probprompt.data.transforms import (
+    DRAWS,
+    Augmentation,
+    Kernel,
+    Preprocessor,
+    RandomViews,
+    draws_needed,
+    random_boxes,
+)
 from probprompt.runs import execute
 from probprompt.runs.progress import Watcher
 
@@ -98,10 +105,10 @@ def test_a_batch_says_where_its_images_are(sizes: tuple[tuple[int, int], ...]) -
 def test_images_are_sent_in_pieces(
     sizes: tuple[tuple[int, int], ...], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_CHUNK", chunk)
+    monkeypatch.setattr(image_store, "_CHUNK", chunk)
     store, rows, arrays = stores(sizes)[0], torch.tensor([6, 2, 3, 0]), pictures(sizes)
     total = sum(arrays[row].size for row in rows.tolist())
-    sent, starts = loading._send(store.pixels, store.offsets[rows], store.sizes[rows], total, CPU)
+    sent, starts = image_store._send(store.pixels, store.offsets[rows], store.sizes[rows], total, CPU)
     expected = np.concatenate([arrays[row].reshape(-1) for row in rows.tolist()])
     np.testing.assert_array_equal(sent.numpy(), expected)
     assert starts.tolist() == np.cumsum([0] + [arrays[row].size for row in rows.tolist()])[:-1].tolist()
@@ -125,8 +132,8 @@ def test_some_of_the_images_and_negatives_of_some(sizes: tuple[tuple[int, int], 
 # Views
 
 
-def viewer(kernel: Kernel = "bicubic", device: torch.device = CPU) -> Viewer:
-    return Viewer.of(16, 18, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), kernel, device)
+def viewer(kernel: Kernel = "bicubic", device: torch.device = CPU) -> Preprocessor:
+    return Preprocessor.of(16, 18, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), kernel, device)
 
 
 def views(store: ImageStore, indices: Tensor, augmentation: Augmentation) -> RandomViews:
@@ -159,7 +166,7 @@ def test_a_large_photograph_does_not_make_a_huge_canvas_of_a_batch(
     given = views(store, rows, augmentation)
     assert store.groups(rows) == [slice(0, 5)]
     whole = viewer().evaluation(store, rows), viewer().random(store, rows, given)
-    monkeypatch.setattr(loading, "_CANVAS", 3 * 24 * 40 * 2)
+    monkeypatch.setattr(image_store, "_CANVAS", 3 * 24 * 40 * 2)
     assert store.groups(rows) == [slice(0, 2), slice(2, 3), slice(3, 5)]
     parts = viewer().evaluation(store, rows), viewer().random(store, rows, given)
     for one, other in zip(whole, parts, strict=True):
@@ -367,7 +374,7 @@ def test_images_that_come_from_no_files_are_not_cached(cache: ImageCache) -> Non
         "stored_side": "full",
         "bytes": len(data.train) * 64 * 64 * 3,
         "resident": "host",
-        "resident_share": loading.RESIDENT,
+        "resident_share": image_store.RESIDENT,
         "pixels_sha256": hashlib.sha256(pixels.tobytes()).hexdigest(),
     }
     arrays = replace(data.train, pixels=pixels)
@@ -397,7 +404,7 @@ def test_a_set_too_large_for_the_device_stays_on_the_host_and_says_so(
     folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
-    monkeypatch.setattr(loading, "_room", lambda _: 2000.0)
+    monkeypatch.setattr(image_store, "_room", lambda _: 2000.0)
     watch = Watch()
     found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, cache)
     for one, other in zip(found, expected, strict=True):

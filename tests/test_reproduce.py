@@ -21,7 +21,7 @@ from probprompt import checkpoints
 from probprompt.bench.page import PAPER, run_seconds
 from probprompt.bench.record import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
 from probprompt.results import at_hand, book, page, paper, reproduce
@@ -197,7 +197,7 @@ def test_images_of_the_same_names_are_told_apart_by_their_pixels(
     assert told["pixels_sha256"] and _stand(things, tmp_path, "elsewhere", **SMALL).missing == 0
     for path in (tmp_path / "datasets").rglob("*.png"):
         Image.new("RGB", (32, 32), (1, 2, 3)).save(path)
-    files = benchmarks.find("cifar100").load(told["stored_side"]).train.files
+    files = datasets.find("cifar100").load(told["stored_side"]).train.files
     place = cache.entry(files) if files else None
     assert place and place.write(lambda steps: None, lambda text: None)
     assert _stand(things, tmp_path, "elsewhere", **SMALL).missing == 1

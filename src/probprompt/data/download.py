@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.parse import urlsplit
 
-from probprompt.data.datasets import Dataset, data_folder
 from probprompt.data.layouts import LISTED, find_lists
-from probprompt.data.sources import Source
+from probprompt.data.published import Dataset, Source, data_folder
 from probprompt.errors import UserError, one_line
 
 ATTEMPTS = 5
@@ -291,7 +290,7 @@ def get(
         raise UserError("--url and --file exclude each other: name a mirror, or an archive that is on this machine")
     home = (to.expanduser().absolute() if to else data_folder()).resolve()
     dataset = kind(home / kind.name)
-    found = dataset.recognise()
+    found = dataset.recognize()
     if found is None:
         try:
             _install(dataset, home, url, file, watch, pause)
@@ -344,7 +343,7 @@ def _add_archive(
     try:
         hashes = check_hash(path, source, watch)
         unpack(path, part.place, watch)
-        if part.recognise() is None:
+        if part.recognize() is None:
             raise ArchiveError(f"{path} holds nothing that looks like {part.name}")
     except ArchiveError as problem:
         if not present:

@@ -6,9 +6,8 @@ import math
 import os
 import pickle
 import re
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -18,8 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from probprompt.data.images import SUFFIXES, ImageFiles, Pixels, reduce_to
-from probprompt.data.sets import ImageData, ImageSet, stratified_split
+from probprompt.data.datasets import (
+    SIDES,
+    ImageData,
+    ImageSet,
+    class_folders,
+    in_order,
+    is_image,
+    list_classes,
+    same_classes,
+    stratified_split,
+    subfolders,
+)
+from probprompt.data.images import ImageFiles, Pixels, reduce_to
 from probprompt.errors import UserError, one_line, shorten
 
 Listed = Sequence[tuple[str, int]]
@@ -27,12 +37,6 @@ Listed = Sequence[tuple[str, int]]
 Rename = Callable[[Path, Sequence[str]], tuple[str, ...]]
 """What classes are called, by the dataset's folder and the names of theirs."""
 
-TRAINING = ("train", "training")
-SIDES = ("test", "testing", "val", "valid", "validation")
-SYSTEM_FOLDERS = frozenset(
-    {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
-)
-"""What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
 LARGEST = 2**30
 """Bytes that a pickle may have: CIFAR's are 155 MB."""
 LONGEST = 10**7
@@ -67,70 +71,7 @@ def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: 
     return ImageData(tuple(classes), every.subset(range(cut)), every.subset(range(cut, len(names))))
 
 
-# Class folders ---------------------------------------------------------------------------------------------------
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """The names of classes by the alphabet, or by their value where all of them are numbers.
-
-    >>> in_order(["b", "a", "10", "9"]), in_order(["10", "9", "0"])
-    (['10', '9', 'a', 'b'], ['0', '9', '10'])
-    """
-    listed = sorted(names)
-    return sorted(listed, key=int) if all(name.isdecimal() for name in listed) else listed
-
-
-def subfolders(root: Path) -> list[Path]:
-    """The folders in a folder in the order of their names, hidden ones and those of the system aside."""
-    found = (path.name for path in root.iterdir() if path.is_dir() and not passed_over(path.name))
-    return [root / name for name in in_order(found)]
-
-
-def passed_over(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that a system made for itself."""
-    return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
-
-
-def class_folders(root: Path) -> tuple[str, ...]:
-    """The names of class folders: at least two, and no two alike."""
-    names = [path.name for path in subfolders(root)]
-    if len(names) < 2:
-        loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
-        hint = f"; its {loose} image(s) must lie in one folder per class" if loose else ""
-        raise UserError(f"{root} holds {len(names)} class folder(s), at least 2 are needed{hint}")
-    seen: dict[str, str] = {}
-    for name in names:
-        same = unicodedata.normalize("NFC", name).casefold().strip()
-        if same in seen:
-            raise UserError(f"{root} has two classes of one name, {seen[same]!r} and {name!r}: rename or merge one")
-        seen[same] = name
-    return tuple(names)
-
-
-def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[tuple[str, int]]:
-    """The images in class folders (those of the folder ``within``) by their paths below the root."""
-    found: list[tuple[str, int]] = []
-    for label, name in enumerate(classes):
-        folder = root / within / name
-        files = sorted(path for path in folder.rglob("*") if _is_image(path, root))
-        if not files:
-            raise UserError(f"the class folder {folder} holds no image: fill it or remove it")
-        found += [(path.relative_to(root).as_posix(), label) for path in files]
-    return found
-
-
-def _is_image(path: Path, root: Path) -> bool:
-    aside = any(passed_over(part) for part in path.relative_to(root).parts)
-    return path.suffix.lower() in SUFFIXES and not aside and path.is_file()
-
-
-def same_classes(train: Path, test: Path) -> tuple[str, ...]:
-    """The classes of two sides, which must be the same."""
-    classes, found = class_folders(train), class_folders(test)
-    for missing, where in ((set(classes) - set(found), test), (set(found) - set(classes), train)):
-        if missing:
-            raise UserError(f"{where} has no folder for the class(es) {shorten(sorted(missing))}")
-    return classes
+# Trees of class folders -----------------------------------------------------------------------------------------
 
 
 def _side(root: Path) -> str | None:
@@ -162,7 +103,7 @@ def flat(form: str, purpose: str, rename: Rename) -> Layout:
 
     def fits(root: Path) -> bool:
         first = subfolders(root)[:2]
-        return len(first) == 2 and all(any(_is_image(path, root) for path in folder.iterdir()) for folder in first)
+        return len(first) == 2 and all(any(is_image(path, root) for path in folder.iterdir()) for folder in first)
 
     def load(root: Path, short_side: int | None) -> ImageData:
         folders = class_folders(root)
@@ -549,7 +490,7 @@ def _wordnet_folders(root: Path) -> list[Path]:
     return [path for path in subfolders(root) if _WNID.fullmatch(path.name)]
 
 
-def _is_imagenet_r(root: Path) -> bool:
+def is_imagenet_r(root: Path) -> bool:
     """Whether it is this part of ImageNet, since all parts have such folders.
 
     The lists tell, or the number of the folders together with the names of their files.
@@ -566,7 +507,7 @@ LISTED = Layout(
     "(or train.txt and test.txt of one's own)",
     lambda root: len(_wordnet_folders(root)) > 1,
     load_listed,
-    telling=_is_imagenet_r,
+    telling=is_imagenet_r,
 )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from probprompt import presets
 from probprompt.config import RunConfig, flatten, parse_config
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
@@ -153,7 +153,7 @@ def departures(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usual_tasks(config: Settings) -> int:
     found = _usual(config, None).get("data", {}).get("tasks")
-    known = benchmarks.registered().get(str(config["data"]["benchmark"]))
+    known = datasets.registered().get(str(config["data"]["benchmark"]))
     return int(found or (known.tasks if known else _TASKS))
 
 
