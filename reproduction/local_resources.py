@@ -8,10 +8,11 @@ from pathlib import Path
 from probprompt import checkpoints
 from probprompt.checkpoints import find_file
 from probprompt.config import RunConfig
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.data.cache import Decoded, ImageCache
-from probprompt.data.datasets import Dataset
-from probprompt.data.sets import Benchmark, ImageSet
+from probprompt.data.datasets import Benchmark, ImageSet
+from probprompt.data.published import Dataset
+from probprompt.data.verify import differences
 from probprompt.errors import UserError
 from probprompt.weights_files import digest
 from reproduction import paper
@@ -91,13 +92,13 @@ class LocalResources:
 
 def _find_images(config: RunConfig) -> LocalImages:
     data = config.data
-    source = benchmarks.find(data.benchmark, data.test, data.test_fraction, data.root)
+    source = datasets.find(data.benchmark, data.test, data.test_fraction, data.root)
     loaded = source.load(None)
     used = source.hold_out(loaded, data.validation) if data.validation else loaded
     if not isinstance(source, Dataset):
         return LocalImages(source, used.split_hash())
     inside = source.locate()[0] != source.place
-    return LocalImages(source, used.split_hash(), tuple(source.differences(loaded)), inside)
+    return LocalImages(source, used.split_hash(), tuple(differences(source, loaded)), inside)
 
 
 def _hash_pixels(images: ImageSet) -> str | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from probprompt import presets
 from probprompt.config import RunConfig, flatten, parse_config
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.page import write
@@ -152,7 +152,7 @@ def preset_overrides(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_tasks(config: Settings) -> int:
-    known = benchmarks.registered().get(str(config["data"]["benchmark"]))
+    known = datasets.registered().get(str(config["data"]["benchmark"]))
     return int(_preset_settings(config, None).get("data", {}).get("tasks") or (known.tasks if known else _TASKS))
 
 

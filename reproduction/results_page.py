@@ -11,7 +11,7 @@ from typing import Any
 
 from probprompt import checkpoints, presets
 from probprompt.bench.results import read_record
-from probprompt.data.datasets import published_lists
+from probprompt.data.published import published_lists
 from probprompt.evaluation import metrics
 from probprompt.report.comparison import NOTHING, Comparison, Place, pixels_hash, read_result
 from probprompt.report.comparison import Row as MethodRow

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from local_hub import TOKEN, Hub
 from page_marks import ROOT
 from probprompt.data import emoji_r
-from probprompt.data.sample import write_sample
+from probprompt.data.emoji_r import write_sample
 
 BROKEN = "holiday.jpg"
 """The file in the inbox that cannot be read."""

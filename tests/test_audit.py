@@ -18,7 +18,7 @@ from probprompt import methods
 from probprompt.backbone import FrozenViT
 from probprompt.cli.audit import run_audit
 from probprompt.config import parse_config
-from probprompt.data.loading import ImageStore, Loaded
+from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.errors import UserError
 from probprompt.evaluation.audit import TOLERANCES, Audit, Check, Tolerance, audit, compare, spread_of
 from probprompt.heads import LinearHead

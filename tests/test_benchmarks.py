@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from probprompt.config import parse_config
-from probprompt.data.benchmarks import Folder, ImageData, ImageSet, find, registered, stratified_split
-from probprompt.data.datasets import Cifar100
-from probprompt.data.loading import ImageStore, Loaded, load, refuse_unreadable
+from probprompt.data.datasets import Folder, ImageData, ImageSet, find, registered, stratified_split
+from probprompt.data.image_store import ImageStore, Loaded, load, refuse_unreadable
+from probprompt.data.published import Cifar100
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.execute import describe, prepare

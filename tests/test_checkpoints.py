@@ -1,7 +1,6 @@
 """Weights are found by name, checked, and loaded completely or not at all."""
 
 import argparse
-import collections
 import dataclasses
 import hashlib
 import json
@@ -10,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,64 +314,19 @@ def save_old(content: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".ckpt", ".pth.tar"])
 @pytest.mark.parametrize("save", [torch.save, save_old, save_pickled])
-def test_a_malicious_pickle_is_refused_and_nothing_of_it_runs(
+def test_a_pickle_of_more_than_weights_is_rejected_and_nothing_of_it_runs(
     save: Callable[[Any, Path], None], suffix: str, model: Any, tmp_path: Path
 ) -> None:
-    path, mark = tmp_path / f"weights{suffix}", tmp_path / "mark"
-    save({"state_dict": dict(model.state_dict()), "extra": Malicious(mark)}, path)
-    with pytest.raises(UserError, match="nothing of it was loaded"):
-        load_backbone(ARCHITECTURE, weights=path)
-    assert not mark.exists()
-
-
-def test_the_malicious_pickle_of_these_tests_would_run(tmp_path: Path) -> None:
-    path, mark = tmp_path / "weights.pth", tmp_path / "mark"
-    torch.save({"extra": Malicious(mark)}, path)
-    torch.load(path, weights_only=False)
-    assert mark.is_dir()
-
-
-def test_a_refused_pickle_is_told_by_what_it_asks_for(model: Any, tmp_path: Path) -> None:
-    path = tmp_path / "full.pth"
-    torch.save({"teacher": model.state_dict(), "args": argparse.Namespace(epochs=3)}, path)
-    with pytest.raises(UserError, match=r"argparse\.Namespace.*save_file\(state, 'full\.safetensors'\)"):
-        load_backbone(ARCHITECTURE, weights=path)
-
-
-@pytest.mark.parametrize(
-    "harmless",
-    [np.float64(0.5), np.zeros(2), Path("out"), types.SimpleNamespace(epochs=3), collections.defaultdict(list)],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.parametrize("save", [torch.save, save_old])
-def test_a_pickle_of_settings_and_numbers_is_told_how_to_open(
-    save: Callable[[Any, Path], None], harmless: Any, model: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "full.pth"
-    save({"teacher": model.state_dict(), "extra": harmless}, path)
-    with pytest.raises(UserError, match=r"it asks for .*weights_only=False.*save_file"):
-        load_backbone(ARCHITECTURE, weights=path)
-
-
-@pytest.mark.parametrize("save", [torch.save, save_old, save_pickled])
-def test_nobody_is_told_how_to_open_a_pickle_that_runs_code(
-    save: Callable[[Any, Path], None], model: Any, tmp_path: Path
-) -> None:
-    path, state = tmp_path / "full.pth", dict(model.state_dict())
-    for extra in (Malicious(tmp_path), [argparse.Namespace(epochs=3), Malicious(tmp_path)]):
-        save({"teacher": state, "extra": extra}, path)
-        with pytest.raises(UserError, match=r"must not be trusted: it asks for the code .*\b(posix|nt)\.mkdir") as told:
+    path, mark, state = tmp_path / f"weights{suffix}", tmp_path / "mark", dict(model.state_dict())
+    for extra, name in ((Malicious(mark), "mkdir"), (argparse.Namespace(epochs=3), "argparse.Namespace")):
+        save({"extra": extra, "state_dict": state}, path)
+        with pytest.raises(UserError, match=rf"{name}.*: nothing of it was run.*at best \.safetensors") as caught:
             load_backbone(ARCHITECTURE, weights=path)
-        assert "weights_only" not in str(told.value)
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
-def test_a_pickle_that_puts_its_names_together_is_not_told_how_to_open(tmp_path: Path) -> None:
-    path = tmp_path / "full.pth"
-    path.write_bytes(pickle.dumps({"extra": Malicious(tmp_path)}, protocol=4))
-    with pytest.raises(UserError, match="nothing of it was loaded") as told:
-        load_backbone(ARCHITECTURE, weights=path)
-    assert "weights_only" not in str(told.value)
+        assert "weights_only" not in str(caught.value), "nobody is told how to open it"
+    assert not mark.exists()
+    torch.save(Malicious(mark), path)
+    torch.load(path, weights_only=False)
+    assert mark.is_dir(), "the attack is a real one"
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".ckpt", ".safetensors", ".npz"])
@@ -392,21 +345,15 @@ def test_what_came_instead_of_the_weights_is_named(content: str, told: str, suff
         load_backbone(ARCHITECTURE, weights=path)
 
 
-def test_what_is_no_torch_file_is_to_be_downloaded_again(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pth"
-    for content in (b"", b"not at all", b"\x1f\x8b\x08\x00"):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=r"begins like no file of torch\.save; download it again"):
-            load_backbone(ARCHITECTURE, weights=path)
-
-
-def test_damaged_and_foreign_torch_files_are_refused(model: Any, tmp_path: Path) -> None:
+def test_damaged_and_foreign_torch_files_are_rejected(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(model.state_dict(), path)
     whole = path.read_bytes()
-    for content in (b"", b"not at all", b"\x80\x02}q\x00.", whole[:1000], whole[:-1000], b"PK\x03\x04" + whole[4:50]):
+    foreign = (b"", b"not at all", b"\x1f\x8b\x08\x00")
+    damaged = (b"\x80\x02}q\x00.", b"\x80\x02", whole[:1000], whole[:-1000], b"PK\x03\x04" + whole[4:50])
+    for content in (*foreign, *damaged):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=r"weights\.pth (cannot be read|holds )"):
+        with pytest.raises(UserError, match=r"weights\.pth cannot be read as tensors .*ownload it again"):
             load_backbone(ARCHITECTURE, weights=path)
     (tmp_path / "folder.pth").mkdir()
     with pytest.raises(UserError, match="there is no file"):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, novelty, sums
-from probprompt.data.loading import ImageStore
+from probprompt.data.image_store import ImageStore
 from probprompt.heads import RidgeHead
 from probprompt.progress import ProgressCallback
 

@@ -10,7 +10,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
 from probprompt import randomness
-from probprompt.data.colour import (
+from probprompt.data.transforms import (
     AUTOAUGMENT_DRAWS,
     IMAGENET_POLICY,
     JITTER_DRAWS,

@@ -17,9 +17,9 @@ from huggingface_hub import HfFileSystem
 from PIL import Image
 
 from local_hub import DATASETS, ROUTES, Hub, Repository, alone, say
-from probprompt.data.benchmarks import find
+from probprompt.data.datasets import find
+from probprompt.data.image_store import load
 from probprompt.data.images import UnreadableImageError
-from probprompt.data.loading import load
 from probprompt.errors import UserError
 
 PACKAGE: Any = import_module("datasets")  # its functions are not annotated
@@ -194,7 +194,7 @@ def test_without_network_earlier_downloads_are_used(
     for name in (f"owner/name:fine@{first}", f"owner/name@{first}", "owner/name"):
         source = find(f"hf:{name}")
         assert source.load(4).split_hash() == online.split_hash()
-        (remark,) = source.remarks()
+        (remark,) = source.notes()
         assert remark.startswith("the hub cannot be reached (")
         assert f": hf:{name} is what was fetched last, commit {first}" in remark
         assert remark.endswith("configuration fine") is (":" not in name)
@@ -212,7 +212,7 @@ def test_offline_mode_sends_no_request(hub: Hub, monkeypatch: pytest.MonkeyPatch
     find("hf:owner/name").load(4)
     hub.requests.clear()
     monkeypatch.setattr(PACKAGE.config, "HF_HUB_OFFLINE", True)
-    assert "(HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set): hf:owner/name is what" in find("hf:owner/name").remarks()[0]
+    assert "(HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set): hf:owner/name is what" in find("hf:owner/name").notes()[0]
     assert not hub.requests
 
 
@@ -258,14 +258,14 @@ def test_validation_or_held_out_images_are_the_test_set(hub: Hub, tmp_path: Path
     source = find("hf:owner/name")
     data = source.load(4)
     assert data.test.names[0].startswith("validation@") and data.test.labels.tolist() == [2, 1, 0]
-    assert source.remarks() == []
+    assert source.notes() == []
     full, empty = split([0, 1, 2] * 5), split([])
     publish(hub, files({"train": full}), "owner/train")
     publish(hub, files({"train": full, "test": empty}), "owner/empty")
     for name in ("owner/train", "owner/empty"):
         source = find(f"hf:{name}")
         data = source.load(4)
-        assert (len(data.train), len(data.test)) == (12, 3) and source.remarks() == []
+        assert (len(data.train), len(data.test)) == (12, 3) and source.notes() == []
         assert sorted(data.train.names + data.test.names)[0].startswith("train@")
     saved = refused(save({"train": full, "test": empty}, tmp_path / "saved"))  # the package writes, but cannot read it
     assert saved.endswith("without splits that are empty")
@@ -279,7 +279,7 @@ def test_split_without_classes_is_skipped_with_a_remark(hub: Hub, unlabelled: La
     publish(hub, files({"train": train, "test": split(unlabelled), "validation": labelled}))
     source = find("hf:owner/name")
     assert source.load(4).test.names[0].startswith("validation@")
-    (remark,) = source.remarks()
+    (remark,) = source.notes()
     assert "'test' of hf:owner/name has images without a class: the test set is 'validation'" in remark
 
 
@@ -287,11 +287,11 @@ def test_labels_of_the_splits_choose_the_test_set(tmp_path: Path) -> None:
     train, labelled, unlabelled = split([0, 1, 2] * 5), split([2, 1, 0]), split([-1, -1])
     source = find(save({"train": train, "test": unlabelled}, tmp_path / "without"))
     assert (len(source.load(4).train), len(source.load(4).test)) == (12, 3)
-    assert "the test set is a part of 'train'" in source.remarks()[0]
+    assert "the test set is a part of 'train'" in source.notes()[0]
     splits = {"train": train, "test": labelled.remove_columns("label"), "validation": labelled}
     source = find(save(splits, tmp_path / "column"))
-    assert "'test'" in source.remarks()[0] and "the test set is 'validation'" in source.remarks()[0]
-    assert find(save({"train": train, "test": labelled, "validation": unlabelled}, tmp_path / "all")).remarks() == []
+    assert "'test'" in source.notes()[0] and "the test set is 'validation'" in source.notes()[0]
+    assert find(save({"train": train, "test": labelled, "validation": unlabelled}, tmp_path / "all")).notes() == []
     assert "'train' has images without a class" in refused(save({"train": split([0, -1])}, tmp_path / "train"))
 
 
@@ -301,7 +301,7 @@ def test_classes_without_images_are_left_out(tmp_path: Path) -> None:
     data = source.load(4)
     assert data.class_names == ("ant", "cat")
     assert sorted(set(data.train.labels.tolist())) == [0, 1] and data.test.labels.tolist() == [1, 0]
-    assert source.remarks() == [f"1 class(es) of {name} have no image and are left out: bee"]
+    assert source.notes() == [f"1 class(es) of {name} have no image and are left out: bee"]
 
 
 @pytest.mark.parametrize(("train", "test", "side"), [([0, 1], [0, 1, 2], "train"), ([0, 1, 2], [0, 1], "test")])

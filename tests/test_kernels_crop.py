@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from probprompt import randomness
-from probprompt.data.views import DRAWS, Boxes, Kernel, centre_boxes, random_boxes, resample
+from probprompt.data.transforms import DRAWS, Boxes, Kernel, center_boxes, random_boxes, resample
 from probprompt.errors import UserError
 
 pytest.importorskip("triton")
@@ -67,7 +67,7 @@ def test_random_views_of_ragged_images(size: int, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_evaluation_views_begin_between_pixels(kernel: Kernel) -> None:
-    images, boxes = paint(RAGGED), centre_boxes(RAGGED, 16, 14)
+    images, boxes = paint(RAGGED), center_boxes(RAGGED, 16, 14)
     assert (boxes.top % 1 != 0).any()
     torch.testing.assert_close(cut(images, boxes, 14, kernel), expected(images, boxes, 14, kernel), rtol=0, atol=2e-5)
 
@@ -104,7 +104,7 @@ def test_what_lies_outside_the_limits_is_never_seen() -> None:
 def test_bicubic_overshoot_is_cut_off_before_it_is_normalised() -> None:
     edge = torch.zeros(8, 8, 3, dtype=torch.uint8)
     edge[:, 4:] = 255
-    view = cut([edge], centre_boxes(torch.tensor([[8, 8]]), 20, 20), 20, "bicubic")
+    view = cut([edge], center_boxes(torch.tensor([[8, 8]]), 20, 20), 20, "bicubic")
     assert view[0, 2].min() == (0 - MEAN[2]) / STD[2]
     torch.testing.assert_close(view[0, 2].max(), ((1 - MEAN[2]) / STD[2])[0, 0], rtol=0, atol=1e-6)
 

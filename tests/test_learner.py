@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from probprompt.config import parse_config
-from probprompt.data.colour import JITTER_DRAWS
-from probprompt.data.loading import RandomViews, Viewer
-from probprompt.data.views import Boxes
+from probprompt.data.transforms import JITTER_DRAWS, Boxes, Preprocessor, RandomViews
 from probprompt.errors import UserError
 from probprompt.heads import LinearHead, RidgeHead
 from probprompt.methods import EVALUATION, Context, Prompted, TaskSummary
@@ -525,7 +523,7 @@ def test_images_cut_out_within_a_step_are_those_cut_before_it(
 ) -> None:
     chosen, found = settings(training={"epochs": 1, "batch": 16, "flip": flip}), list[Weights]()
     for within in (False, True):
-        monkeypatch.setattr(Viewer, "cuts", lambda *_, within=within: within)
+        monkeypatch.setattr(Preprocessor, "cuts", lambda *_, within=within: within)
         found.append(weights_of(teach(build(chosen), 1).model.head))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

@@ -15,13 +15,20 @@ from torch import Tensor
 
 from probprompt import kernels, randomness
 from probprompt.config import parse_config
-from probprompt.data import loading
-from probprompt.data.benchmarks import ImageSet, find
+from probprompt.data import image_store
 from probprompt.data.cache import ImageCache, decode
-from probprompt.data.colour import Augmentation, draws_needed
+from probprompt.data.datasets import ImageSet, find
+from probprompt.data.image_store import ImageStore, Loaded, load, load_kept
 from probprompt.data.images import ImageFiles, Pixels
-from probprompt.data.loading import ImageStore, Loaded, RandomViews, Viewer, load, load_kept
-from probprompt.data.views import DRAWS, Kernel, random_boxes
+from probprompt.data.transforms import (
+    DRAWS,
+    Augmentation,
+    Kernel,
+    Preprocessor,
+    RandomViews,
+    draws_needed,
+    random_boxes,
+)
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import execute
 
@@ -55,7 +62,7 @@ both = pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED], ids=["one size", "ra
 def test_stores_hold_the_decoded_images(
     sizes: tuple[tuple[int, int], ...], rows: list[int] | None, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_CHUNK", chunk)  # bytes that are sent to the device at a time
+    monkeypatch.setattr(image_store, "_CHUNK", chunk)  # bytes that are sent to the device at a time
     arrays, chosen = pictures(sizes), rows or list(range(7))
     for store in stores(sizes, rows):
         assert len(store) == len(chosen) and store.bytes == sum(arrays[row].size for row in chosen)
@@ -97,8 +104,8 @@ def test_subsets_and_inverted_images(sizes: tuple[tuple[int, int], ...]) -> None
         assert torch.equal(store.canvas(torch.arange(7)), before)
 
 
-def viewer(kernel: Kernel = "bicubic", device: torch.device = CPU) -> Viewer:
-    return Viewer.of(16, 18, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), kernel, device)
+def viewer(kernel: Kernel = "bicubic", device: torch.device = CPU) -> Preprocessor:
+    return Preprocessor.of(16, 18, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), kernel, device)
 
 
 def views(store: ImageStore, indices: Tensor, augmentation: Augmentation) -> RandomViews:
@@ -129,7 +136,7 @@ def test_large_image_does_not_enlarge_the_canvas(augmentation: Augmentation, mon
     given = views(store, rows, augmentation)
     assert store.groups(rows) == [slice(0, 5)]
     whole = viewer().evaluation(store, rows), viewer().random(store, rows, given)
-    monkeypatch.setattr(loading, "_CANVAS", 3 * 24 * 40 * 2)
+    monkeypatch.setattr(image_store, "_CANVAS", 3 * 24 * 40 * 2)
     assert store.groups(rows) == [slice(0, 2), slice(2, 3), slice(3, 5)]
     parts = viewer().evaluation(store, rows), viewer().random(store, rows, given)
     for one, other in zip(whole, parts, strict=True):
@@ -326,7 +333,7 @@ def test_images_without_files_are_not_cached(cache: ImageCache) -> None:
         "stored_side": "full",
         "bytes": len(data.train) * 64 * 64 * 3,
         "resident": "host",
-        "resident_share": loading.RESIDENT,
+        "resident_share": image_store.RESIDENT,
         "pixels_sha256": hashlib.sha256(pixels.tobytes()).hexdigest(),
     }
     arrays = replace(data.train, pixels=pixels)
@@ -355,7 +362,7 @@ def test_sets_too_large_for_the_device_stay_on_the_host(
     folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
-    monkeypatch.setattr(loading, "_room", lambda _: 2000.0)
+    monkeypatch.setattr(image_store, "_room", lambda _: 2000.0)
     watch = Watch()
     found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, cache)
     for one, other in zip(found, expected, strict=True):

@@ -16,7 +16,7 @@ from PIL import Image
 from probprompt.classifier.pictures import walk
 from probprompt.config import flatten
 from probprompt.data import emoji_r
-from probprompt.data.benchmarks import Folder
+from probprompt.data.datasets import Folder
 from probprompt.data.images import UnreadableImageError, read_image
 from probprompt.data.stream import build_stream
 from probprompt.runs.record import Run
@@ -92,7 +92,7 @@ def test_folder_one_level_too_high_gets_a_remark(
     command = ("train", tmp_path / "deep", "--method", "nearest-mean", *settings, "--out", tmp_path / "run")
     answer = probprompt(*command)
     assert answer.code == 0 and "the classes are 2026-01, 2026-02, whose images all lie in folders" in answer.out
-    assert not Folder(photos).remarks() and not Folder(tmp_path / "deep" / "2026-01").remarks()
+    assert not Folder(photos).notes() and not Folder(tmp_path / "deep" / "2026-01").notes()
 
 
 def test_class_names_match_in_any_unicode_form() -> None:

@@ -32,7 +32,7 @@ from page_world import GIVEN, World
 from probprompt import methods, presets
 from probprompt.cli.app import app
 from probprompt.config import apply_assignments
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.errors import UserError
 from probprompt.methods import base
 from reproduction import paper
@@ -159,7 +159,7 @@ def check_command(arguments: Sequence[str], app: typer.Typer = app) -> None:
         assert preset in (*presets.NAMES, "custom"), preset
     assert "table" not in values or paper.find(values["table"])
     benchmark = values.get("benchmark")
-    assert not benchmark or "/" in benchmark or benchmark in benchmarks.registered(), benchmark
+    assert not benchmark or "/" in benchmark or benchmark in datasets.registered(), benchmark
     method = {"method": {"name": names[0]}} if len(names) == 1 and names != ["all"] else {}
     apply_assignments(method, values.get("assignments") or [])
 

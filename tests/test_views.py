@@ -7,8 +7,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode, functional
 
 from probprompt import randomness
-from probprompt.data.loading import ImageStore
-from probprompt.data.views import DRAWS, Kernel, centre_boxes, random_boxes, resample
+from probprompt.data.image_store import ImageStore
+from probprompt.data.transforms import DRAWS, Kernel, center_boxes, random_boxes, resample
 
 KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
 
@@ -42,7 +42,7 @@ def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: i
 def test_evaluation_view_equals_resize_and_centre_crop(height: int, width: int, kernel: Kernel) -> None:
     image, mode = _image(height, width), InterpolationMode(kernel)
     for resized, size in ((37, 32), (32, 32), (73, 64)):
-        boxes = centre_boxes(torch.tensor([[height, width]]), resized, size)
+        boxes = center_boxes(torch.tensor([[height, width]]), resized, size)
         ours = resample(image[None], boxes, size, kernel)[0] * 255
         view = v2.Compose([v2.Resize(resized, mode, antialias=True), v2.CenterCrop(size)])
         assert (ours - view(image)).abs().mean() < 1.0
@@ -52,7 +52,7 @@ def test_evaluation_view_equals_resize_and_centre_crop(height: int, width: int, 
 def test_bicubic_overshoot_is_cut_off() -> None:
     edge = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     edge[..., 4:] = 255
-    boxes = centre_boxes(torch.tensor([[8, 8]]), 64, 64)
+    boxes = center_boxes(torch.tensor([[8, 8]]), 64, 64)
     view = resample(edge, boxes, 64, "bicubic")
     assert view.min() == 0 and view.max() == 1
     assert (view[..., 16:48] != resample(edge, boxes, 64)[..., 16:48]).any()
@@ -85,6 +85,6 @@ def test_images_of_different_sizes_share_a_canvas() -> None:
     arrays = [np.full((20, 30, 3), 200, np.uint8), np.full((50, 10, 3), 100, np.uint8)]
     store = ImageStore.of(arrays, torch.device("cpu"))
     rows = torch.tensor([0, 1])
-    views = resample(store.canvas(rows), centre_boxes(store.sizes[rows], 16, 16), 16)
+    views = resample(store.canvas(rows), center_boxes(store.sizes[rows], 16, 16), 16)
     assert torch.allclose(views[0], torch.tensor(200 / 255), atol=1e-6)
     assert torch.allclose(views[1], torch.tensor(100 / 255), atol=1e-6)

@@ -21,7 +21,7 @@ from torch import Tensor
 from probprompt import ContinualClassifier
 from probprompt.classifier.novelty import Gaussians, auroc, false_positive_rate, unit
 from probprompt.classifier.sums import Moments
-from probprompt.data.benchmarks import EmojiR
+from probprompt.data.emoji_r import EmojiR
 
 LESSONS = (slice(0, 4), slice(4, 7), slice(7, 10))
 Images = dict[str, list[NDArray[np.uint8]]]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from probprompt import checkpoints
 from probprompt.bench.results import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
 from probprompt.runs.carry_out import GridCallback
@@ -193,7 +193,7 @@ def test_image_files_are_compared_by_their_pixels(
     assert recorded["pixels_sha256"] and _missing(cifar, tmp_path, **SMALL) == 0
     for path in (tmp_path / "datasets").rglob("*.png"):
         Image.new("RGB", (32, 32), (1, 2, 3)).save(path)
-    files = benchmarks.find("cifar100").load(recorded["stored_side"]).train.files
+    files = datasets.find("cifar100").load(recorded["stored_side"]).train.files
     place = cache.entry(files) if files else None
     assert place and place.write(lambda steps: None, lambda text: None)
     assert _missing(cifar, tmp_path, **SMALL) == 1

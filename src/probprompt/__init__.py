@@ -18,6 +18,7 @@ _HOME = {
     "resume": "probprompt.api",
     "train": "probprompt.api",
     "write_report": "probprompt.report",
+    "write_sample": "probprompt.data.emoji_r",
 }
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from probprompt.checkpoints import load_backbone
     from probprompt.classifier import ContinualClassifier
     from probprompt.config import RunConfig
+    from probprompt.data.emoji_r import write_sample
     from probprompt.errors import UserError
     from probprompt.report import write_report
     from probprompt.runs.model_folder import load_model
@@ -44,6 +46,7 @@ __all__ = [
     "resume",
     "train",
     "write_report",
+    "write_sample",
 ]
 
 

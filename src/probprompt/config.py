@@ -9,9 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from probprompt import methods
 from probprompt.alignment import AlignmentConfig
-from probprompt.data import benchmarks
-from probprompt.data.colour import Augmentation
-from probprompt.data.views import Kernel
+from probprompt.data import datasets
+from probprompt.data.transforms import Augmentation, Kernel
 from probprompt.errors import UserError, suggest
 from probprompt.heads import HeadConfig
 from probprompt.methods import MethodConfig
@@ -176,7 +175,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _absolute(name: str | None) -> str | None:
-    if name is None or name == "random" or name in benchmarks.registered():
+    if name is None or name == "random" or name in datasets.registered():
         return name
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name

@@ -7,15 +7,13 @@ but tensors and plain containers. A pickle that asks for anything else is refuse
 from __future__ import annotations
 
 import hashlib
-import io
 import math
-import pickletools
 import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from probprompt.errors import UserError, shorten
 
@@ -40,21 +38,6 @@ _NUMPY_BESIDE = ("head/", "pre_logits/")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how files of torch.save begin
 _LFS = b"version https://git-lfs"
 _HTML = (b"<!doctype", b"<html", b"<head", b"<?xml")
-_PICKLES = 5  # in a file of torch.save before it wrote zips
-_CONTAINERS = r"collections\.(OrderedDict|defaultdict|Counter|deque)"
-_BUILT_IN = r"(builtins|__builtin__)\.(set|frozenset|dict|list|tuple|int|float|complex|bool|str|bytes|bytearray|slice)"
-# What runs nothing of a stranger's when a pickle is opened that asks for it: what torch.save itself writes, settings,
-# paths, times and numbers of NumPy.
-_HARMLESS = re.compile(
-    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
-    r"|torch\.(\w+Storage|storage\.\w+Storage|Tensor|Size|device|dtype|b?float\d*|half|double|u?int\d+|long|bool)"
-    r"|torch\.nn\.parameter\.Parameter|torch\.serialization\._get_layout"
-    r"|numpy(\._?core)?\.multiarray\.(scalar|_reconstruct)|numpy\.(dtype|ndarray|dtypes\.\w+)|_codecs\.encode"
-    r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.\w+|typing\.Any"
-    r"|pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path"
-    r"|omegaconf\.(dictconfig|listconfig|nodes|base)\.[A-Z]\w*"
-    rf"|{_CONTAINERS}|{_BUILT_IN}"
-)
 
 
 def digest(path: Path) -> str:
@@ -128,8 +111,6 @@ def _refuse_foreign(path: Path, wanted: str) -> bytes:
 
 def _read_torch(path: Path) -> Any:
     """What a torch file holds, as long as it is tensors and plain containers: nothing in it is ever run."""
-    import pickle
-
     import torch
 
     wanted = "tensors saved by torch"
@@ -137,75 +118,13 @@ def _read_torch(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as {wanted}: it begins like no file of torch.save; download it again")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        raise UserError(f"{path} {_refusal(path, name[1] if name else '')}") from error
-    except (
-        RuntimeError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        EOFError,
-        OSError,
-    ) as error:
-        # What a damaged or foreign file makes the reader stumble over differs from case to case.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} cannot be read as {wanted}: {first}") from error
-
-
-def _refusal(path: Path, refused: str) -> str:
-    """Why a pickle was refused, and what to do: how it can be opened is told only where all of it is harmless."""
-    asked = _asked_for(path)
-    code = sorted(name for name in (asked | {refused}) - {""} if not _HARMLESS.fullmatch(name))
-    if code:
-        return (
-            f"must not be trusted: it asks for the code {shorten(code)} to run when it is opened. It was not run, and "
-            f"nothing of it was loaded. Give a file of the weights alone, at best {SAFETENSORS}, from its authors"
-        )
-    if not asked or not refused:
-        return (
-            "holds more than tensors, or is damaged, and nothing of it was loaded. Download it again, or give a file "
+    except Exception as error:  # a damaged or foreign file makes torch raise anything
+        found = re.search(r"(Trying to|Unsupported) .*?(?=\.\s|$)", str(error), re.MULTILINE)  # without torch's advice
+        reason = found[0] if found else str(error).partition(". ")[0] or type(error).__name__
+        raise UserError(
+            f"{path} cannot be read as {wanted} ({reason}): nothing of it was run. Download it again, or give a file "
             f"of the weights alone, at best {SAFETENSORS}"
-        )
-    new = path.with_suffix(SAFETENSORS).name
-    return (
-        f"holds more than tensors (it asks for {refused}), and opening such a pickle can run any code: nothing of it "
-        f"was loaded. Give a file of the weights alone; only where you trust its origin, make one yourself: "
-        f"state = torch.load({path.name!r}, weights_only=False), take the dictionary of weights out of it, then "
-        f"safetensors.torch.save_file(state, {new!r})"
-    )
-
-
-def _asked_for(path: Path) -> set[str]:
-    """All that the pickles of a torch file ask for by name, read and never run; nothing where that is not clear."""
-    try:
-        with path.open("rb") as file:
-            zipped = file.read(len(_ZIP)) == _ZIP
-            file.seek(0)
-            if not zipped:
-                return _names(file)
-            with zipfile.ZipFile(file) as archive:
-                pickles = [archive.read(part) for part in archive.infolist() if part.filename.endswith(".pkl")]
-            return set[str]().union(*(_names(io.BytesIO(content)) for content in pickles))
-    except (*_DAMAGED, LookupError, RuntimeError):
-        return set()
-
-
-def _names(file: IO[bytes]) -> set[str]:
-    """The names in the pickles of a file, one behind the other; a ValueError where one is put together in it."""
-    found = set()
-    for _ in range(_PICKLES):
-        for code, argument, _ in pickletools.genops(file):
-            if code.name in ("GLOBAL", "INST"):
-                found.add(str(argument).replace(" ", "."))
-            elif code.name == "STACK_GLOBAL" or code.name.startswith("EXT"):
-                raise ValueError("a name that is not written out")
-        if not file.read(1):
-            break
-        file.seek(-1, 1)
-    return found
+        ) from error
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:

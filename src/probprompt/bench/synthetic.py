@@ -16,8 +16,9 @@ from probprompt.alignment import AlignmentConfig, ClassStatistics
 from probprompt.backbone import DTYPES
 from probprompt.checkpoints import RANDOM, LoadedBackbone, load_backbone
 from probprompt.config import BackboneConfig, RunConfig
+from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.data.images import Pixels
-from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
+from probprompt.data.transforms import Preprocessor, enlarged
 from probprompt.errors import UserError
 from probprompt.heads import ClosedFormHead
 from probprompt.methods import TaskSummary
@@ -164,7 +165,7 @@ def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -
     model = build_model(config, backbone).to(device)
     model.set_precision(chosen.precision or usual_precision(device))
     dtype = DTYPES[model.backbone.precision]
-    viewer = Viewer.of(size, enlarged(size), wanted.mean, wanted.std, config.data.interpolation, device, dtype)
+    viewer = Preprocessor.of(size, enlarged(size), wanted.mean, wanted.std, config.data.interpolation, device, dtype)
     learner = Learner(model, loaded, viewer, config)
     tasks = _tasks(Scale((scale.classes,)) if learner.model.method.joint else scale, len(arrays), device)
     task = _go_to(learner, tasks)

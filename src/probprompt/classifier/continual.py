@@ -24,7 +24,6 @@ from probprompt.classifier.teaching import Known
 from probprompt.classifier.versions import Busy, Store
 from probprompt.config import RunConfig, parse_config
 from probprompt.data.images import Pixels, UnreadableImageError
-from probprompt.data.preparation import preparation
 from probprompt.errors import UserError, suggest
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.execute import pick_device
@@ -274,7 +273,7 @@ class ContinualClassifier:
             "own_epochs": engine.own_epochs,
             "keep_versions": self.keep_versions,
             "backbone": {"name": engine.backbone.name, "sha256": engine.backbone.sha256},
-            "preprocessing": preparation(engine.viewer),
+            "preprocessing": engine.viewer.record(),
             "head": engine.head_kind,
         }
 

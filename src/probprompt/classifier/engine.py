@@ -18,9 +18,9 @@ from probprompt.classifier.novelty import Gaussians, unit
 from probprompt.classifier.state import State
 from probprompt.classifier.sums import Moments, Sums, Views, add_up
 from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
+from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.data.images import Pixels
-from probprompt.data.loading import ImageStore, Loaded, Viewer, enlarged
-from probprompt.data.preparation import refuse_other_preparation
+from probprompt.data.transforms import Preprocessor, enlarged
 from probprompt.errors import UserError
 from probprompt.heads import HEADS, ClosedFormHead, RidgeHead, given_width, untouched_width
 from probprompt.methods import find
@@ -89,7 +89,7 @@ class Predictor:
     """A state, ready to predict; it never changes."""
 
     model: PromptedModel
-    viewer: Viewer
+    viewer: Preprocessor
     state: State
     gaussians: Gaussians
 
@@ -155,12 +155,12 @@ class Engine:
         return self.config.backbone.precision or usual_precision(self.device)
 
     @cached_property
-    def viewer(self) -> Viewer:
+    def viewer(self) -> Preprocessor:
         """How images are prepared."""
         size = self.backbone.preprocessing.image_size
         viewer = build_viewer(self.config, self.backbone, enlarged(size), self.device)
         if self._prepared is not None:
-            refuse_other_preparation(self._prepared, viewer)
+            viewer.check_record(self._prepared)
         return viewer
 
     @property

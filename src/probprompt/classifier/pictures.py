@@ -2,12 +2,9 @@
 
 import os
 import unicodedata
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from probprompt.data.cache import decoders
-from probprompt.data.images import SUFFIXES, Pixels, UnreadableImageError, read_image, reduce_to, to_rgb
-from probprompt.data.layouts import list_classes, passed_over, subfolders
-from probprompt.data.sets import ImageSet
+from probprompt.data.datasets import ImageSet, is_hidden, list_classes, subfolders
+from probprompt.data.images import SUFFIXES, Pixels, UnreadableImageError, read_ahead, read_image, reduce_to, to_rgb
 from probprompt.errors import UserError, shorten
 
 _AHEAD = 4  # images per decoder that may be read before they are needed
@@ -288,7 +283,7 @@ def walk_on(folder: Path) -> Iterator[tuple[Path, str | None]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if passed_over(entry.name):
+                if is_hidden(entry.name):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
@@ -302,23 +297,7 @@ def walk_on(folder: Path) -> Iterator[tuple[Path, str | None]]:
 
 def decode_ahead(items: Iterator[Picture]) -> Iterator[tuple[Picture, Pixels | UnreadableImageError]]:
     """Decode pictures on several threads, in their order, never many more than were taken."""
-
-    def attempt(picture: Picture) -> Pixels | UnreadableImageError:
-        try:
-            return picture.read()
-        except UnreadableImageError as problem:
-            return problem
-
-    workers = decoders()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        waiting = deque((item, pool.submit(attempt, item)) for item in islice(items, _AHEAD * workers))
-        while waiting:
-            item, found = waiting.popleft()
-            yield item, found.result()
-            waiting.extend((more, pool.submit(attempt, more)) for more in islice(items, 1))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return read_ahead(lambda picture: picture.read(), items)
 
 
 def unreadable(problems: Sequence[tuple[str, str]], limit: int = 20) -> list[str]:

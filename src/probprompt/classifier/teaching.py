@@ -17,7 +17,7 @@ from probprompt.classifier.pictures import Labelled, refuse_empty, same_name, un
 from probprompt.classifier.retention import at_risk
 from probprompt.classifier.state import KnownClass, LearnedTask, State
 from probprompt.classifier.sums import VIEWS, Part, Sums, Views, compact, hold_out
-from probprompt.data.loading import Loaded, load
+from probprompt.data.image_store import Loaded, load
 from probprompt.errors import UserError, shorten
 from probprompt.heads import ClosedFormHead, Head, RidgeHead
 from probprompt.progress import ProgressCallback

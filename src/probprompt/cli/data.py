@@ -10,13 +10,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from probprompt.cli import Interrupted
 from probprompt.cli.screen import Screen
-from probprompt.data import benchmarks
-from probprompt.data.checking import Report, check, source_at
-from probprompt.data.datasets import PLACE, Dataset, data_folder
-from probprompt.data.layouts import subfolders
-from probprompt.data.obtain import get
-from probprompt.data.sample import write_sample
-from probprompt.data.sets import Benchmark
+from probprompt.data import datasets
+from probprompt.data.datasets import Benchmark, subfolders
+from probprompt.data.download import get
+from probprompt.data.emoji_r import write_sample
+from probprompt.data.huggingface import HubDataset
+from probprompt.data.published import PLACE, Dataset, data_folder
+from probprompt.data.verify import Report, check, source_at
 from probprompt.errors import UserError, suggest
 
 TROUBLE = 1  # exit code
@@ -78,8 +78,8 @@ def list_benchmarks(screen: Screen) -> None:
         place = f"Datasets are looked for in {data_folder()}"
     except UserError as problem:
         place = str(problem)
-    rows = [(name, kind.summary, f"{kind.tasks} tasks", _here(kind)) for name, kind in benchmarks.registered().items()]
-    for form, other in (("FOLDER", benchmarks.Folder), ("hf:OWNER/NAME", benchmarks.HubDataset)):
+    rows = [(name, kind.summary, f"{kind.tasks} tasks", _here(kind)) for name, kind in datasets.registered().items()]
+    for form, other in (("FOLDER", datasets.Folder), ("hf:OWNER/NAME", HubDataset)):
         rows.append((form, other.summary, f"{other.tasks} tasks", ""))
     screen.listing(("benchmark", "what it is", "usually", "here"), rows)
     screen.say(f"{place}; what is not there is fetched with: probprompt data get NAME")
@@ -90,7 +90,7 @@ def _here(kind: type[Benchmark]) -> str:
     if not issubclass(kind, Dataset):
         return "packaged"
     try:
-        return "yes" if kind().recognise() else "no"
+        return "yes" if kind().recognize() else "no"
     except UserError:  # no folder is named, and there is no home for one
         return "no"
 
@@ -99,13 +99,13 @@ def _named(path: str, name: str | None) -> Benchmark:
     folder = Path(path).expanduser()
     if name is not None:
         return _published(name)(folder)
-    if not folder.exists() and path in benchmarks.registered():
-        return benchmarks.find(path)
+    if not folder.exists() and path in datasets.registered():
+        return datasets.find(path)
     return source_at(folder)
 
 
 def _published(name: str) -> type[Dataset]:
-    known = {key: source for key, source in benchmarks.registered().items() if issubclass(source, Dataset)}
+    known = {key: source for key, source in datasets.registered().items() if issubclass(source, Dataset)}
     if name not in known:
         raise UserError(f"no published dataset is called {name!r}: {suggest(name, known)}")
     return known[name]
@@ -114,11 +114,11 @@ def _published(name: str) -> type[Dataset]:
 def _tell(report: Report, screen: Screen) -> None:
     for line in report.facts:
         screen.say(line)
-    for line in report.remarks:
+    for line in report.notes:
         screen.say(f"note: {line}")
-    for line in report.troubles:
+    for line in report.problems:
         screen.say(f"TROUBLE: {line}")
-    if report.troubles:
-        screen.say(f"{len(report.troubles)} kind(s) of trouble")
+    if report.problems:
+        screen.say(f"{len(report.problems)} kind(s) of trouble")
         raise typer.Exit(TROUBLE)
     screen.say("all is well")

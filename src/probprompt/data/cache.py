@@ -17,9 +17,7 @@ import json
 import os
 import secrets
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +29,7 @@ import PIL
 from numpy.typing import NDArray
 from PIL import features
 
-from probprompt.data.images import ImageFiles, Pixels, UnreadableImageError
+from probprompt.data.images import ImageFiles, Pixels, UnreadableImageError, read_ahead
 from probprompt.errors import UserError
 from probprompt.storage import lock, sync
 
@@ -42,7 +40,6 @@ WORTH = 8 * 2**20
 """Bytes of files from which on their decoded images are kept."""
 
 _PIXELS, _INDEX = "pixels.u8", "index.json"
-_AHEAD = 4  # images per decoder that may wait to be written: what bounds the memory
 _ATTEMPTS = 3  # to put an entry in its place, should others be doing the same without locks
 _CODECS = ("libjpeg_turbo", "jpg", "jpg_2000", "libtiff", "webp")  # their versions decide pixels
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # from reading an entry
@@ -88,12 +85,6 @@ class Decoded:
         return np.concatenate([np.zeros(1, np.int64), ends])[: len(self.sizes)]
 
 
-def decoders() -> int:
-    """How many images are decoded at a time: one per core that this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on every system
-    return len(usable(0)) if usable else os.cpu_count() or 1
-
-
 def decode(read: Read, count: int, advance: Advance, workers: int | None = None) -> Decoded:
     """Decode images into memory."""
     pixels = bytearray()  # grows in place, so that no image is held twice
@@ -112,7 +103,7 @@ def _decode_into(
 ) -> tuple[NDArray[np.int64], dict[int, UnreadableImageError]]:
     """Hand over the flat bytes of images in their order; returns sizes (n, 2) and what could not be read."""
     sizes, failed = np.zeros((count, 2), np.int64), dict[int, UnreadableImageError]()
-    for row, image in enumerate(_in_order(read, count, workers or decoders())):
+    for row, image in read_ahead(read, range(count), workers):
         if isinstance(image, UnreadableImageError):
             failed[row] = image
         else:
@@ -120,26 +111,6 @@ def _decode_into(
             write(np.ascontiguousarray(image).reshape(-1).data)
         advance(1)
     return sizes, failed
-
-
-def _in_order(read: Read, count: int, workers: int) -> Iterator[Pixels | UnreadableImageError]:
-    """Read images on several threads (decoding is no Python code), never many more than were taken."""
-
-    def attempt(row: int) -> Pixels | UnreadableImageError:
-        try:
-            return read(row)
-        except UnreadableImageError as problem:
-            return problem
-
-    pool = ThreadPoolExecutor(workers)
-    try:
-        waiting = deque(pool.submit(attempt, row) for row in range(min(count, _AHEAD * workers)))
-        for row in range(count):
-            yield waiting.popleft().result()
-            if row + _AHEAD * workers < count:
-                waiting.append(pool.submit(attempt, row + _AHEAD * workers))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # Keeping ---------------------------------------------------------------------------------------------------------

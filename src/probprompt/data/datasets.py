@@ -1,355 +1,305 @@
-"""The published benchmarks: what they hold, where they are obtained, where they are looked for."""
+"""Where images come from: benchmarks by name, any folder of class folders, or a dataset of the Hugging Face hub.
 
-import csv
-import os
-from collections.abc import Collection, Iterator
-from itertools import chain
-from pathlib import Path, PurePath
-from shlex import quote
+A new benchmark is one class: it states its name and default number of tasks, and how to load itself. Those of this
+package are in :mod:`probprompt.data.emoji_r` and :mod:`probprompt.data.published`.
+"""
+
+import hashlib
+import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from probprompt.data import layouts
-from probprompt.data.headers import LOSSLESS, Header, read_header
-from probprompt.data.layouts import Layout
-from probprompt.data.sets import Benchmark, ImageData, ImageSet, benchmark, registered
-from probprompt.data.sources import Figures, Source
-from probprompt.errors import UserError, shorten
+from probprompt import randomness
+from probprompt.data.images import SUFFIXES, ImageFiles, Pixels
+from probprompt.errors import UserError, shorten, suggest
 
-PLACE = "PROBPROMPT_DATA"
-"""The environment variable that names the folder of all datasets."""
-
-_BIRDS = Path(__file__).parent / "cub200.csv"
-_SHOWN = 5
-_LOOKED = 64  # files of each side whose first bytes are read
-_JPEG = {".jpg", ".jpeg"}
-_LISTS = (
-    "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
+HUB = "hf:"
+"""How the name of a dataset of the Hugging Face hub starts."""
+TRAINING = ("train", "training")
+SIDES = ("test", "testing", "val", "valid", "validation")
+SYSTEM_FOLDERS = frozenset(
+    {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 )
+"""What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
+_PROVIDERS = ("emoji_r", "published")  # modules of benchmarks; they import this one, so it loads them late
 
 
-def data_folder() -> Path:
-    """Where datasets are kept: ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
-    named = os.environ.get(PLACE, "")
-    if named:
-        return Path(named).expanduser().absolute()
-    shared = Path(os.environ.get("XDG_DATA_HOME", ""))
-    try:
-        return (shared if shared.is_absolute() else Path.home() / ".local" / "share") / "probprompt"
-    except RuntimeError:
-        raise UserError(f"this user has no home: name the folder of datasets with {PLACE}") from None
+@dataclass(frozen=True)
+class ImageSet:
+    """Images that can be read one by one, with their names and class numbers."""
 
-
-class Dataset(Benchmark):
-    """A published dataset in any layout that is common for it."""
-
-    sources: ClassVar[tuple[Source, ...]]
-    """The archive of the images first, then what belongs beside it."""
-    folders: ClassVar[tuple[str, ...]]
-    """What its archive, or other people, call the folder inside."""
-    layouts: ClassVar[tuple[Layout, ...]]
-    figures: ClassVar[Figures]
-
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root
-        """Where it lies, or a folder that holds it under its name; the folder of all datasets by default."""
-
-    def load(self, short_side: int | None) -> ImageData:
-        """List the images, in whichever layout they are."""
-        folder, layout = self.locate()
-        if layout is layouts.LISTED and layouts.find_lists(folder) is None:
-            raise UserError(self._unlisted(folder))
-        return layout.load(folder, short_side)
-
-    def locate(self) -> tuple[Path, Layout]:
-        """The folder of the images, and the layout in which they are."""
-        found = self.recognise()
-        if found is None:
-            raise UserError(self._missing())
-        return found
-
-    def recognise(self) -> tuple[Path, Layout] | None:
-        """The same, or None where there is no such dataset."""
-        for folder in self._candidates():
-            for layout in self.layouts:
-                if folder.is_dir() and layout.fits(folder):
-                    return folder, layout
-        return None
-
-    def differences(self, data: ImageData) -> list[str]:
-        """How what was loaded differs from what was published, in words; of a few files the first bytes are read."""
-        return [*self.miscounts(data), *self.other_ways(data)]
-
-    def miscounts(self, data: ImageData) -> list[str]:
-        """Where there are not as many classes and images as published, or the classes are in another order."""
-        names, published = data.class_names, self.class_counts()
-        found = []
-        if len(names) != self.figures.classes:
-            found.append(f"{len(names)} classes, published are {self.figures.classes}")
-        elif set(names) == set(published) and names != tuple(published):
-            found.append(f"the classes are in another order than published: {shorten(names, 3)}")
-        for side, images, total, limits in (
-            ("train", data.train, self.figures.train, self.figures.train_per_class),
-            ("test", data.test, self.figures.test, self.figures.test_per_class),
-        ):
-            if len(images) != total:
-                found.append(f"{side}: {len(images)} images, published are {total}")
-            due = {name: counts[side == "test"] for name, counts in published.items()}
-            found += [f"{side}: {text}" for text in _odd_classes(names, images, due, limits)]
-        return found
-
-    def other_ways(self, data: ImageData, sizes: Collection[tuple[int, int]] | None = None) -> list[str]:
-        """Where the images are as many, but encoded anew, resized, or not known to be cut by the published lists.
-
-        ``sizes`` are widths and heights, where all images have been read; else a few files tell.
-        """
-        telling = self.figures.size or self.figures.encoding == "lossless"
-        headers = [header for path in _spread(data) if (header := read_header(path))] if telling else []
-        seen = {header.size for header in headers} if sizes is None else set(sizes)
-        return [*self._other_files(data, headers), *self._other_sizes(seen), *self._other_cut(data)]
-
-    def _other_files(self, data: ImageData, headers: Collection[Header]) -> list[str]:
-        names = chain.from_iterable(images.names for images in (data.train, data.test) if images.pixels is None)
-        endings = {PurePath(name).suffix.lower() for name in names}
-        if self.figures.encoding == "jpeg":
-            due, others = "JPEG files", {_kind(ending) for ending in endings - _JPEG}
-        elif self.figures.encoding == "lossless":
-            due = "images without loss"
-            others = {_kind(ending) for ending in endings - LOSSLESS} | {h.kind for h in headers if not h.lossless}
-        else:
-            return []
-        kinds = ", ".join(sorted(others))
-        return [f"images are {kinds} files, published are {due}: they were encoded anew"] if others else []
-
-    def _other_sizes(self, sizes: Collection[tuple[int, int]]) -> list[str]:
-        due = self.figures.size
-        others = [f"{width} x {height}" for width, height in sorted(sizes) if (width, height) != due]
-        if due is None or not others:
-            return []
-        return [f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized"]
-
-    def _other_cut(self, data: ImageData) -> list[str]:
-        published = self.lists()
-        if published and not data.lists:
-            return [
-                "no lists say which images are for training and which for the test: whether they are cut as published "
-                "cannot be known"
-            ]
-        return [
-            f"the list of the {side} images is not the published one (sha256 {digest}): results do not compare with "
-            "published ones"
-            for side, digest in zip(("training", "test"), data.lists, strict=False)
-            if digest not in published
-        ]
+    names: tuple[str, ...]
+    labels: NDArray[np.int64]
+    read: Callable[[int], Pixels]
+    files: ImageFiles | None = None
+    """All the files of the folder that the images come from, where they do."""
+    rows: NDArray[np.int64] | None = None
+    """Which of the files they are."""
+    pixels: Pixels | None = None
+    """All images (n, H, W, 3), where they lie in memory anyway and have one size."""
+    short_side: int | None = None
+    """What the short side of an image is reduced to at most when it is read; None leaves the size as it is."""
+    known_as: tuple[str, ...] | None = None
+    """What images are called in the fingerprint of a split, where their names only tell how they lie on this disk."""
 
     @classmethod
-    def lists(cls) -> set[str | None]:
-        """The sha256 of the published lists that cut it into training and test; none where it is cut already."""
-        return {item.sha256 for item in cls.sources if not item.unpack}
+    def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
+        """All images of a folder."""
+        return cls(files.names, labels, files.read, files, np.arange(len(files)), short_side=files.short_side)
 
-    def class_counts(self) -> dict[str, tuple[int, int]]:
-        """How many training and test images each class should have, in the order of the classes; empty: not known."""
-        return {}
+    def __len__(self) -> int:
+        return len(self.names)
 
-    @property
-    def place(self) -> Path:
-        """The folder in which it is looked for."""
-        return self.root.absolute() if self.root else data_folder() / self.name
-
-    def _candidates(self) -> Iterator[Path]:
-        bases = (self.place / self.name, self.place) if self.root else (self.place,)
-        for base in bases:
-            yield from (base / folder for folder in self.folders)
-            yield base
-
-    def _missing(self) -> str:
-        forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
-        if self.root and self.place.is_dir():
-            return f"{self.place} holds nothing that looks like {self.name}. Accepted: {forms}"
-        state = "holds nothing that looks like it" if self.place.is_dir() else "does not exist"
-        return (
-            f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
-            f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"
-        )
-
-    def _unlisted(self, folder: Path) -> str:
-        """What to do for lists: ``data get`` fetches them alone where it finds the images, else all of it anew."""
-        if self.root is None or folder.name == self.name:
-            to = f" --to {quote(str(folder.parent))}" if self.root else ""
-            way = f"Fetch them alone with: probprompt data get {self.name}{to}"
-        else:
-            way = f"Put {' and '.join(source.url for source in self.sources[1:])} there"
-        return (
-            f"{folder} has the class folders, but not the lists that say which images are for training and which for "
-            f"the test. {way}; or put your own there, as train.txt and test.txt with a path (class/file) in each line"
+    def subset(self, indices: Sequence[int]) -> "ImageSet":
+        """Some of the images, in this order."""
+        chosen = list(indices)
+        return ImageSet(
+            tuple(self.names[index] for index in chosen),
+            self.labels[chosen],
+            lambda index: self.read(chosen[index]),
+            self.files,
+            None if self.rows is None else self.rows[chosen],
+            None if self.pixels is None else self.pixels[chosen],
+            self.short_side,
+            None if self.known_as is None else tuple(self.known_as[index] for index in chosen),
         )
 
 
-def _spread(data: ImageData) -> Iterator[Path]:
-    """Some files of each side, from its first to its last."""
-    for images in (data.train, data.test):
-        if images.files:
-            for place in np.linspace(0, len(images) - 1, min(len(images), _LOOKED)).astype(int).tolist():
-                yield images.files.root / images.names[place]
+@dataclass(frozen=True)
+class ImageData:
+    """What a benchmark holds: its classes, and a training and a test set."""
+
+    class_names: tuple[str, ...]
+    train: ImageSet
+    test: ImageSet
+    lists: tuple[str, ...] = ()
+    """The sha256 of the files that say which images are for training and which for the test, where there are such."""
+
+    def split_hash(self) -> str:
+        """Fingerprint of which image is in which class and on which side."""
+        digest = hashlib.sha256()
+        for side, images in (("train", self.train), ("test", self.test)):
+            names = images.known_as or images.names
+            for name, label in sorted(zip(names, images.labels.tolist(), strict=True)):
+                digest.update(f"{side}\t{self.class_names[label]}\t{name}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
 
-def _kind(ending: str) -> str:
-    return "JPEG" if ending in _JPEG else ending.lstrip(".").upper()
+class Benchmark(ABC):
+    """A source of images."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    tasks: ClassVar[int] = 10
+    enlarge: ClassVar[bool] = True
+    """Whether evaluation resizes to 256/224 of the input before the centre crop (else straight to the input)."""
+    remote: ClassVar[bool] = False
+    """Whether it may have to be fetched before anything can be said of it."""
+
+    stored: ClassVar[bool] = False
+    """Whether it is stored in a folder, which it takes as its argument."""
+
+    @abstractmethod
+    def load(self, short_side: int | None) -> ImageData:
+        """List the images; each is decoded when read, its short side reduced to at most so many pixels."""
+
+    def notes(self) -> list[str]:
+        """What a user should know before it is used."""
+        return []
+
+    def usual_tasks(self, classes: int) -> int:
+        """How many tasks there are where nobody says: fewer than usual where a task would have a single class."""
+        return min(self.tasks, max(1, classes // 2))
+
+    def hold_out(self, data: ImageData, fraction: float) -> ImageData:
+        """Replace the test set by a part of the training set: how anything should be chosen."""
+        kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)
+        return replace(data, train=data.train.subset(kept), test=data.train.subset(held))
 
 
-def _odd_classes(
-    names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
-) -> Iterator[str]:
-    """Say which classes have not as many images as published, by their own number or by the least and the most."""
-    counts = np.bincount(images.labels, minlength=len(names)).tolist()
-    least, most = limits
-    exact, beyond = [], []
-    for name, count in zip(names, counts, strict=True):
-        if name in due and count != due[name]:
-            exact.append(f"{name} has {count} instead of {due[name]}")
-        elif name not in due and not least <= count <= most:
-            beyond.append(f"{name} has {count}")
-    if exact:
-        yield f"not as many images of each class as published: {shorten(exact, _SHOWN)}"
-    if beyond:
-        each = f"{least}" if least == most else f"{least} to {most}"
-        yield f"published are {each} images of each class, but {shorten(beyond, _SHOWN)}"
+_REGISTRY: dict[str, type[Benchmark]] = {}
 
 
-@benchmark
-class Cifar100(Dataset):
-    """Small photographs of 100 kinds of things (Krizhevsky, 2009)."""
-
-    name = "cifar100"
-    summary = "CIFAR-100: photographs of 100 kinds of things, 32 px"
-    enlarge = False
-    sources = (
-        Source(
-            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-            "cifar-100-python.tar.gz",
-            md5="eb9058c3a382ffc7106e4002c42a8d85",
-        ),
-    )
-    folders = ("cifar-100-python", "CIFAR-100", "cifar-100")
-    layouts = (layouts.CIFAR, layouts.tree(layouts.plain_names))
-    figures = Figures(100, 50_000, 10_000, (500, 500), (100, 100), shared=10, encoding="lossless", size=(32, 32))
+def benchmark(source: type[Benchmark]) -> type[Benchmark]:
+    """Make a benchmark known by its name."""
+    _REGISTRY[source.name] = source
+    return source
 
 
-@benchmark
-class ImageNetR(Dataset):
-    """Renditions of 200 classes of ImageNet (Hendrycks et al., 2021), cut as CODA-Prompt cut them."""
-
-    name = "imagenet-r"
-    summary = "ImageNet-R: 200 classes as art, cartoons, sketches, toys and more"
-    sources = (
-        Source(
-            "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar",
-            "imagenet-r.tar",
-            md5="a61312130a589d0ca1a8fca1f2bd3337",
-        ),
-        Source(
-            _LISTS + "imagenet-r_train.yaml",
-            "imagenet-r_train.yaml",
-            sha256="6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
-            unpack=False,
-        ),
-        Source(
-            _LISTS + "imagenet-r_test.yaml",
-            "imagenet-r_test.yaml",
-            sha256="57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
-            unpack=False,
-        ),
-    )
-    folders = ("imagenet-r",)
-    layouts = (layouts.LISTED, layouts.tree(layouts.wordnet_names))
-    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81), encoding="jpeg")
+def registered() -> Mapping[str, type[Benchmark]]:
+    """All benchmarks by name."""
+    for module in _PROVIDERS:
+        import_module(f"probprompt.data.{module}")
+    return dict(sorted(_REGISTRY.items()))
 
 
-@benchmark
-class Cub200(Dataset):
-    """Photographs of 200 species of birds (Wah et al., 2011)."""
+def find(name: str, test: str | None = None, test_fraction: float = 0.2, root: str | None = None) -> Benchmark:
+    """A benchmark by its name, a folder of class folders by its path, or a Hugging Face dataset as ``hf:owner/name``.
 
-    name = "cub200"
-    summary = "CUB-200-2011: photographs of 200 species of birds"
-    sources = (
-        Source(
-            "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
-            "CUB_200_2011.tgz",
-            md5="97eceeb196236b17998738112f37df78",
-        ),
-    )
-    folders = ("CUB_200_2011",)
-    layouts = (layouts.CUB, layouts.tree(layouts.numbered_names))
-    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30), encoding="jpeg")
-
-    def class_counts(self) -> dict[str, tuple[int, int]]:
-        """By the official split."""
-        with _BIRDS.open(encoding="utf-8", newline="") as file:
-            return {row["class"]: (int(row["train"]), int(row["test"])) for row in csv.DictReader(file)}
-
-
-@benchmark
-class TinyImageNet(Dataset):
-    """Small photographs of 200 classes of ImageNet (Stanford's CS231n); not in the paper."""
-
-    name = "tiny-imagenet"
-    summary = "Tiny-ImageNet: photographs of 200 classes of ImageNet, 64 px"
-    enlarge = False
-    sources = (
-        Source(
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-            "tiny-imagenet-200.zip",
-            md5="90528d7ca1a48142e341f4ef8d21d0de",
-        ),
-    )
-    folders = ("tiny-imagenet-200",)
-    layouts = (layouts.TINY, layouts.tree(layouts.wordnet_names))
-    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7, encoding="jpeg", size=(64, 64))
+    ``root`` is where the files of a published benchmark lie, where that is not the usual place.
+    """
+    kind, hub = registered().get(name), name.startswith(HUB)
+    if test is not None and (kind or hub):
+        raise UserError(f"{name!r} has a test set of its own: a test folder goes with a folder of images only")
+    if root is not None and not (kind and kind.stored):
+        raise UserError(f"{name!r} takes no root ({root}): it goes with a published benchmark only")
+    build: Callable[..., Benchmark] | None = kind
+    if build:
+        return build(Path(root).expanduser()) if root else build()
+    if hub:
+        build = import_module("probprompt.data.huggingface").HubDataset
+        return build(name.removeprefix(HUB), test_fraction)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Folder(path, Path(test).expanduser() if test else None, test_fraction)
+    problem = "is a file, not a folder" if path.exists() else "is neither a benchmark nor a folder"
+    raise UserError(f"{name!r} {problem}: {suggest(name, registered())}, or the path of a folder of class folders")
 
 
-@benchmark
-class TuBerlin(Dataset):
-    """Sketches of 250 kinds of things by everybody (Eitz et al., 2012), 80 of each; not in the paper."""
-
-    name = "tu-berlin"
-    summary = "TU-Berlin: sketches of 250 kinds of things, 64 for training and 16 for the test each"
-    sources = (
-        Source(
-            "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
-            "sketches_png.zip",
-            md5="023123df86a928a5273e3ba11990d8fd",
-        ),
-    )
-    folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
-    layouts = (
-        layouts.tree(layouts.plain_names),
-        layouts.flat("png/ with 250 class folders", "tu-berlin, seed 0", layouts.plain_names),
-    )
-    figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16), encoding="lossless", size=(1111, 1111))
+def stratified_split(
+    labels: NDArray[np.int64], fraction: float, purpose: str, class_names: Sequence[str]
+) -> tuple[list[int], list[int]]:
+    """Hold out a part of every class, at least one image: the same part for everybody, whatever the seeds."""
+    kept: list[int] = []
+    held: list[int] = []
+    for label, name in enumerate(class_names):
+        members = np.flatnonzero(labels == label)
+        if len(members) < 2:
+            raise UserError(f"the class {name!r} has {len(members)} image(s): at least 2 are needed to hold one out")
+        count = min(max(1, round(fraction * len(members))), len(members) - 1)
+        mixed = members[randomness.permutation(len(members), "split", purpose, name)]
+        held += sorted(mixed[:count].tolist())
+        kept += sorted(mixed[count:].tolist())
+    return kept, held
 
 
-def published_lists(name: str) -> set[str | None]:
-    """The sha256 of the lists that cut a dataset into training and test; none where its archive is cut already."""
-    source = registered().get(name)
-    return source.lists() if source and issubclass(source, Dataset) else set()
+# Class folders --------------------------------------------------------------------------------------------------
 
 
-def recognise(path: Path) -> Dataset | None:
-    """Which dataset lies in a folder, or in a folder of its name inside, where its layout or a name says so."""
-    known = [source for source in registered().values() if issubclass(source, Dataset)]
-    inside = [source for source in known if source(path / source.name).recognise()]
-    if len(inside) > 1:
-        places = [str(path / source.name) for source in inside]
-        raise UserError(f"{path} holds {len(inside)} datasets: name one of {shorten(places)}")
-    if inside:
-        return inside[0](path)
-    for source in known:
-        found = source(path).recognise()
-        if found and found[1].telling(found[0]):
-            return source(path)
-    for source in known:
-        names = {source.name, *source.folders}
-        if path.name in names and source(path).recognise():
-            return source(path)
-    return None
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names of classes by the alphabet, or by their value where all of them are numbers.
+
+    >>> in_order(["b", "a", "10", "9"]), in_order(["10", "9", "0"])
+    (['10', '9', 'a', 'b'], ['0', '9', '10'])
+    """
+    listed = sorted(names)
+    return sorted(listed, key=int) if all(name.isdecimal() for name in listed) else listed
+
+
+def subfolders(root: Path) -> list[Path]:
+    """The folders in a folder in the order of their names, hidden ones and those of the system aside."""
+    found = (path.name for path in root.iterdir() if path.is_dir() and not is_hidden(path.name))
+    return [root / name for name in in_order(found)]
+
+
+def is_hidden(name: str) -> bool:
+    """Return True if a file or folder is hidden, or one that a system made for itself."""
+    return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """The names of class folders: at least two, and no two alike."""
+    names = [path.name for path in subfolders(root)]
+    if len(names) < 2:
+        loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
+        hint = f"; its {loose} image(s) must lie in one folder per class" if loose else ""
+        raise UserError(f"{root} holds {len(names)} class folder(s), at least 2 are needed{hint}")
+    seen: dict[str, str] = {}
+    for name in names:
+        same = unicodedata.normalize("NFC", name).casefold().strip()
+        if same in seen:
+            raise UserError(f"{root} has two classes of one name, {seen[same]!r} and {name!r}: rename or merge one")
+        seen[same] = name
+    return tuple(names)
+
+
+def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[tuple[str, int]]:
+    """The images in class folders (those of the folder ``within``) by their paths below the root."""
+    found: list[tuple[str, int]] = []
+    for label, name in enumerate(classes):
+        folder = root / within / name
+        files = sorted(path for path in folder.rglob("*") if is_image(path, root))
+        if not files:
+            raise UserError(f"the class folder {folder} holds no image: fill it or remove it")
+        found += [(path.relative_to(root).as_posix(), label) for path in files]
+    return found
+
+
+def is_image(path: Path, root: Path) -> bool:
+    """Return True for an image file that is not hidden below the root."""
+    aside = any(is_hidden(part) for part in path.relative_to(root).parts)
+    return path.suffix.lower() in SUFFIXES and not aside and path.is_file()
+
+
+def same_classes(train: Path, test: Path) -> tuple[str, ...]:
+    """The classes of two sides, which must be the same."""
+    classes, found = class_folders(train), class_folders(test)
+    for missing, where in ((set(classes) - set(found), test), (set(found) - set(classes), train)):
+        if missing:
+            raise UserError(f"{where} has no folder for the class(es) {shorten(sorted(missing))}")
+    return classes
+
+
+class Folder(Benchmark):
+    """Any folder of class folders; the test images are a folder of their own or a stratified part of it."""
+
+    name = "folder"
+    summary = "any folder of class folders, by its path"
+
+    def __init__(self, root: Path, test: Path | None = None, test_fraction: float = 0.2) -> None:
+        self.root, self.test = _find_splits(root, test)
+        self.test_fraction = test_fraction
+
+    def load(self, short_side: int | None) -> ImageData:
+        """List the class folders and split the images."""
+        if self.test is None:
+            classes = class_folders(self.root)
+            every = _list_images(self.root, classes, short_side)
+            kept, held = stratified_split(every.labels, self.test_fraction, "test", classes)
+            return ImageData(classes, every.subset(kept), every.subset(held))
+        classes = same_classes(self.root, self.test)
+        train, test = (_list_images(root, classes, short_side) for root in (self.root, self.test))
+        return ImageData(classes, train, test)
+
+    def notes(self) -> list[str]:
+        """Whether the folder may be one level too high: its folders hold folders, and no images of their own."""
+        folders = subfolders(self.root)
+        if not folders or not all(_holds_folders_only(folder) for folder in folders):
+            return []
+        names = shorten([folder.name for folder in folders], 3)
+        return [
+            f"the classes are {names}, whose images all lie in folders inside them: if those are the classes, name a "
+            f"folder such as {folders[0]}"
+        ]
+
+
+def _holds_folders_only(folder: Path) -> bool:
+    return len(subfolders(folder)) > 1 and not any(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+
+
+def _list_images(root: Path, classes: tuple[str, ...], short_side: int | None) -> ImageSet:
+    listed = list_classes(root, classes)
+    files = ImageFiles(root, tuple(name for name, _ in listed), short_side)
+    return ImageSet.of_files(files, np.array([label for _, label in listed], dtype=np.int64))
+
+
+def _find_splits(root: Path, test: Path | None) -> tuple[Path, Path | None]:
+    """Use ``train/`` and ``test/`` (or ``val/``, ``validation/``) inside the folder where they are all it holds."""
+    if test is not None:
+        if not test.is_dir():
+            raise UserError(f"the test folder {test} is not a folder")
+        return root, test
+    inside = {path.name.casefold(): path for path in subfolders(root)}
+    train = next((name for name in TRAINING if name in inside), None)
+    if train is not None and set(inside) - {train} <= set(SIDES):
+        for other in SIDES:
+            if other in inside:
+                return inside[train], inside[other]
+    return root, None

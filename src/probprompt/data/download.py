@@ -1,24 +1,30 @@
-"""Files from the web: resumed when cut, whole or not there at all."""
+"""Install a published dataset: resume its download, check its hash, unpack it, move it to its place in one step."""
 
 import errno
 import hashlib
 import http.client
 import json
+import lzma
+import secrets
+import shutil
 import socket
 import ssl
+import tarfile
 import time
 import urllib.error
 import urllib.request
+import zipfile
+import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from probprompt.data.archives import make_room
-from probprompt.data.sources import Source
-from probprompt.errors import UserError
+from probprompt.data.layouts import LISTED, find_lists
+from probprompt.data.published import Dataset, Source, data_folder
+from probprompt.errors import UserError, one_line
 from probprompt.progress import ProgressCallback
 
 ATTEMPTS = 5
@@ -27,12 +33,20 @@ TIMEOUT = 30.0
 """Seconds without a byte after which a connection counts as cut."""
 SLACK = 64 * 2**20
 """Bytes that stay free on the disk."""
+NOTE = "source.json"
+"""The file next to the images that records where they came from and their hashes."""
 
 _CHUNK = 2**18
+_SPACE = 2.5  # times the size of an archive: itself and its files
 _OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _NOBODY = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 _LATER = (408, 425, 429, 500, 502, 503, 504)  # codes of servers that may well answer next time
+_BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
+
+
+class ArchiveError(UserError):
+    """An archive with the wrong hash or contents: another one is needed."""
 
 
 class _CutError(Exception):
@@ -160,7 +174,7 @@ def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
             start, total = 0, _length(response.headers, 0)
             part.begin(url, response.headers, total)
         if total is not None:
-            make_room(part.path.parent, round(room * total) - start + SLACK, part.path.stem)
+            check_space(part.path.parent, round(room * total) - start + SLACK, part.path.stem)
         with watch.transfer(part.path.stem, total, start):
             with part.path.open("ab") as out:
                 _pour(response, out, watch.advance)
@@ -192,26 +206,157 @@ def _length(headers: Message, start: int) -> int | None:
     return start + int(length) if length.isdecimal() else None
 
 
-# Hashes ----------------------------------------------------------------------------------------------------------
+def check_space(folder: Path, needed: int, purpose: str) -> None:
+    """Raise an error before anything starts that the disk cannot hold."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{purpose} needs {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free: make room, or "
+            "choose another folder with --to"
+        )
 
 
-def hashes(path: Path, watch: ProgressCallback) -> dict[str, str]:
-    """The MD5 and SHA-256 of a file."""
-    found = {"md5": hashlib.md5(usedforsecurity=False), "sha256": hashlib.sha256()}
+# Archives --------------------------------------------------------------------------------------------------------
+
+
+def check_hash(path: Path, source: Source, watch: ProgressCallback) -> dict[str, str]:
+    """Return the MD5 and SHA-256 of a file, one of which must be the published one."""
+    digests = {"md5": hashlib.md5(usedforsecurity=False), "sha256": hashlib.sha256()}
     with watch.transfer("verifying", path.stat().st_size), path.open("rb") as stream:
         while piece := stream.read(_CHUNK):
-            for digest in found.values():
+            for digest in digests.values():
                 digest.update(piece)
             watch.advance(len(piece))
-    return {name: digest.hexdigest() for name, digest in found.items()}
+    hashes = {name: digest.hexdigest() for name, digest in digests.items()}
+    if hashes[source.algorithm] != source.digest:
+        raise ArchiveError(
+            f"{path} is not the published {source.file}: its {source.algorithm} is {hashes[source.algorithm]}, "
+            f"published is {source.digest}"
+        )
+    return hashes
 
 
-def verify(path: Path, source: Source, watch: ProgressCallback) -> dict[str, str]:
-    """The hashes of a file, which must be the published ones."""
-    found = hashes(path, watch)
-    for name, published in (("md5", source.md5), ("sha256", source.sha256)):
-        if published and found[name] != published:
-            raise UserError(
-                f"{path} is not the published {source.file}: its {name} is {found[name]}, published is {published}"
-            )
-    return found
+def unpack(archive: Path, target: Path, watch: ProgressCallback) -> None:
+    """Unpack a tar or zip archive whose hash was checked."""
+
+    def transfer(size: int) -> AbstractContextManager[None]:
+        check_space(target.parent, size + SLACK, f"unpacking {archive.name}")
+        return watch.transfer("unpacking", size)
+
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as packed, transfer(sum(item.file_size for item in packed.infolist())):
+                for item in packed.infolist():
+                    packed.extract(item, target)
+                    watch.advance(item.file_size)
+        else:
+            with tarfile.open(archive) as rolled, transfer(round(1.5 * archive.stat().st_size)):  # a guess
+                rolled.extraction_filter = getattr(tarfile, "data_filter", None)  # not in Python 3.11.3
+                for member in rolled:
+                    rolled.extract(member, target)
+                    watch.advance(member.size)
+    except (OSError, *_BROKEN) as problem:
+        if getattr(problem, "errno", None) is not None:  # the disk's, not the archive's
+            raise
+        raise ArchiveError(f"{archive} cannot be unpacked: {one_line(problem)}") from None
+
+
+# Datasets --------------------------------------------------------------------------------------------------------
+
+
+def get(
+    kind: type[Dataset],
+    to: Path | None,
+    url: str | None,
+    file: Path | None,
+    watch: ProgressCallback,
+    pause: float = 1.0,
+) -> Dataset:
+    """Install a dataset in ``to``/its name, from its publisher, a mirror (``url``) or an archive on disk (``file``).
+
+    A dataset that exists already stays unchanged.
+    """
+    if url and file:
+        raise UserError("--url and --file exclude each other: name a mirror, or an archive that is on this machine")
+    home = (to.expanduser().absolute() if to else data_folder()).resolve()
+    dataset = kind(home / kind.name)
+    found = dataset.recognize()
+    if found is None:
+        try:
+            _install(dataset, home, url, file, watch, pause)
+        except OSError as problem:
+            raise UserError(f"{kind.name} cannot be written to {home}: {problem.strerror or problem}") from None
+        return dataset
+    watch.note(f"{kind.name} is in {found[0]} already")
+    if found[1] is LISTED and find_lists(found[0]) is None:
+        for source in kind.sources[1:]:
+            _add_list(source, dataset.place, watch, pause, file)
+    return dataset
+
+
+def _install(
+    dataset: Dataset, home: Path, url: str | None, file: Path | None, watch: ProgressCallback, pause: float
+) -> None:
+    """Download and unpack next to the target, then move everything to its place with one rename."""
+    target, (source, *lists) = dataset.place, dataset.sources
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            f"{target} exists and does not look like {dataset.name}: move it away, or choose another folder with --to"
+        )
+    part = home / f".{dataset.name}.{secrets.token_hex(4)}"
+    try:
+        part.mkdir(parents=True)
+        notes = [_add_list(one, part, watch, pause, file) for one in lists]  # small: trouble shows early
+        notes.insert(0, _add_archive(source, type(dataset)(part), home, url, file, watch, pause))
+        (part / NOTE).write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
+        if target.exists():
+            target.rmdir()  # empty, as was seen before
+        part.rename(target)
+        if file is None:
+            (home / source.file).unlink()
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _add_archive(
+    source: Source, part: Dataset, home: Path, url: str | None, file: Path | None, watch: ProgressCallback, pause: float
+) -> dict[str, str]:
+    """Download, check and unpack the images; return what ``source.json`` records of them."""
+    path, origin = file or home / source.file, url or source.url
+    if file and not file.is_file():
+        raise UserError(f"{file} is no file: name the archive {source.file}")
+    present = path.exists()
+    remedy = "It was there already: remove it, and the same command fetches it"
+    if file:
+        remedy = "Name the right archive"
+    elif not present:
+        remedy = "It was removed: try again, or name a mirror with --url"
+        download(origin, path, watch, pause, _SPACE)
+    try:
+        hashes = check_hash(path, source, watch)
+        unpack(path, part.place, watch)
+        if part.recognize() is None:
+            raise ArchiveError(f"{path} holds nothing that looks like {part.name}")
+    except ArchiveError as problem:
+        if not present:
+            path.unlink()
+        raise UserError(f"{problem}. {remedy}") from None
+    return {"file": source.file, "from": str(path) if present else origin, **hashes}
+
+
+def _add_list(source: Source, folder: Path, watch: ProgressCallback, pause: float, file: Path | None) -> dict[str, str]:
+    """Add a file that is stored with the images, from its publisher or from the folder of the archive ``file``."""
+    path = folder / source.file
+    unchecked = path.with_name(f".{path.name}")
+    near = file.parent / source.file if file else None
+    present = near is not None and near.is_file()
+    try:
+        if near and present:
+            shutil.copyfile(near, unchecked)
+        else:
+            download(source.url, unchecked, watch, pause)
+        hashes = check_hash(unchecked, source, watch)
+        unchecked.replace(path)
+    finally:
+        unchecked.unlink(missing_ok=True)
+    return {"file": source.file, "from": str(near) if present else source.url, **hashes}

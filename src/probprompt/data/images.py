@@ -1,15 +1,22 @@
 """Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent, CMYK or HEIC."""
 
+import os
 import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 Pixels = NDArray[np.uint8]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _JPEG = {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2"}
 _OTHER = {".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".avif"}
@@ -18,6 +25,7 @@ SUFFIXES = frozenset(_JPEG | _OTHER | _HEIC)
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1"}
 _BROKEN = (SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error)
 """What damaged files raise."""
+_AHEAD = 4  # results per thread that may wait to be taken: what bounds the memory
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -126,3 +134,33 @@ def reduce_to(image: Image.Image, short_side: int | None) -> Image.Image:
         return image
     scale = short_side / min(width, height)
     return image.resize((max(1, round(width * scale)), max(1, round(height * scale))), Image.Resampling.BILINEAR)
+
+
+def read_ahead(
+    read: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
+) -> Iterator[tuple[Item, Result | UnreadableImageError]]:
+    """Read items on several threads (decoding is no Python code), in their order, never many more than were taken.
+
+    There is one thread per core that this process may use, unless ``workers`` says otherwise.
+    """
+
+    def attempt(item: Item) -> Result | UnreadableImageError:
+        try:
+            return read(item)
+        except UnreadableImageError as problem:
+            return problem
+
+    usable = getattr(os, "sched_getaffinity", None)  # not on every system
+    workers = workers or (len(usable(0)) if usable else os.cpu_count() or 1)
+    coming, pool = iter(items), ThreadPoolExecutor(workers)
+    waiting: deque[tuple[Item, Future[Result | UnreadableImageError]]] = deque()
+    try:
+        while True:
+            fresh = islice(coming, _AHEAD * workers - len(waiting))
+            waiting.extend((item, pool.submit(attempt, item)) for item in fresh)
+            if not waiting:
+                return
+            item, result = waiting.popleft()
+            yield item, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,35 +1,49 @@
 """The ways in which datasets lie on disk, and how each becomes a training and a test set."""
 
 import hashlib
+import io
+import math
 import os
+import pickle
 import re
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from probprompt.data.images import SUFFIXES, ImageFiles, Pixels, reduce_to
-from probprompt.data.pickles import read_pickle
-from probprompt.data.sets import ImageData, ImageSet, stratified_split
-from probprompt.errors import UserError, shorten
+from probprompt.data.datasets import (
+    SIDES,
+    ImageData,
+    ImageSet,
+    class_folders,
+    in_order,
+    is_image,
+    list_classes,
+    same_classes,
+    stratified_split,
+    subfolders,
+)
+from probprompt.data.images import ImageFiles, Pixels, reduce_to
+from probprompt.errors import UserError, one_line, shorten
 
 Listed = Sequence[tuple[str, int]]
 """Images by their paths below a folder, each with its class."""
 Rename = Callable[[Path, Sequence[str]], tuple[str, ...]]
 """What classes are called, by the dataset's folder and the names of theirs."""
 
-TRAINING = ("train", "training")
-SIDES = ("test", "testing", "val", "valid", "validation")
-SYSTEM_FOLDERS = frozenset(
-    {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
-)
-"""What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
+LARGEST = 2**30
+"""Bytes that a pickle may have: CIFAR's are 155 MB."""
+LONGEST = 10**7
+"""Items that all lists of a pickle may have together: a small file can name a long list many times."""
+_CODES = b".(NIJKMLTUXVSBC\x88\x89\x8a\x8c)t\x85\x86\x87]lae}qpr\x94ghjc\x93Rb\x80\x95"  # of protocols 0 to 4
+_KEYS = {str, bytes, int}
+_PLAIN = {type(None), str, bytes, int, bool}
 _WNID = re.compile(r"n\d{8}")
 _RENDERED = 200  # classes of ImageNet-R
 _RENDITION = re.compile(r"[a-z]+_\d+\.jpe?g")  # its files, such as sketch_0.jpg
@@ -57,70 +71,7 @@ def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: 
     return ImageData(tuple(classes), every.subset(range(cut)), every.subset(range(cut, len(names))))
 
 
-# Class folders ---------------------------------------------------------------------------------------------------
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """The names of classes by the alphabet, or by their value where all of them are numbers.
-
-    >>> in_order(["b", "a", "10", "9"]), in_order(["10", "9", "0"])
-    (['10', '9', 'a', 'b'], ['0', '9', '10'])
-    """
-    listed = sorted(names)
-    return sorted(listed, key=int) if all(name.isdecimal() for name in listed) else listed
-
-
-def subfolders(root: Path) -> list[Path]:
-    """The folders in a folder in the order of their names, hidden ones and those of the system aside."""
-    found = (path.name for path in root.iterdir() if path.is_dir() and not passed_over(path.name))
-    return [root / name for name in in_order(found)]
-
-
-def passed_over(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that a system made for itself."""
-    return name.startswith(".") or name.casefold() in SYSTEM_FOLDERS
-
-
-def class_folders(root: Path) -> tuple[str, ...]:
-    """The names of class folders: at least two, and no two alike."""
-    names = [path.name for path in subfolders(root)]
-    if len(names) < 2:
-        loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
-        hint = f"; its {loose} image(s) must lie in one folder per class" if loose else ""
-        raise UserError(f"{root} holds {len(names)} class folder(s), at least 2 are needed{hint}")
-    seen: dict[str, str] = {}
-    for name in names:
-        same = unicodedata.normalize("NFC", name).casefold().strip()
-        if same in seen:
-            raise UserError(f"{root} has two classes of one name, {seen[same]!r} and {name!r}: rename or merge one")
-        seen[same] = name
-    return tuple(names)
-
-
-def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[tuple[str, int]]:
-    """The images in class folders (those of the folder ``within``) by their paths below the root."""
-    found: list[tuple[str, int]] = []
-    for label, name in enumerate(classes):
-        folder = root / within / name
-        files = sorted(path for path in folder.rglob("*") if _is_image(path, root))
-        if not files:
-            raise UserError(f"the class folder {folder} holds no image: fill it or remove it")
-        found += [(path.relative_to(root).as_posix(), label) for path in files]
-    return found
-
-
-def _is_image(path: Path, root: Path) -> bool:
-    aside = any(passed_over(part) for part in path.relative_to(root).parts)
-    return path.suffix.lower() in SUFFIXES and not aside and path.is_file()
-
-
-def same_classes(train: Path, test: Path) -> tuple[str, ...]:
-    """The classes of two sides, which must be the same."""
-    classes, found = class_folders(train), class_folders(test)
-    for missing, where in ((set(classes) - set(found), test), (set(found) - set(classes), train)):
-        if missing:
-            raise UserError(f"{where} has no folder for the class(es) {shorten(sorted(missing))}")
-    return classes
+# Trees of class folders -----------------------------------------------------------------------------------------
 
 
 def _side(root: Path) -> str | None:
@@ -152,7 +103,7 @@ def flat(form: str, purpose: str, rename: Rename) -> Layout:
 
     def fits(root: Path) -> bool:
         first = subfolders(root)[:2]
-        return len(first) == 2 and all(any(_is_image(path, root) for path in folder.iterdir()) for folder in first)
+        return len(first) == 2 and all(any(is_image(path, root) for path in folder.iterdir()) for folder in first)
 
     def load(root: Path, short_side: int | None) -> ImageData:
         folders = class_folders(root)
@@ -215,11 +166,11 @@ def _distinct(names: Sequence[str], folders: Sequence[str]) -> tuple[str, ...]:
 
 def load_cifar(root: Path, short_side: int | None) -> ImageData:
     """CIFAR-100 as its python pickles hold it, with the fine labels."""
-    meta = _texts(read_pickle(root / "meta"))
     try:
+        meta = _texts(read_pickle(root / "meta"))
         classes = plain_names(root, [_text(name) for name in meta["fine_label_names"]])
         train, test = (_cifar_side(root / side, classes, short_side) for side in ("train", "test"))
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
         raise UserError(f"the files of {root} are no CIFAR-100 ({problem!r}): get them anew") from None
     return ImageData(classes, train, test)
 
@@ -256,6 +207,117 @@ CIFAR = Layout(
     load_cifar,
     telling=lambda _: True,
 )
+
+
+class _Bytes:
+    """Stand-in for NumPy's type of numbers: bytes, the only type that is allowed."""
+
+    def __init__(self, code: str | bytes, *_: int) -> None:
+        if code not in ("u1", b"u1"):
+            raise ValueError(f"its numbers are of type {code!r}, not bytes")
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore the byte order and alignment."""
+
+
+class _Array:
+    """Stand-in for a NumPy array: it holds nothing until its state is set."""
+
+    content: NDArray[np.uint8] | None = None
+
+    def __init__(self, *_: object) -> None:
+        """Ignore the type, shape and code of the empty array."""
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Bytes, bool, bytes]) -> None:
+        _, shape, kind, fortran, content = state
+        if type(kind) is not _Bytes or type(content) is not bytes or math.prod(shape) != len(content):
+            raise ValueError("an array's numbers do not fit its shape")
+        self.content = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
+
+
+class _Latin1:
+    """Stand-in for the function by which Python 3 writes bytes in protocols without bytes."""
+
+    __slots__ = ()
+
+    def __call__(self, text: str, codec: str) -> bytes:
+        if codec != "latin1":
+            raise ValueError("it asks for another codec than latin1")
+        return text.encode("latin-1")
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): object(),
+    ("numpy", "dtype"): _Bytes,
+    ("_codecs", "encode"): _Latin1(),
+}
+
+
+def _fill(code: int, keys: slice) -> Callable[[Any], None]:
+    """Return an instruction that fills a dictionary, with a check of its keys before they are hashed."""
+    load = pickle._Unpickler.dispatch[code]
+
+    def checked(reader: Any) -> None:
+        if not set(map(type, reader.stack[keys])) <= _KEYS:
+            raise pickle.UnpicklingError("a dictionary has a key that is no text and no number")
+        load(reader)
+
+    return checked
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Unpickler for the instructions of plain data, in which a file can call nothing but the stand-ins above.
+
+    It is Python's unpickler in Python. The one in C knows all instructions, reserves memory for the largest number of
+    the memo, however large, and overflows the stack where it hashes a deeply nested tuple.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code: pickle._Unpickler.dispatch[code] for code in _CODES}
+    dispatch |= {code: _fill(code, slice(start, None, 2)) for code, start in zip(b"sud", (-2, 0, 0), strict=True)}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name."""
+        if (module, name) not in _STAND_INS:
+            newer = " of protocol 4 or lower" if name == "_frombuffer" else ""  # arrays in protocol 5
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain data{newer}")
+        return _STAND_INS[module, name]
+
+
+def read_pickle(path: Path) -> dict[str | bytes | int, Any]:
+    """Read a dictionary of texts, numbers, lists of them and arrays of bytes, and run nothing of the file.
+
+    Texts of Python 2 are returned as ``bytes``.
+    """
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UserError(f"{path} is larger than {LARGEST} bytes: this is no file of CIFAR's")
+        data = path.read_bytes()
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    try:
+        return _plain(_PlainUnpickler(io.BytesIO(data), encoding="bytes").load())
+    except Exception as problem:  # noqa: BLE001 (a damaged pickle may raise anything)
+        reason = f"it is damaged or holds more than plain data ({one_line(problem)})"
+        raise UserError(f"{path} is refused: {reason}. Nothing of it was run; get the file anew") from None
+
+
+def _plain(value: Any) -> dict[str | bytes | int, Any]:
+    """Return a dictionary of nothing but texts, numbers, arrays, and lists of texts and numbers."""
+    if type(value) is not dict:
+        raise ValueError("it holds no dictionary")
+    if sum(len(item) for item in value.values() if type(item) is list) > LONGEST:
+        raise ValueError(f"it has lists of more than {LONGEST} items")
+    return {key: _plain_item(item) for key, item in value.items()}
+
+
+def _plain_item(value: Any) -> Any:
+    if type(value) is _Array and value.content is not None:
+        return value.content
+    if not set(map(type, value if type(value) is list else [value])) <= _PLAIN:
+        raise ValueError("it holds something that is no plain data")
+    return value
 
 
 # CUB -------------------------------------------------------------------------------------------------------------
@@ -428,7 +490,7 @@ def _wordnet_folders(root: Path) -> list[Path]:
     return [path for path in subfolders(root) if _WNID.fullmatch(path.name)]
 
 
-def _is_imagenet_r(root: Path) -> bool:
+def is_imagenet_r(root: Path) -> bool:
     """Whether it is this part of ImageNet, since all parts have such folders.
 
     The lists tell, or the number of the folders together with the names of their files.
@@ -445,7 +507,7 @@ LISTED = Layout(
     "(or train.txt and test.txt of one's own)",
     lambda root: len(_wordnet_folders(root)) > 1,
     load_listed,
-    telling=_is_imagenet_r,
+    telling=is_imagenet_r,
 )
 
 

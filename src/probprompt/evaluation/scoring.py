@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from probprompt.backbone import Embedded
-from probprompt.data.loading import Loaded, Viewer
+from probprompt.data.image_store import Loaded
+from probprompt.data.transforms import Preprocessor
 from probprompt.distributed import ALONE, World
 from probprompt.training.model import PromptedModel
 
@@ -18,7 +19,9 @@ class Scorer:
     the prompts are fixed. Several processes share the images of a task; what else is asked for, each computes.
     """
 
-    def __init__(self, model: PromptedModel, images: Loaded, viewer: Viewer, batch: int, world: World = ALONE) -> None:
+    def __init__(
+        self, model: PromptedModel, images: Loaded, viewer: Preprocessor, batch: int, world: World = ALONE
+    ) -> None:
         self.model, self.images, self.viewer, self.batch, self.world = model, images, viewer, batch, world
         self._queries = Cache(len(images.labels))
         self._features = Cache(len(images.labels))

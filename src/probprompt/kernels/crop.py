@@ -1,6 +1,7 @@
 """Views of images straight from their stored pixels: cut out, resized, flipped and normalised in one pass.
 
-What :func:`probprompt.data.views.resample` says, for images of different sizes that lie one after another in memory.
+What :func:`probprompt.data.transforms.resample` says, for images of different sizes that lie one after another in
+memory.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from probprompt.data.views import Boxes, Kernel
+from probprompt.data.transforms import Boxes, Kernel
 from probprompt.errors import UserError, suggest
 
 RADIUS = {"bilinear": 1, "bicubic": 2}

@@ -17,13 +17,13 @@ from probprompt import methods
 from probprompt.backbone import DTYPES, Precision
 from probprompt.checkpoints import LoadedBackbone, load_backbone
 from probprompt.config import RunConfig
-from probprompt.data import benchmarks
+from probprompt.data import datasets, verify
 from probprompt.data.cache import ImageCache
-from probprompt.data.datasets import Dataset
-from probprompt.data.loading import Loaded, Viewer, enlarged, load_kept, refuse_unreadable
-from probprompt.data.preparation import preparation, refuse_other_preparation
-from probprompt.data.sets import ImageData
+from probprompt.data.datasets import ImageData
+from probprompt.data.image_store import Loaded, load_kept, refuse_unreadable
+from probprompt.data.published import Dataset
 from probprompt.data.stream import Task, build_stream, order_hash
+from probprompt.data.transforms import Preprocessor, enlarged
 from probprompt.distributed import ALONE, World, from_environment, join
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
@@ -143,7 +143,7 @@ def resume(out: Path, device: str | None = None, progress: ProgressCallback = SI
             workshop = prepare(run.config, place, progress, weights["sha256"], world, precision, file)
         if workshop.device.type != begun_on:
             progress.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
-        refuse_other_preparation(record["preprocessing"], workshop.learner.viewer)
+        workshop.learner.viewer.check_record(record["preprocessing"])
         _refuse_changed_data(record, workshop)
         saved = None
         if run.checkpoint.exists():
@@ -195,7 +195,7 @@ def prepare(
     if device.type == "cuda" and torch.cuda.memory_allocated(device):
         release(device)  # what an earlier run of this process left may be more than fits beside another
     torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
-    source = benchmarks.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
+    source = datasets.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
     chosen = config.backbone
     backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
     size = backbone.preprocessing.image_size
@@ -203,7 +203,7 @@ def prepare(
     for remark in _open(source, progress):
         progress.note(remark)
     data = source.load(config.data.short_side(short_side))
-    differences = source.differences(data) if isinstance(source, Dataset) else []
+    differences = verify.differences(source, data) if isinstance(source, Dataset) else []
     for difference in differences:
         progress.note(f"{source.name} is not as published: {difference}")
     if config.data.validation:
@@ -242,12 +242,12 @@ def prepare(
     )
 
 
-def _open(source: benchmarks.Benchmark, progress: ProgressCallback) -> list[str]:
+def _open(source: datasets.Benchmark, progress: ProgressCallback) -> list[str]:
     """What a user should know of the images, which may have to be fetched for it."""
     if not source.remote:
-        return source.remarks()
+        return source.notes()
     with progress.stage("opening data", 1):
-        found = source.remarks()
+        found = source.notes()
         progress.advance(1)
     return found
 
@@ -275,12 +275,12 @@ def _build_method(config: RunConfig, backbone: LoadedBackbone) -> Method:
     return methods.find(config.method.name).create(config.method, shape, config.seeds.init)
 
 
-def build_viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Viewer:
+def build_viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Preprocessor:
     """How images are prepared for this backbone; ``resized`` is the short side from which its input is cut."""
     wanted = backbone.preprocessing
     mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
     dtype = DTYPES[backbone.model.precision]
-    return Viewer.of(wanted.image_size, resized, mean, std, config.data.interpolation, device, dtype)
+    return Preprocessor.of(wanted.image_size, resized, mean, std, config.data.interpolation, device, dtype)
 
 
 def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
@@ -320,7 +320,7 @@ def describe(workshop: Workshop, name: str) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "precision": model.precision,
         },
-        "preprocessing": {**preparation(viewer), "normalisation": config.backbone.normalisation},
+        "preprocessing": {**viewer.record(), "normalisation": config.backbone.normalisation},
         "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
         "stream": {
             "classes": [name for task in names for name in task],

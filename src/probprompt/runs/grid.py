@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from probprompt import methods, presets
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
-from probprompt.data import benchmarks
+from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.runs.record import Run, config_hash
 from probprompt.storage import read_json
@@ -329,7 +329,7 @@ class Grid:
 
 def benchmark_label(name: str) -> str:
     """A benchmark's name; of a folder, the last part of its path."""
-    return name if name in benchmarks.registered() else Path(name).expanduser().resolve().name
+    return name if name in datasets.registered() else Path(name).expanduser().resolve().name
 
 
 def _check_preset(name: str) -> None:
@@ -347,7 +347,7 @@ def _check_names(spec: GridSpec) -> None:
         for preset in spec.presets:
             mistakes.of(_check_preset, preset)
         for benchmark in spec.benchmarks:
-            mistakes.of(benchmarks.find, benchmark, test)
+            mistakes.of(datasets.find, benchmark, test)
 
 
 class _Mistakes:

@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from probprompt import randomness
 from probprompt.backbone import Precision
 from probprompt.config import DataConfig, RunConfig
-from probprompt.data import benchmarks
-from probprompt.data.benchmarks import ImageData
-from probprompt.data.loading import Loaded, Viewer, enlarged, load
+from probprompt.data import datasets
+from probprompt.data.datasets import ImageData
+from probprompt.data.image_store import Loaded, load
+from probprompt.data.transforms import Preprocessor, enlarged
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation.audit import (
     CHECKS,
@@ -114,7 +115,7 @@ def _audit_loaded(
     loaded = load_model(folder, device)
     note = loaded.note
     if data is not None:
-        found = benchmarks.find(data).load(_stored_side(note))
+        found = datasets.find(data).load(_stored_side(note))
         sample = _sample(found, DataConfig(), data, loaded, count, device, progress)
     elif run is not None:
         sample = _run_sample(run, loaded, count, device, progress)
@@ -132,7 +133,7 @@ def _audit_loaded(
 def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, progress: ProgressCallback) -> Sample:
     """Images that the run was evaluated on; others than at its time are refused."""
     config, record = run.config.data, run.record
-    benchmark = benchmarks.find(config.benchmark, config.test, config.test_fraction, config.root)
+    benchmark = datasets.find(config.benchmark, config.test, config.test_fraction, config.root)
     found = benchmark.load(config.short_side(_stored_side(loaded.note)))
     if config.validation:
         found = benchmark.hold_out(found, config.validation)
@@ -196,12 +197,12 @@ def _stored_side(note: dict[str, Any]) -> int:
     return enlarged(int(note["preprocessing"]["image_size"]))
 
 
-def _viewer(preprocessing: dict[str, Any], device: torch.device) -> Viewer:
+def _viewer(preprocessing: dict[str, Any], device: torch.device) -> Preprocessor:
     size, resized, mean, std = (preprocessing[name] for name in ("image_size", "resized", "mean", "std"))
-    return Viewer.of(size, resized, mean, std, preprocessing.get("interpolation", "bilinear"), device)
+    return Preprocessor.of(size, resized, mean, std, preprocessing.get("interpolation", "bilinear"), device)
 
 
-def _views(viewer: Viewer, images: Loaded) -> Tensor:
+def _views(viewer: Preprocessor, images: Loaded) -> Tensor:
     return viewer.evaluation(images.store, torch.arange(len(images.labels), device=images.labels.device))
 
 

@@ -14,9 +14,8 @@ from probprompt.alignment import ClassStatistics, align
 from probprompt.backbone import Embedded
 from probprompt.capture import Captured, make_optimiser, set_rate
 from probprompt.config import RunConfig
-from probprompt.data.colour import draws_needed
-from probprompt.data.loading import Loaded, RandomViews, Viewer
-from probprompt.data.views import DRAWS, Boxes, random_boxes
+from probprompt.data.image_store import Loaded
+from probprompt.data.transforms import DRAWS, Boxes, Preprocessor, RandomViews, draws_needed, random_boxes
 from probprompt.distributed import ALONE, World
 from probprompt.errors import UserError
 from probprompt.heads import ClosedFormHead, LinearHead
@@ -73,7 +72,7 @@ class Learner:
         self,
         model: PromptedModel,
         images: Loaded,
-        viewer: Viewer,
+        viewer: Preprocessor,
         config: RunConfig,
         world: World = ALONE,
         queries: Queries | None = None,

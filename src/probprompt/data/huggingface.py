@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probprompt.data.datasets import HUB, SIDES, Benchmark, ImageData, ImageSet, stratified_split
 from probprompt.data.images import Pixels, UnreadableImageError, read_image
-from probprompt.data.layouts import SIDES
-from probprompt.data.sets import Benchmark, ImageData, ImageSet, stratified_split
 from probprompt.errors import UserError, one_line, shorten
 from probprompt.hub import TIMEOUT, asking_for, failures, without_bars
 
-PREFIX = "hf:"
 _FORM = "hf:owner/name or hf:name, :configuration and @revision behind it where needed, or hf:FOLDER"
 _NAMED = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _TRAIN = "train"
@@ -39,7 +37,7 @@ class _Opened:
     """The split that is the test set, where there is one with classes."""
     labels: dict[str, NDArray[np.int64]]
     """Of the images of the training and the test split."""
-    remarks: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class HubDataset(Benchmark):
@@ -62,14 +60,14 @@ class HubDataset(Benchmark):
             return ImageData(opened.classes, whole.subset(kept), whole.subset(held))
         return ImageData(opened.classes, whole, _images(opened, opened.side, short_side))
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Whether this is an old copy, which splits have no classes, and which classes have no images."""
-        return list(self._opened.remarks)
+        return list(self._opened.notes)
 
     @cached_property
     def _opened(self) -> _Opened:
-        where = f"{PREFIX}{self.where}"
-        splits, remarks = _open(self.where)
+        where = f"{HUB}{self.where}"
+        splits, notes = _open(self.where)
         if _TRAIN not in splits:
             only = f"only {shorten(sorted(splits))}" if splits else "and no other"
             raise UserError(f"{where} has no split {_TRAIN!r} with images, {only}: choose another dataset")
@@ -86,7 +84,7 @@ class HubDataset(Benchmark):
                 break
             passed_over.append(name)
         instead = repr(side) if side else f"a part of {_TRAIN!r}"
-        remarks += [
+        notes += [
             f"the split {name!r} of {where} has images without a class: the test set is {instead}"
             for name in passed_over
         ]
@@ -94,8 +92,8 @@ class HubDataset(Benchmark):
         classes, numbered = _without_empty(names, labels, where)
         if len(classes) < len(names):
             empty = shorten(sorted(set(names) - set(classes)))
-            remarks.append(f"{len(names) - len(classes)} class(es) of {where} have no image and are left out: {empty}")
-        return _Opened(splits, image, classes, side, numbered, tuple(remarks))
+            notes.append(f"{len(names) - len(classes)} class(es) of {where} have no image and are left out: {empty}")
+        return _Opened(splits, image, classes, side, numbered, tuple(notes))
 
 
 # Opening a dataset ---------------------------------------------------------------------------------------------------
@@ -106,7 +104,7 @@ def _open(where: str) -> tuple[Mapping[str, Any], list[str]]:
     try:
         datasets: Any = import_module("datasets")
     except ImportError:
-        raise UserError(f"{PREFIX}{where} needs the package 'datasets': pip install 'probprompt[hub]'") from None
+        raise UserError(f"{HUB}{where} needs the package 'datasets': pip install 'probprompt[hub]'") from None
     folder = Path(where).expanduser()
     with _quiet(datasets):
         if not any((folder / name).is_file() for name in (_SEVERAL, _SINGLE)):
@@ -115,7 +113,7 @@ def _open(where: str) -> tuple[Mapping[str, Any], list[str]]:
             found: Any = datasets.load_from_disk(str(folder))
         except Exception as problem:  # noqa: BLE001 (what is damaged makes the package raise anything)
             raise UserError(
-                f"{PREFIX}{where} cannot be loaded: {one_line(problem)}; save it anew, without splits that are empty"
+                f"{HUB}{where} cannot be loaded: {one_line(problem)}; save it anew, without splits that are empty"
             ) from None
     splits = found if isinstance(found, Mapping) else {_TRAIN: found}
     return {name: split for name, split in splits.items() if len(split)}, []
@@ -123,7 +121,7 @@ def _open(where: str) -> tuple[Mapping[str, Any], list[str]]:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Keep bars and remarks of the package, and of the hub's client, off the screen."""
+    """Keep bars and notes of the package, and of the hub's client, off the screen."""
     packages = (datasets.utils, import_module("huggingface_hub.utils"))
     before = [(one, one.logging.get_verbosity()) for one in packages]
     for one in packages:
@@ -153,9 +151,9 @@ def _fetch(datasets: Any, where: str) -> tuple[Mapping[str, Any], list[str]]:
     folder = Path(found["name"] if found else where).expanduser()
     if found is None or folder.is_dir():
         what = "a folder, but none that datasets has saved" if folder.is_dir() else "neither a name nor a folder"
-        own = f"; class folders of your own go without {PREFIX}" if folder.is_dir() else ""
-        raise UserError(f"{PREFIX}{where} is {what}: write {_FORM}{own}")
-    asked = _Named(f"{PREFIX}{where}", found["name"], found["config"], found["revision"])
+        own = f"; class folders of your own go without {HUB}" if folder.is_dir() else ""
+        raise UserError(f"{HUB}{where} is {what}: write {_FORM}{own}")
+    asked = _Named(f"{HUB}{where}", found["name"], found["config"], found["revision"])
     try:
         name, commit = _ask(datasets, asked)
     except _UnreachedError as problem:
@@ -193,7 +191,7 @@ def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Mappi
             at = f"@{asked.revision}" if asked.revision else ""
             raise UserError(
                 f"{asked.where}: name one of its configurations, {shorten(configs)}, as in "
-                f"{PREFIX}{asked.name}:{configs[0]}{at}"
+                f"{HUB}{asked.name}:{configs[0]}{at}"
             ) from None
         if isinstance(problem, datasets.exceptions.DatasetNotFoundError):  # it is there, as the hub said
             raise _unusable(asked, problem, "run 'hf auth login' or set HF_TOKEN") from None
@@ -226,7 +224,7 @@ def _fetched_before(datasets: Any, asked: _Named, reason: str) -> tuple[Mapping[
     """What the package has fetched last of a dataset; another revision than the one that is named is refused."""
     unreached, network = f"the hub cannot be reached ({reason})", "see that the network is there"
     if "/" not in asked.name:
-        raise UserError(f"{unreached}, and {asked.where} is without its owner: {network}, or write {PREFIX}owner/name")
+        raise UserError(f"{unreached}, and {asked.where} is without its owner: {network}, or write {HUB}owner/name")
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = True  # else it would ask the hub again, for half a minute
     try:
@@ -264,7 +262,7 @@ def _columns(split: Any, where: str) -> tuple[str, str]:
         labels = [usual] if usual in labels else labels
     if len(images) != 1 or len(labels) != 1:
         raise UserError(
-            f"{PREFIX}{where} must have one column of images and one of class labels, but its columns are "
+            f"{HUB}{where} must have one column of images and one of class labels, but its columns are "
             + ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
         )
     return images[0], labels[0]

@@ -10,12 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from probprompt import kernels
-from probprompt.data.benchmarks import ImageSet
 from probprompt.data.cache import Decoded, ImageCache, decode
-from probprompt.data.colour import Augmentation, after_crop, before_crop, draws_needed
+from probprompt.data.datasets import ImageSet
 from probprompt.data.images import Pixels
-from probprompt.data.views import Boxes, Kernel, centre_boxes, resample
 from probprompt.errors import UserError
 from probprompt.progress import ProgressCallback
 
@@ -23,15 +20,6 @@ Advance = Callable[[int], None]
 RESIDENT = 0.4  # the share of a GPU's free memory that a set may fill; a larger one stays on the host
 _CHUNK = 2**26  # bytes that go to the device at a time
 _CANVAS = 2**27  # bytes of images that are cut together; cutting takes ten times as much
-
-
-def enlarged(size: int) -> int:
-    """The short side from which an input of this size is cut: 256 for 224.
-
-    >>> enlarged(224)
-    256
-    """
-    return round(size * 256 / 224)
 
 
 @dataclass(frozen=True)
@@ -185,82 +173,6 @@ def _send(pixels: Tensor, offsets: Tensor, sizes: Tensor, total: int, device: to
         part = _gather(pixels, places, extents, device.type == "cuda")[0]
         sent[int(first[0]) :][: len(part)].copy_(part, non_blocking=True)
     return sent, starts
-
-
-@dataclass(frozen=True)
-class RandomViews:
-    """How training looks at images: a box each, and what happens to their colours."""
-
-    boxes: Boxes
-    augmentation: Augmentation = "crop"
-    draws: Tensor | None = None  # (B, draws of the augmentation)
-
-    def __getitem__(self, rows: Tensor | slice) -> "RandomViews":
-        """The views of some of the images."""
-        return RandomViews(self.boxes[rows], self.augmentation, None if self.draws is None else self.draws[rows])
-
-
-@dataclass(frozen=True)
-class Viewer:
-    """Turns stored images into what the backbone is fed."""
-
-    size: int
-    resized: int
-    mean: Tensor  # (3, 1, 1)
-    std: Tensor  # (3, 1, 1)
-    kernel: Kernel = "bilinear"
-    """How evaluation views are resized."""
-    dtype: torch.dtype = torch.float32
-    """What kernels write views in: the backbone's own, so that nothing is rounded later; else it is float32."""
-
-    @classmethod
-    def of(
-        cls,
-        size: int,
-        resized: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        kernel: Kernel,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-    ) -> Self:
-        """A viewer that normalises by the mean and spread of each colour."""
-        centre, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
-        return cls(size, resized, centre, spread, kernel, dtype)
-
-    def evaluation(self, store: ImageStore, indices: Tensor) -> Tensor:
-        """The evaluation view of images (B, 3, size, size), normalised."""
-        boxes = centre_boxes(store.sizes[indices], self.resized, self.size)
-        return self._cut(store, indices, boxes, self.kernel)
-
-    def cuts(self, store: ImageStore, augmentation: Augmentation) -> bool:
-        """Whether random views are cut by one kernel out of what lies on the device, as a captured step can do."""
-        return kernels.usable(store.device) and store.resident and draws_needed(augmentation) == 0
-
-    def random(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
-        """Given views of images (B, 3, size, size), normalised."""
-        if views.draws is None or draws_needed(views.augmentation) == 0:
-            return self._cut(store, indices, views.boxes)
-        return torch.cat([self._coloured(store, indices[some], views[some]) for some in store.groups(indices)])
-
-    def _coloured(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
-        """The same where colours are changed, of images whose canvas is not too large."""
-        assert views.draws is not None
-        canvas = before_crop(store.canvas(indices), store.sizes[indices], views.draws, views.augmentation)
-        images = after_crop(resample(canvas, views.boxes, self.size), views.draws, views.augmentation)
-        return self._normalise(images)
-
-    def _cut(self, store: ImageStore, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
-        """The boxes of images (B, 3, size, size), normalised."""
-        if kernels.usable(store.device):
-            from probprompt.kernels.crop import crop  # late: needs Triton
-
-            return crop(*store.batch(indices), boxes, self.size, self.mean, self.std, kernel, self.dtype)
-        cut = [resample(store.canvas(indices[some]), boxes[some], self.size, kernel) for some in store.groups(indices)]
-        return self._normalise(torch.cat(cut))
-
-    def _normalise(self, images: Tensor) -> Tensor:
-        return (images - self.mean) / self.std
 
 
 @dataclass(frozen=True)

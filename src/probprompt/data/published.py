@@ -1,0 +1,330 @@
+"""The published benchmarks: what they hold, where they are obtained, where they are looked for."""
+
+import csv
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from probprompt.data import layouts
+from probprompt.data.datasets import Benchmark, ImageData, ImageSet, benchmark, registered
+from probprompt.data.layouts import Layout
+from probprompt.errors import UserError, shorten
+
+PLACE = "PROBPROMPT_DATA"
+"""The environment variable that names the folder of all datasets."""
+
+_BIRDS = Path(__file__).parent / "cub200.csv"
+_SHOWN = 5
+_LISTS = (
+    "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published file with its hash."""
+
+    url: str
+    file: str
+    algorithm: Literal["md5", "sha256"]
+    digest: str
+    unpack: bool = True
+    """Whether it is an archive; otherwise a file that is stored with the images."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a dataset should hold by its publication."""
+
+    classes: int
+    train: int
+    test: int
+    train_per_class: tuple[int, int]
+    """The least and the most images of a class."""
+    test_per_class: tuple[int, int]
+    shared: int | None = None
+    """Test images that are among the training images, too, in the data as it was published; None: not known."""
+    encoding: Literal["jpeg", "lossless"] | None = None
+    """How its images are published: as JPEG files, or with every pixel as it is; in any other way they were encoded
+    anew. None: not known."""
+    size: tuple[int, int] | None = None
+    """Width and height, where all images have the same."""
+
+
+def data_folder() -> Path:
+    """Where datasets are kept: ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
+    named = os.environ.get(PLACE, "")
+    if named:
+        return Path(named).expanduser().absolute()
+    shared = Path(os.environ.get("XDG_DATA_HOME", ""))
+    try:
+        return (shared if shared.is_absolute() else Path.home() / ".local" / "share") / "probprompt"
+    except RuntimeError:
+        raise UserError(f"this user has no home: name the folder of datasets with {PLACE}") from None
+
+
+class Dataset(Benchmark):
+    """A published dataset in any layout that is common for it."""
+
+    stored = True
+    sources: ClassVar[tuple[Source, ...]]
+    """The archive of the images first, then what belongs beside it."""
+    folders: ClassVar[tuple[str, ...]]
+    """What its archive, or other people, call the folder inside."""
+    layouts: ClassVar[tuple[Layout, ...]]
+    figures: ClassVar[Figures]
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root
+        """Where it lies, or a folder that holds it under its name; the folder of all datasets by default."""
+
+    def load(self, short_side: int | None) -> ImageData:
+        """List the images, in whichever layout they are."""
+        folder, layout = self.locate()
+        if layout is layouts.LISTED and layouts.find_lists(folder) is None:
+            raise UserError(self._unlisted(folder))
+        return layout.load(folder, short_side)
+
+    def locate(self) -> tuple[Path, Layout]:
+        """The folder of the images, and the layout in which they are."""
+        found = self.recognize()
+        if found is None:
+            raise UserError(self._missing())
+        return found
+
+    def recognize(self) -> tuple[Path, Layout] | None:
+        """The same, or None where there is no such dataset."""
+        for folder in self._candidates():
+            for layout in self.layouts:
+                if folder.is_dir() and layout.fits(folder):
+                    return folder, layout
+        return None
+
+    def miscounts(self, data: ImageData) -> list[str]:
+        """Where there are not as many classes and images as published, or the classes are in another order."""
+        names, published = data.class_names, self.class_counts()
+        found = []
+        if len(names) != self.figures.classes:
+            found.append(f"{len(names)} classes, published are {self.figures.classes}")
+        elif set(names) == set(published) and names != tuple(published):
+            found.append(f"the classes are in another order than published: {shorten(names, 3)}")
+        for side, images, total, limits in (
+            ("train", data.train, self.figures.train, self.figures.train_per_class),
+            ("test", data.test, self.figures.test, self.figures.test_per_class),
+        ):
+            if len(images) != total:
+                found.append(f"{side}: {len(images)} images, published are {total}")
+            due = {name: counts[side == "test"] for name, counts in published.items()}
+            found += [f"{side}: {text}" for text in _odd_classes(names, images, due, limits)]
+        return found
+
+    @classmethod
+    def lists(cls) -> set[str]:
+        """The sha256 of the published lists that cut it into training and test; none where it is cut already."""
+        return {item.digest for item in cls.sources if not item.unpack}
+
+    def class_counts(self) -> dict[str, tuple[int, int]]:
+        """How many training and test images each class should have, in the order of the classes; empty: not known."""
+        return {}
+
+    @property
+    def place(self) -> Path:
+        """The folder in which it is looked for."""
+        return self.root.absolute() if self.root else data_folder() / self.name
+
+    def _candidates(self) -> Iterator[Path]:
+        bases = (self.place / self.name, self.place) if self.root else (self.place,)
+        for base in bases:
+            yield from (base / folder for folder in self.folders)
+            yield base
+
+    def _missing(self) -> str:
+        forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
+        if self.root and self.place.is_dir():
+            return f"{self.place} holds nothing that looks like {self.name}. Accepted: {forms}"
+        state = "holds nothing that looks like it" if self.place.is_dir() else "does not exist"
+        return (
+            f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
+            f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"
+        )
+
+    def _unlisted(self, folder: Path) -> str:
+        """What to do for lists: ``data get`` fetches them alone where it finds the images, else all of it anew."""
+        if self.root is None or folder.name == self.name:
+            to = f" --to {quote(str(folder.parent))}" if self.root else ""
+            way = f"Fetch them alone with: probprompt data get {self.name}{to}"
+        else:
+            way = f"Put {' and '.join(source.url for source in self.sources[1:])} there"
+        return (
+            f"{folder} has the class folders, but not the lists that say which images are for training and which for "
+            f"the test. {way}; or put your own there, as train.txt and test.txt with a path (class/file) in each line"
+        )
+
+
+def _odd_classes(
+    names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
+) -> Iterator[str]:
+    """Say which classes have not as many images as published, by their own number or by the least and the most."""
+    counts = np.bincount(images.labels, minlength=len(names)).tolist()
+    least, most = limits
+    exact, beyond = [], []
+    for name, count in zip(names, counts, strict=True):
+        if name in due and count != due[name]:
+            exact.append(f"{name} has {count} instead of {due[name]}")
+        elif name not in due and not least <= count <= most:
+            beyond.append(f"{name} has {count}")
+    if exact:
+        yield f"not as many images of each class as published: {shorten(exact, _SHOWN)}"
+    if beyond:
+        each = f"{least}" if least == most else f"{least} to {most}"
+        yield f"published are {each} images of each class, but {shorten(beyond, _SHOWN)}"
+
+
+@benchmark
+class Cifar100(Dataset):
+    """Small photographs of 100 kinds of things (Krizhevsky, 2009)."""
+
+    name = "cifar100"
+    summary = "CIFAR-100: photographs of 100 kinds of things, 32 px"
+    enlarge = False
+    sources = (
+        Source(
+            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+            "cifar-100-python.tar.gz",
+            "md5",
+            "eb9058c3a382ffc7106e4002c42a8d85",
+        ),
+    )
+    folders = ("cifar-100-python", "CIFAR-100", "cifar-100")
+    layouts = (layouts.CIFAR, layouts.tree(layouts.plain_names))
+    figures = Figures(100, 50_000, 10_000, (500, 500), (100, 100), shared=10, encoding="lossless", size=(32, 32))
+
+
+@benchmark
+class ImageNetR(Dataset):
+    """Renditions of 200 classes of ImageNet (Hendrycks et al., 2021), cut as CODA-Prompt cut them."""
+
+    name = "imagenet-r"
+    summary = "ImageNet-R: 200 classes as art, cartoons, sketches, toys and more"
+    sources = (
+        Source(
+            "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar",
+            "imagenet-r.tar",
+            "md5",
+            "a61312130a589d0ca1a8fca1f2bd3337",
+        ),
+        Source(
+            _LISTS + "imagenet-r_train.yaml",
+            "imagenet-r_train.yaml",
+            "sha256",
+            "6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
+            unpack=False,
+        ),
+        Source(
+            _LISTS + "imagenet-r_test.yaml",
+            "imagenet-r_test.yaml",
+            "sha256",
+            "57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
+            unpack=False,
+        ),
+    )
+    folders = ("imagenet-r",)
+    layouts = (layouts.LISTED, layouts.tree(layouts.wordnet_names))
+    figures = Figures(200, 24_000, 6_000, (38, 354), (5, 81), encoding="jpeg")
+
+
+@benchmark
+class Cub200(Dataset):
+    """Photographs of 200 species of birds (Wah et al., 2011)."""
+
+    name = "cub200"
+    summary = "CUB-200-2011: photographs of 200 species of birds"
+    sources = (
+        Source(
+            "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
+            "CUB_200_2011.tgz",
+            "md5",
+            "97eceeb196236b17998738112f37df78",
+        ),
+    )
+    folders = ("CUB_200_2011",)
+    layouts = (layouts.CUB, layouts.tree(layouts.numbered_names))
+    figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30), encoding="jpeg")
+
+    def class_counts(self) -> dict[str, tuple[int, int]]:
+        """By the official split."""
+        with _BIRDS.open(encoding="utf-8", newline="") as file:
+            return {row["class"]: (int(row["train"]), int(row["test"])) for row in csv.DictReader(file)}
+
+
+@benchmark
+class TinyImageNet(Dataset):
+    """Small photographs of 200 classes of ImageNet (Stanford's CS231n); not in the paper."""
+
+    name = "tiny-imagenet"
+    summary = "Tiny-ImageNet: photographs of 200 classes of ImageNet, 64 px"
+    enlarge = False
+    sources = (
+        Source(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+            "tiny-imagenet-200.zip",
+            "md5",
+            "90528d7ca1a48142e341f4ef8d21d0de",
+        ),
+    )
+    folders = ("tiny-imagenet-200",)
+    layouts = (layouts.TINY, layouts.tree(layouts.wordnet_names))
+    figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7, encoding="jpeg", size=(64, 64))
+
+
+@benchmark
+class TuBerlin(Dataset):
+    """Sketches of 250 kinds of things by everybody (Eitz et al., 2012), 80 of each; not in the paper."""
+
+    name = "tu-berlin"
+    summary = "TU-Berlin: sketches of 250 kinds of things, 64 for training and 16 for the test each"
+    sources = (
+        Source(
+            "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
+            "sketches_png.zip",
+            "md5",
+            "023123df86a928a5273e3ba11990d8fd",
+        ),
+    )
+    folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
+    layouts = (
+        layouts.tree(layouts.plain_names),
+        layouts.flat("png/ with 250 class folders", "tu-berlin, seed 0", layouts.plain_names),
+    )
+    figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16), encoding="lossless", size=(1111, 1111))
+
+
+def published_lists(name: str) -> set[str]:
+    """The sha256 of the lists that cut a dataset into training and test; none where its archive is cut already."""
+    source = registered().get(name)
+    return source.lists() if source and issubclass(source, Dataset) else set()
+
+
+def recognize(path: Path) -> Dataset | None:
+    """Which dataset lies in a folder, or in a folder of its name inside, where its layout or a name says so."""
+    known = [source for source in registered().values() if issubclass(source, Dataset)]
+    inside = [source for source in known if source(path / source.name).recognize()]
+    if len(inside) > 1:
+        places = [str(path / source.name) for source in inside]
+        raise UserError(f"{path} holds {len(inside)} datasets: name one of {shorten(places)}")
+    if inside:
+        return inside[0](path)
+    for source in known:
+        found = source(path).recognize()
+        if found and found[1].telling(found[0]):
+            return source(path)
+    for source in known:
+        names = {source.name, *source.folders}
+        if path.name in names and source(path).recognize():
+            return source(path)
+    return None

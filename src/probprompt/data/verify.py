@@ -1,0 +1,270 @@
+"""Whether a dataset on disk is what was published: counts, unreadable files, images on both sides."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path, PurePath
+from typing import IO
+
+import numpy as np
+from PIL import Image
+
+from probprompt.data.datasets import Benchmark, Folder, ImageData, ImageSet
+from probprompt.data.images import UnreadableImageError, read_ahead
+from probprompt.data.layouts import LISTED, find_lists
+from probprompt.data.published import Dataset, Figures, recognize
+from probprompt.errors import UserError, shorten
+from probprompt.progress import ProgressCallback
+
+LOSSLESS = frozenset({".png", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".tif", ".tiff", ".webp"})
+"""Endings of formats that can keep every pixel as it is; of TIFF and WebP the file itself says whether it does."""
+_FORMATS = {"PNG", "BMP", "PPM", "TGA"}
+_TIFF = {"raw", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "lzma", "zstd"}
+_JPEG = {".jpg", ".jpeg"}
+_BROKEN = (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError)
+_LOOKED = 64  # files of each split whose first bytes are read
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found."""
+
+    facts: tuple[str, ...]
+    """What is there."""
+    notes: tuple[str, ...]
+    """What one should know, though nothing is wrong."""
+    problems: tuple[str, ...]
+    """What is wrong."""
+
+
+def check(source: Benchmark, watch: ProgressCallback, quick: bool = False) -> Report:
+    """Look at all images of a dataset or folder; ``quick`` counts them and looks into a few files."""
+    facts: list[str] = []
+    try:
+        if isinstance(source, Dataset):
+            folder, layout = source.locate()
+            facts.append(f"{source.name} in {folder}: {layout.form}")
+            lists = find_lists(folder) if layout is LISTED else None
+            facts += [f"cut by {lists[0]} and {lists[1]}"] if lists else []
+        data = source.load(None)
+    except UserError as problem:
+        return Report(tuple(facts), (), (str(problem),))
+    facts += _counts(data)
+    if isinstance(source, Folder) and source.test is None:
+        facts.append(f"no test set is here: {100 * source.test_fraction:.0f} % of each class are held out as one")
+    problems = source.miscounts(data) if isinstance(source, Dataset) else []
+    if quick:
+        return Report(tuple(facts), tuple(_notes(source, data)), tuple(problems))
+    with watch.stage("reading images", len(data.train) + len(data.test)):
+        train, test = (_look(images, within, watch) for images, within in _sides(data))
+    notes = _notes(source, data, train.sizes | test.sizes)
+    damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
+    problems += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
+    _shared(train, test, source, notes, problems)
+    return Report(tuple(facts), tuple(notes), tuple(problems))
+
+
+def _notes(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | None = None) -> list[str]:
+    """How a dataset differs from the published one, or what one should know of any other source."""
+    return other_differences(source, data, sizes) if isinstance(source, Dataset) else source.notes()
+
+
+def _counts(data: ImageData) -> list[str]:
+    """Say how many there are of what."""
+    facts = [f"classes: {len(data.class_names)}"]
+    for side, images in (("train", data.train), ("test", data.test)):
+        per_class = np.bincount(images.labels, minlength=len(data.class_names))
+        few, many = per_class.min(), per_class.max()
+        each = f"{few}" if few == many else f"{few} to {many}"
+        facts.append(f"{side}: {len(images)} images, {each} of each class")
+    return facts
+
+
+# Content ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the images of one side hold."""
+
+    names: dict[bytes, list[str]]
+    """By the hash of their pixels."""
+    unreadable: dict[str, str]
+    sizes: set[tuple[int, int]]
+    """Widths and heights."""
+
+
+def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
+    """Both sides, and the folder that their names leave out: that of the side, where each has one of its own."""
+    roots = [images.files.root if images.files else None for images in (data.train, data.test)]
+    for images, root in zip((data.train, data.test), roots, strict=True):
+        yield images, f"{root.name}/" if root and roots[0] != roots[1] else ""
+
+
+def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
+    names: dict[bytes, list[str]] = {}
+    unreadable: dict[str, str] = {}
+    sizes: set[tuple[int, int]] = set()
+
+    def digest(index: int) -> tuple[bytes, tuple[int, int]]:
+        pixels = images.read(index)
+        height, width, _ = pixels.shape
+        content = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
+        content.update(np.ascontiguousarray(pixels).data)
+        return content.digest(), (width, height)
+
+    for index, result in read_ahead(digest, range(len(images))):
+        name = within + images.names[index]
+        if isinstance(result, UnreadableImageError):
+            unreadable[name] = str(result)
+        else:
+            names.setdefault(result[0], []).append(name)
+            sizes.add(result[1])
+        watch.advance(1)
+    return _Seen(names, unreadable, sizes)
+
+
+def _shared(train: _Seen, test: _Seen, source: Benchmark, notes: list[str], problems: list[str]) -> None:
+    """Say which test images are training images, too: published data has some of its own."""
+    pairs = [
+        f"{name} = {train.names[content][0]}"
+        for content in test.names
+        if content in train.names
+        for name in test.names[content]
+    ]
+    within = Counter({"train": _repeated(train), "test": _repeated(test)})
+    notes += [f"{count} image(s) of {side} are there more than once" for side, count in within.items() if count]
+    if not pairs:
+        return
+    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs, _SHOWN)}"
+    known = source.figures.shared if isinstance(source, Dataset) else 0
+    if known is None:
+        notes.append(f"{text}. Whether the published data has as many is not known")
+    elif len(pairs) <= known:
+        notes.append(f"{text}. The published data has {known} of them")
+    else:
+        problems.append(f"{text}. " + (f"The published data has {known} of them" if known else "Remove them from one"))
+
+
+def _repeated(seen: _Seen) -> int:
+    return sum(len(names) - 1 for names in seen.names.values())
+
+
+def source_at(path: Path) -> Benchmark:
+    """What lies in a folder: a published dataset where its layout or name says so, else a folder of class folders."""
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder: name a dataset's folder, or a benchmark")
+    return recognize(path) or Folder(path)
+
+
+# How images are stored ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself."""
+
+    kind: str
+    """Its format, such as PNG, whatever its name ends in."""
+    lossless: bool
+    """Whether it surely keeps every pixel as it was."""
+    size: tuple[int, int]
+    """Width and height."""
+
+
+def read_header(path: Path) -> Header | None:
+    """What a file says of itself, decoding nothing; None where it holds no image that can be read."""
+    try:
+        with path.open("rb") as file, Image.open(file) as image:
+            kind = image.format or ""
+            if kind == "WEBP":
+                lossless = _whole_webp(file)
+            elif kind == "TIFF":
+                lossless = image.info.get("compression") in _TIFF
+            else:
+                lossless = kind in _FORMATS
+            return Header(kind, lossless, image.size)
+    except _BROKEN:
+        return None
+
+
+def _whole_webp(file: IO[bytes]) -> bool:
+    """Whether the first picture of a WebP file is stored without loss."""
+    file.seek(12)
+    while len(head := file.read(8)) == 8:
+        if head[:4] in (b"VP8L", b"VP8 "):
+            return head[:4] == b"VP8L"
+        size = int.from_bytes(head[4:], "little")
+        file.seek(size + size % 2, 1)
+    return False
+
+
+# Differences from what was published ----------------------------------------------------------------------------
+
+
+def differences(source: Dataset, data: ImageData) -> list[str]:
+    """How what was loaded differs from what was published; of a few files the first bytes are read."""
+    return [*source.miscounts(data), *other_differences(source, data)]
+
+
+def other_differences(source: Dataset, data: ImageData, sizes: Collection[tuple[int, int]] | None = None) -> list[str]:
+    """Where the images are as many, but encoded anew, resized, or not known to be cut by the published lists.
+
+    ``sizes`` are widths and heights, where all images have been read; else a few files tell.
+    """
+    figures = source.figures
+    telling = figures.size or figures.encoding == "lossless"
+    headers = [header for path in _spread(data) if (header := read_header(path))] if telling else []
+    seen = {header.size for header in headers} if sizes is None else set(sizes)
+    return [*_other_files(figures, data, headers), *_other_sizes(figures, seen), *_other_split(source.lists(), data)]
+
+
+def _other_files(figures: Figures, data: ImageData, headers: Collection[Header]) -> list[str]:
+    names = chain.from_iterable(images.names for images in (data.train, data.test) if images.pixels is None)
+    endings = {PurePath(name).suffix.lower() for name in names}
+    if figures.encoding == "jpeg":
+        due, others = "JPEG files", {_kind(ending) for ending in endings - _JPEG}
+    elif figures.encoding == "lossless":
+        due = "images without loss"
+        others = {_kind(ending) for ending in endings - LOSSLESS} | {h.kind for h in headers if not h.lossless}
+    else:
+        return []
+    kinds = ", ".join(sorted(others))
+    return [f"images are {kinds} files, published are {due}: they were encoded anew"] if others else []
+
+
+def _other_sizes(figures: Figures, sizes: Collection[tuple[int, int]]) -> list[str]:
+    due = figures.size
+    others = [f"{width} x {height}" for width, height in sorted(sizes) if (width, height) != due]
+    if due is None or not others:
+        return []
+    return [f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized"]
+
+
+def _other_split(published: set[str], data: ImageData) -> list[str]:
+    if published and not data.lists:
+        return [
+            "no lists say which images are for training and which for the test: whether they are cut as published "
+            "cannot be known"
+        ]
+    return [
+        f"the list of the {side} images is not the published one (sha256 {digest}): results do not compare with "
+        "published ones"
+        for side, digest in zip(("training", "test"), data.lists, strict=False)
+        if digest not in published
+    ]
+
+
+def _spread(data: ImageData) -> Iterator[Path]:
+    """Some files of each split, from its first to its last."""
+    for images in (data.train, data.test):
+        if images.files:
+            for place in np.linspace(0, len(images) - 1, min(len(images), _LOOKED)).astype(int).tolist():
+                yield images.files.root / images.names[place]
+
+
+def _kind(ending: str) -> str:
+    return "JPEG" if ending in _JPEG else ending.lstrip(".").upper()
