@@ -10,15 +10,15 @@ import typer
 from probprompt import cli, distributed
 from probprompt.bench.results import make_record, read_record, refuse_unwritable, write_record
 from probprompt.cli.app import Device
-from probprompt.cli.bench import SECONDS_OF_MANY, bench_config, show_ratios
-from probprompt.cli.compare import GridScreen
-from probprompt.cli.screen import Screen
+from probprompt.cli.cmd_bench import SECONDS_OF_MANY, bench_config, show_ratios
+from probprompt.cli.cmd_compare import GridScreen
+from probprompt.cli.console import Screen
 from probprompt.config import apply_assignments, flatten
+from probprompt.engine.build import pick_device
+from probprompt.engine.hardware import chip_words, hardware, machine_name
 from probprompt.errors import UserError
-from probprompt.runs.carry_out import Where
-from probprompt.runs.execute import pick_device
+from probprompt.runs.executors import ExecutionOptions
 from probprompt.runs.grid import Outcome
-from probprompt.runs.record import chip_words, hardware, machine_name
 from probprompt.storage import write_bytes
 from reproduction import bench_pages, paper, results, results_page
 from reproduction.plots import draw_growth
@@ -131,7 +131,7 @@ def run_table(
         screen.say("nothing was started: add --yes to start, the same command goes on after a stop")
         return
     try:
-        outcomes = run_missing(plan, book, device, screen, Where(workers)) if plan.grid.cells else []
+        outcomes = run_missing(plan, book, device, screen, ExecutionOptions(workers)) if plan.grid.cells else []
     except KeyboardInterrupt:
         raise cli.Interrupted("interrupted; finished runs are recorded, continue with the same command") from None
     if plan.measure:

@@ -14,9 +14,9 @@ from probprompt import methods, presets
 from probprompt.bench.measure import EPOCH_IMAGES
 from probprompt.bench.results import read_record
 from probprompt.config import RunConfig, parse_config
+from probprompt.engine.hardware import chip_words, machine_name
 from probprompt.errors import UserError
 from probprompt.report.tables import markdown_table
-from probprompt.runs.record import chip_words, machine_name
 from probprompt.storage import write_bytes
 from reproduction import paper
 from reproduction.paper import EXPERIMENTS, Experiment

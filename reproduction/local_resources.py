@@ -5,8 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from probprompt import checkpoints
-from probprompt.checkpoints import find_file
+from probprompt.backbones import pretrained
+from probprompt.backbones.pretrained import find_file
+from probprompt.backbones.weights_file import digest
 from probprompt.config import RunConfig
 from probprompt.data import datasets
 from probprompt.data.cache import Decoded, ImageCache
@@ -14,7 +15,6 @@ from probprompt.data.datasets import Benchmark, ImageSet
 from probprompt.data.published import Dataset
 from probprompt.data.verify import differences
 from probprompt.errors import UserError
-from probprompt.weights_files import digest
 from reproduction import paper
 from reproduction.results import Entry, same_settings
 from reproduction.results_page import has_paper_data
@@ -115,7 +115,7 @@ def _hash_weights(name: str, weights: str | None) -> str | None:
     """Return the sha256 of the weights file that a run would use; None if it has none, or none yet."""
     try:
         file = find_file(name) if weights is None else Path(weights)
-        return digest(file) if file and weights != checkpoints.RANDOM else None
+        return digest(file) if file and weights != pretrained.RANDOM else None
     except UserError:
         return None
 
@@ -128,7 +128,7 @@ def missing_resources(configs: Sequence[RunConfig], local: LocalResources) -> li
         try:
             if backbone.weights is None:
                 find_file(backbone.name)
-            elif backbone.weights != checkpoints.RANDOM and not Path(backbone.weights).is_file():
+            elif backbone.weights != pretrained.RANDOM and not Path(backbone.weights).is_file():
                 problems.append(f"the weights {backbone.name}: {backbone.weights} is not a file")
         except UserError as error:
             named = any(backbone.name in table.backbones for table in paper.tables())

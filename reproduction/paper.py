@@ -33,7 +33,7 @@ class Column(_Part):
     benchmark: str
     tasks: int
     backbone: str
-    """Named weights, see :mod:`probprompt.checkpoints`."""
+    """Named weights, see :mod:`probprompt.backbones.pretrained`."""
     seeds: tuple[int, ...]
     family: str = ""
     """A kind of pretraining: its runs belong to this column only."""

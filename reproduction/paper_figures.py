@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from probprompt.backbones.pretrained import backbone_slug, slug
 from probprompt.evaluation import metrics
 from probprompt.report.figures import (
     DASHES,
@@ -28,7 +29,6 @@ from probprompt.report.figures import (
     styled,
 )
 from probprompt.runs.grid import CUSTOM, describe
-from probprompt.runs.naming import backbone_slug, slug
 from reproduction.plots import to_png
 from reproduction.results import Entry
 

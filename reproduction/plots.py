@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from probprompt.bench.timing import STAGES
+from probprompt.engine.hardware import machine_name
 from probprompt.report.figures import INK, MARKERS, MUTED, PAGE, PALETTE, label, styled
-from probprompt.runs.record import machine_name
 from reproduction.scaling import COSTS
 
 Curve = Mapping[str, Any]

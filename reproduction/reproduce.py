@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from probprompt import api, checkpoints, presets
+from probprompt import api, presets
+from probprompt.backbones import pretrained
 from probprompt.bench.measure import Peaks, measure_each
 from probprompt.bench.results import make_record, read_record, write_record
 from probprompt.config import RunConfig, merge, parse_config
+from probprompt.engine.build import pick_device
+from probprompt.engine.hardware import hardware, machine_name
 from probprompt.errors import UserError, suggest
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs.book import without_paths
-from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
-from probprompt.runs.execute import pick_device
+from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
-from probprompt.runs.record import hardware, machine_name
+from probprompt.runs.run import without_paths
 from probprompt.storage import write_error
 from reproduction import paper
 from reproduction.bench_pages import run_seconds
@@ -299,16 +300,16 @@ def run_missing(
     folder: Path,
     device: str | None = None,
     progress: GridCallback = SILENT_GRID,
-    where: Where | None = None,
+    where: ExecutionOptions | None = None,
 ) -> list[Outcome]:
     """Download weights, run what is missing, and add all runs that are finished by the end, even if it is an error."""
     if plan.problems:
         raise UserError("\n".join(plan.problems))
     for name in plan.downloads:
-        progress.note(f"the weights {name}: {checkpoints.fetch(name)}")
+        progress.note(f"the weights {name}: {pretrained.fetch(name)}")
     grid = plan.grid
     try:
-        return run_grid(grid, Way(api.start, api.resume, device), progress, where)
+        return run_grid(grid, RunActions(api.start, api.resume, device), progress, where)
     finally:
         finished = [outcome.cell.folder for outcome in grid.outcomes() if outcome.run]
         if finished:

@@ -18,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probprompt import presets
+from probprompt.backbones.pretrained import backbone_slug, backbone_words
 from probprompt.config import RunConfig, flatten, parse_config
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
-from probprompt.report.page import write
-from probprompt.runs.book import Recorded, completed, is_absolute, without_paths
+from probprompt.report.pages import write
 from probprompt.runs.grid import CUSTOM, describe
-from probprompt.runs.naming import backbone_slug, backbone_words
-from probprompt.runs.record import Run, settings_hash
+from probprompt.runs.run import Recorded, Run, completed, is_absolute, settings_hash, without_paths
 from probprompt.storage import content_hash, natural_order, read_json, with_hash
 
 FORMAT = 2

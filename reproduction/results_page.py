@@ -9,17 +9,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from probprompt import checkpoints, presets
+from probprompt import presets
+from probprompt.backbones import pretrained
+from probprompt.backbones.pretrained import backbone_slug, backbone_words
 from probprompt.bench.results import read_record
 from probprompt.data.published import published_lists
+from probprompt.engine.hardware import machine_name
 from probprompt.evaluation import metrics
-from probprompt.report.comparison import NOTHING, Comparison, Place, pixels_hash, read_result
-from probprompt.report.comparison import Row as MethodRow
-from probprompt.report.page import count, number, write
+from probprompt.report.compare import NOTHING, ColumnGroup, Comparison, pixels_hash, read_result
+from probprompt.report.compare import Row as MethodRow
+from probprompt.report.formats import count, number
+from probprompt.report.pages import write
 from probprompt.report.tables import markdown, markdown_table
 from probprompt.runs.grid import describe
-from probprompt.runs.naming import backbone_slug, backbone_words
-from probprompt.runs.record import machine_name
 from reproduction import paper
 from reproduction.paper_figures import PaperFigure, paper_figures
 from reproduction.results import Entry, read_entries
@@ -72,13 +74,13 @@ def has_paper_weights(entry: Entry, backbone: str) -> bool:
     if entry.config["backbone"].get("image_size") not in (None, _IMAGE_SIZE):
         return False
     if given is not None:
-        return bool(used["name"] == backbone) and given != checkpoints.RANDOM and not source.startswith("hub:")
+        return bool(used["name"] == backbone) and given != pretrained.RANDOM and not source.startswith("hub:")
     return bool(used["name"] == backbone or used["source"] == source)
 
 
 @cache
 def _published_sources() -> dict[str, str]:
-    return {known.name: known.source for known in checkpoints.known()}
+    return {known.name: known.source for known in pretrained.known()}
 
 
 def has_paper_data(entry: Entry, column: paper.Column) -> bool:
@@ -327,7 +329,7 @@ def _comparison(entries: Sequence[Entry], others: Sequence[Entry]) -> Comparison
     for entry in entries:
         varied = tuple(entry.preset_overrides.items())
         row = MethodRow(", ".join((entry.method, *describe(varied))), entry.method, entry.method, varied)
-        results.append(read_result(entry.recorded, row, Place(entry.benchmark, entry.preset), entry.seed))
+        results.append(read_result(entry.recorded, row, ColumnGroup(entry.benchmark, entry.preset), entry.seed))
     rows = sorted(dict.fromkeys(result.row for result in results), key=lambda row: _rank(row.method))
     places = list(dict.fromkeys(result.place for result in results))
     return Comparison(rows, places, results, others=[entry.content for entry in others])

@@ -10,9 +10,9 @@ import torch
 from probprompt.bench import measure, timing
 from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
+from probprompt.engine.build import default_precision, release
 from probprompt.errors import UserError, suggest
 from probprompt.progress import ProgressCallback
-from probprompt.runs.execute import release, usual_precision
 
 WORSE = 1.15
 """An exponent above this is worse than linear; what is below could be noise of the measurement."""
@@ -171,7 +171,7 @@ def measure_curve(
         "label": axis.label,
         "method": config.method.name,
         "backbone": config.backbone.name,
-        "precision": config.backbone.precision or usual_precision(device),
+        "precision": config.backbone.precision or default_precision(device),
         "config": config.model_dump(mode="json"),
         "points": [asdict(point) for point in points],
         "exponents": {cost: asdict(exponent) for cost, exponent in fitted.items()},

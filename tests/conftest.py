@@ -183,7 +183,7 @@ class Served:
     """A service on a free port of this machine, in a thread, and a client of it."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1", limits: Any = None) -> None:
-        from probprompt.serve.run import Server, address_of, listen
+        from probprompt.serve.routes import Server, address_of, listen
         from probprompt.serve.security import Limits, make_access
         from probprompt.serve.service import Service
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.alignment import AlignmentConfig, ClassStatistics, align, k_means
 from probprompt.config import parse_config
-from probprompt.heads import LinearHead, NormalisedHead
+from probprompt.engine.learner import TaskImages
+from probprompt.heads.linear import AlignmentConfig, ClassStatistics, LinearHead, NormalizedHead, align, k_means
 from probprompt.progress import SILENT
-from probprompt.runs.execute import Workshop, prepare
-from probprompt.training.learner import TaskImages
+from probprompt.runs.train import TrainingSetup, prepare
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -364,7 +363,7 @@ def test_the_refit_is_what_it_says(optimiser: str, centroids: int) -> None:
 
 
 def test_a_head_without_biases_keeps_it_that_way() -> None:
-    head, statistics = NormalisedHead(WIDTH, seed=3).grow(6), clusters(6)
+    head, statistics = NormalizedHead(WIDTH, seed=3).grow(6), clusters(6)
     before = copy_of(head)
     refit(head, statistics, 1, batch=16, epochs=15, rate=0.05)
     assert torch.equal(head.bias, torch.zeros(6)) and not head.bias.requires_grad
@@ -484,7 +483,7 @@ def test_after_the_first_task_there_is_nothing_to_align() -> None:
 # In a run
 
 
-def build(settings: dict[str, Any]) -> Workshop:
+def build(settings: dict[str, Any]) -> TrainingSetup:
     return prepare(parse_config(settings), CPU, SILENT)
 
 
@@ -492,13 +491,13 @@ def quiet(steps: int) -> None:
     """Nobody watches."""
 
 
-def features_of(workshop: Workshop, task: TaskImages) -> Tensor:
+def features_of(workshop: TrainingSetup, task: TaskImages) -> Tensor:
     learner = workshop.learner
     with torch.no_grad():
         return learner.model.features(learner.viewer.evaluation(learner.images.store, task.rows))[0]
 
 
-def finish(workshop: Workshop, task: TaskImages) -> None:
+def finish(workshop: TrainingSetup, task: TaskImages) -> None:
     workshop.learner.begin(task)
     workshop.learner.finish(task, quiet)
 

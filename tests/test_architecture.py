@@ -202,7 +202,7 @@ def test_import_is_quick_and_imports_nothing_heavy() -> None:
 
 def test_reading_records_loads_no_backbone() -> None:
     """Whoever compares runs, or builds the book, does not wait for what trains them."""
-    probe = "import sys, probprompt.runs.record; print({'timm', 'probprompt.training.learner'} & set(sys.modules))"
+    probe = "import sys, probprompt.runs.run; print({'timm', 'probprompt.engine.learner'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
     assert answer.stdout.strip() == "set()"
 

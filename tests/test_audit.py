@@ -15,23 +15,23 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from probprompt import methods
-from probprompt.backbone import FrozenViT
-from probprompt.cli.audit import run_audit
+from probprompt.backbones.vit import FrozenViT
+from probprompt.cli.cmd_audit import run_audit
 from probprompt.config import parse_config
 from probprompt.data.image_store import ImageStore, Loaded
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.model import PromptedModel
+from probprompt.engine.saved_model import load_model
 from probprompt.errors import UserError
 from probprompt.evaluation.audit import TOLERANCES, Audit, Check, Tolerance, audit, compare, spread_of
-from probprompt.heads import LinearHead
+from probprompt.heads.linear import LinearHead
 from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape
 from probprompt.progress import SILENT
 from probprompt.prompts import Prefix
 from probprompt.randomness import Noise
-from probprompt.runs import execute, proof
-from probprompt.runs.model_folder import load_model
-from probprompt.runs.proof import Proof, audit_method, audit_saved
-from probprompt.runs.record import Run
-from probprompt.training.learner import Learner, TaskImages
-from probprompt.training.model import PromptedModel
+from probprompt.runs import leak_audit, train
+from probprompt.runs.leak_audit import AuditReport, audit_method, audit_saved
+from probprompt.runs.run import Run
 
 CPU = torch.device("cpu")
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
@@ -70,17 +70,17 @@ def config_for(pictures: Path, method: dict[str, Any], **groups: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def proved(pictures: Path) -> Callable[..., Proof]:
+def proved(pictures: Path) -> Callable[..., AuditReport]:
     """The proof on a method, made once; of its published mistakes under one future only."""
 
     @cache
-    def made(precision: Any, *settings: tuple[str, Any]) -> Proof:
+    def made(precision: Any, *settings: tuple[str, Any]) -> AuditReport:
         given = dict(settings)
         config = config_for(pictures, {**SMALL.get(given["name"], {}), **given})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(proof, "CLASS_IMAGES", 4)
+            patch.setattr(leak_audit, "CLASS_IMAGES", 4)
             if config.method.marks():
-                patch.setattr(proof, "_FUTURES", proof._FUTURES[:1])
+                patch.setattr(leak_audit, "_FUTURES", leak_audit._FUTURES[:1])
             return audit_method(config, CPU, precision, count=6 if config.method.marks() else 4)
 
     return lambda method, precision="fp32": made(precision, *method.items())
@@ -94,7 +94,7 @@ def by_name(outcome: Audit) -> dict[str, Check]:
 
 
 @pytest.mark.parametrize("name", methods.registered())
-def test_every_method_is_independent(proved: Callable[..., Proof], name: str) -> None:
+def test_every_method_is_independent(proved: Callable[..., AuditReport], name: str) -> None:
     outcome = proved({"name": name}).audit
     checks, kind = by_name(outcome), methods.registered()[name]
     assert list(checks) == CHECKS and outcome.leaks == () and outcome.passed
@@ -109,7 +109,7 @@ def test_every_method_is_independent(proved: Callable[..., Proof], name: str) ->
 
 
 @pytest.mark.parametrize("method", LEGACY, ids=str)
-def test_published_mistakes_fail_by_far(proved: Callable[..., Proof], method: dict[str, Any]) -> None:
+def test_published_mistakes_fail_by_far(proved: Callable[..., AuditReport], method: dict[str, Any]) -> None:
     found = proved(method)
     checks, leaks = by_name(found.audit), set(found.audit.leaks)
     assert {"batch size", "batch mates", "unseen classes", "prompts"} <= leaks and not leaks & PASSES
@@ -126,7 +126,7 @@ def test_there_are_published_mistakes_to_find() -> None:
 
 
 @pytest.mark.parametrize("name", ["probprompt", "ft"])
-def test_methods_are_independent_in_bf16(proved: Callable[..., Proof], name: str) -> None:
+def test_methods_are_independent_in_bf16(proved: Callable[..., AuditReport], name: str) -> None:
     outcome = proved({"name": name}, "bf16").audit
     assert outcome.passed and outcome.precision == "bf16" and outcome.tolerance == TOLERANCES["bf16"]
     checks, exact = by_name(outcome), by_name(proved({"name": name}).audit)
@@ -136,7 +136,7 @@ def test_methods_are_independent_in_bf16(proved: Callable[..., Proof], name: str
     assert checks["future classes"] == exact["future classes"]
 
 
-def test_published_mistakes_fail_in_bf16(proved: Callable[..., Proof]) -> None:
+def test_published_mistakes_fail_in_bf16(proved: Callable[..., AuditReport]) -> None:
     """However little a prompt does to the logits, it is compared by itself."""
     outcome = proved({"name": "deep-l2p++", "batchwise": True}, "bf16").audit
     assert "prompts" in outcome.leaks and not set(outcome.leaks) & PASSES
@@ -383,7 +383,7 @@ def looks_ahead(learner: Learner, task: TaskImages) -> None:
 def test_an_engine_that_knows_the_future_is_found(
     pictures: Path, begin: Begin, future: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "_FUTURES", ("as it is", future))
+    monkeypatch.setattr(leak_audit, "_FUTURES", ("as it is", future))
     config = config_for(pictures, {"name": "linear-probe"})
     monkeypatch.setattr(Learner, "begin", begin)
     outcome = audit_method(config, CPU, count=2).audit
@@ -394,13 +394,13 @@ def test_futures_agree_in_what_is_learned_and_in_nothing_else(pictures: Path) ->
     tasks = ("class3", "class1"), ("class5",), ("class0", "class2"), ("class4",)
     names = *tasks[:2], ("class4", "class2", "class0")
     config = config_for(pictures, {"name": "linear-probe"}, data={"benchmark": str(pictures), "tasks": tasks})
-    first = execute.prepare(config, CPU, SILENT)
-    other = proof._with_another_future(first, 2)
+    first = train.prepare(config, CPU, SILENT)
+    other = leak_audit._with_another_future(first, 2)
     assert other.data.tasks == names
     seen: list[list[Tensor]] = []
     for future, images, told in (("as it is", 48, tasks), ("another", 48, names), ("none", 24, names[:2])):
-        workshop = first if future == "as it is" else execute.prepare(other, CPU, SILENT)
-        learner, learned = proof._world(workshop, future, 2)
+        workshop = first if future == "as it is" else train.prepare(other, CPU, SILENT)
+        learner, learned = leak_audit._world(workshop, future, 2)
         assert len(learner.images.labels) == len(learner.images.store) == len(learner.images.names) == images
         assert learner.config.data.tasks == told
         assert [task.labels.tolist() for task in learned] == [[0] * 8 + [1] * 8, [2] * 8]
@@ -412,9 +412,9 @@ def test_futures_agree_in_what_is_learned_and_in_nothing_else(pictures: Path) ->
 
 
 def test_images_to_come_become_their_negatives(pictures: Path) -> None:
-    images = execute.prepare(config_for(pictures, {"name": "linear-probe"}), CPU, SILENT).learner.images
+    images = train.prepare(config_for(pictures, {"name": "linear-probe"}), CPU, SILENT).learner.images
     every = torch.arange(len(images.store))
-    before, after = images.store.canvas(every), proof._negatives(images, torch.tensor([3])).store.canvas(every)
+    before, after = images.store.canvas(every), leak_audit._negatives(images, torch.tensor([3])).store.canvas(every)
     assert (before != after).flatten(1).any(dim=1).nonzero().flatten().tolist() == [3]
     assert torch.equal(before[3], 255 - after[3])
 
@@ -422,14 +422,14 @@ def test_images_to_come_become_their_negatives(pictures: Path) -> None:
 def test_images_of_several_sizes_have_futures_too() -> None:
     store = ImageStore.of([np.full((4, side, 3), side, np.uint8) for side in (5, 6, 7)], CPU)
     images = Loaded(store, torch.tensor([0, 1, 2]), ("a", "b", "c"))
-    kept, inverted = proof._only(images, torch.tensor([2, 0])), proof._negatives(images, torch.tensor([1]))
+    kept, inverted = leak_audit._only(images, torch.tensor([2, 0])), leak_audit._negatives(images, torch.tensor([1]))
     assert [int(image[0, 0, 0]) for image in kept.store.canvas(torch.arange(2))] == [7, 5] and kept.names == ("c", "a")
     assert [int(image[0, 0, 0]) for image in inverted.store.canvas(torch.arange(3))] == [5, 249, 7]
 
 
 def test_determinism_is_asked_for_and_given_back() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
-    with proof._deterministic(CPU):
+    with leak_audit._deterministic(CPU):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -441,7 +441,7 @@ def test_determinism_is_asked_for_and_given_back() -> None:
 def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run."""
     method = {"name": "probprompt", **SMALL["probprompt"]}
-    return execute.train(config_for(pictures, method), tmp_path_factory.mktemp("runs") / "run", "cpu")
+    return train.train(config_for(pictures, method), tmp_path_factory.mktemp("runs") / "run", "cpu")
 
 
 @pytest.fixture
@@ -474,9 +474,9 @@ def test_the_images_are_those_the_run_was_evaluated_on(
         taken.extend(given)
         return audit(*given)
 
-    monkeypatch.setattr(proof, "audit", watched)
+    monkeypatch.setattr(leak_audit, "audit", watched)
     audit_saved(folder, CPU)
-    scorer = execute.prepare(Run.open(folder).config, CPU, SILENT).scorer
+    scorer = train.prepare(Run.open(folder).config, CPU, SILENT).scorer
     expected = scorer.viewer.evaluation(scorer.images.store, torch.arange(12))
     assert torch.equal(taken[1], expected) and taken[2].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert taken[3] == 6 and taken[4] is None
@@ -486,15 +486,15 @@ def test_the_images_are_those_the_run_was_evaluated_on(
 
 def test_a_run_on_held_out_images_is_audited_with_those(pictures: Path, tmp_path: Path) -> None:
     data = {"benchmark": str(pictures), "tasks": 2, "validation": 0.3, "stored_side": "full"}
-    run = execute.train(config_for(pictures, {"name": "nearest-mean"}, data=data), tmp_path / "run", "cpu")
+    run = train.train(config_for(pictures, {"name": "nearest-mean"}, data=data), tmp_path / "run", "cpu")
     found = audit_saved(run.folder, CPU, count=4)
     assert found.audit.passed and found.about["images_of"] == f"{pictures} (validation)"
 
 
 def test_a_run_that_is_not_finished_meets_its_own_future(pictures: Path, tmp_path: Path) -> None:
-    workshop = execute.prepare(config_for(pictures, {"name": "nearest-mean"}), CPU, SILENT)
-    run = Run.create(tmp_path / "run", execute.describe(workshop, "run"))
-    under_way = execute.Execution(run, workshop, None, SILENT, None)
+    workshop = train.prepare(config_for(pictures, {"name": "nearest-mean"}), CPU, SILENT)
+    run = Run.create(tmp_path / "run", train.describe(workshop, "run"))
+    under_way = train.Execution(run, workshop, None, SILENT, None)
     for task in workshop.tasks[:2]:
         under_way._learn(task)
     outcome = audit_saved(run.folder, CPU).audit
@@ -509,7 +509,7 @@ def test_a_run_in_the_hands_of_another_is_left_alone(folder: Path) -> None:
 
 def test_images_that_changed_are_refused(pictures: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(pictures, tmp_path / "pictures"))
-    run = execute.train(config_for(moved, {"name": "nearest-mean"}), tmp_path / "run", "cpu")
+    run = train.train(config_for(moved, {"name": "nearest-mean"}), tmp_path / "run", "cpu")
     (moved / "class0" / "0.png").rename(moved / "class0" / "x.png")
     with pytest.raises(UserError, match=r"are not those of the run.*--data FOLDER"):
         audit_saved(run.folder, CPU)
@@ -517,14 +517,14 @@ def test_images_that_changed_are_refused(pictures: Path, tmp_path: Path) -> None
 
 
 def test_a_joint_model_has_no_tasks_to_tell_apart(pictures: Path, tmp_path: Path) -> None:
-    run = execute.train(config_for(pictures, {"name": "joint"}), tmp_path / "run", "cpu")
+    run = train.train(config_for(pictures, {"name": "joint"}), tmp_path / "run", "cpu")
     outcome = audit_saved(run.folder, CPU, count=4).audit
     assert outcome.passed and outcome.tasks == 1 and by_name(outcome)["task-pure batches"].passed is None
 
 
 def test_prompts_under_a_head_in_closed_form_are_audited(pictures: Path, tmp_path: Path) -> None:
     config = config_for(pictures, {"name": "vq-prompt"}, head={"kind": "ridge", "projections": 30})
-    run = execute.train(config, tmp_path / "run", "cpu")
+    run = train.train(config, tmp_path / "run", "cpu")
     outcome = audit_saved(run.folder, CPU, count=3).audit
     assert outcome.passed and by_name(outcome)["prompts"].passed
 
@@ -557,8 +557,8 @@ def test_other_classes_are_strangers_and_nothing_but_strangers_is_refused(
 def test_unreadable_images_are_told_unless_they_may_be_skipped(pictures: Path, tmp_path: Path) -> None:
     spoiled = Path(shutil.copytree(pictures, tmp_path / "spoiled"))
     data = {"benchmark": str(spoiled), "tasks": 3, "skip_unreadable": True}
-    run = execute.train(config_for(spoiled, {"name": "lda"}, data=data), tmp_path / "run", "cpu")
-    test = execute.prepare(run.config, CPU, SILENT).scorer.images.names
+    run = train.train(config_for(spoiled, {"name": "lda"}, data=data), tmp_path / "run", "cpu")
+    test = train.prepare(run.config, CPU, SILENT).scorer.images.names
     (spoiled / test[0]).write_bytes(b"no image")
     assert audit_saved(run.folder, CPU).audit.images == 11
     with pytest.raises(UserError, match=r"1 image\(s\) cannot be read, repair or remove them: class0/"):
@@ -605,7 +605,7 @@ def test_a_clean_run_is_shown_with_its_tolerance(command: Command, folder: Path)
 
 
 def test_a_leaking_run_is_told_with_exit_code_1_and_recorded(command: Command, pictures: Path, tmp_path: Path) -> None:
-    run = execute.train(config_for(pictures, {"name": "l2p", "batchwise": True}), tmp_path / "run", "cpu")
+    run = train.train(config_for(pictures, {"name": "l2p", "batchwise": True}), tmp_path / "run", "cpu")
     code, out = command(run.folder, images=6)
     audited = run.record["audit"]
     assert code == 1 and f"LEAK: {', '.join(audited['leaks'])}" in out

@@ -22,7 +22,7 @@ from timm.models.vision_transformer import (
 from torch import Tensor, nn
 
 from probprompt import prompts as prompts_module
-from probprompt.backbone import FrozenViT
+from probprompt.backbones.vit import FrozenViT
 from probprompt.errors import UserError
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Prompts, Readout, Tokens
 

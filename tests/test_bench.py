@@ -15,13 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from probprompt import methods
+from probprompt.backbones.pretrained import load_backbone
 from probprompt.bench import measure, results, synthetic, timing
 from probprompt.bench.synthetic import BenchSetup, Scale
-from probprompt.capture import SWITCH
-from probprompt.checkpoints import load_backbone
-from probprompt.cli.bench import bench_config
+from probprompt.cli.cmd_bench import bench_config
 from probprompt.config import BackboneConfig, RunConfig, parse_config
 from probprompt.errors import UserError
+from probprompt.kernels.cuda_graphs import SWITCH
 from probprompt.prompts import ClassTokenShift, Prefix, Prompts, Readout, Tokens
 from probprompt.storage import with_hash
 

@@ -20,7 +20,7 @@ from probprompt.data.image_store import ImageStore, Loaded, load, refuse_unreada
 from probprompt.data.published import Cifar100
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs.execute import describe, prepare
+from probprompt.runs.train import describe, prepare
 
 Settings = Callable[..., dict[str, Any]]
 

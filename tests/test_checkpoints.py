@@ -21,9 +21,9 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
-from probprompt import checkpoints
-from probprompt.checkpoints import Preprocessing, fetch, find_file, known, load_backbone
-from probprompt.cli.commands import run_list
+from probprompt.backbones import pretrained
+from probprompt.backbones.pretrained import Preprocessing, fetch, find_file, known, load_backbone
+from probprompt.cli.cmd_train import run_list
 from probprompt.errors import UserError
 
 # timm's own test model: 64 wide, 6 blocks, 160 px, trained weights "r160_in1k" on the hub.
@@ -448,8 +448,8 @@ def test_an_npz_that_does_not_fit_is_refused(changes: dict[str, Any], message: s
 
 def test_weights_that_an_npz_cannot_hold_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: Any = timm.create_model(ARCHITECTURE, init_values=0.1)
-    checkpoint = dataclasses.replace(checkpoints._find_in_timm(ARCHITECTURE), arguments={"init_values": 0.1})
-    monkeypatch.setitem(checkpoints._NAMED, "scaled", checkpoint)
+    checkpoint = dataclasses.replace(pretrained._find_in_timm(ARCHITECTURE), arguments={"init_values": 0.1})
+    monkeypatch.setitem(pretrained._NAMED, "scaled", checkpoint)
     with pytest.raises(UserError, match=r"missing: blocks\.0\.ls1\.gamma"):
         load_backbone("scaled", weights=save_npz(tmp_path / "weights.npz", google(scaled)))
 
@@ -503,7 +503,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(VisionTransformer(**DEMO, num_classes=0).state_dict(), folder / "demo.safetensors")
     content = {"architecture": DEMO, "preprocessing": PREPARED, "sha256": sha256(folder / "demo.safetensors")}
     (folder / "demo.json").write_text(json.dumps(content))
-    monkeypatch.setattr(checkpoints, "_PACKAGED", folder)
+    monkeypatch.setattr(pretrained, "_PACKAGED", folder)
     return folder
 
 
@@ -574,8 +574,8 @@ def put_into_torch_cache(name: str, content: Any) -> Path:
 
 
 def test_weights_in_the_cache_of_torch_hub_are_loaded(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = dataclasses.replace(checkpoints._find_in_timm(TAGGED), torch_file="authors.pth")
-    monkeypatch.setitem(checkpoints._NAMED, "small", checkpoint)
+    checkpoint = dataclasses.replace(pretrained._find_in_timm(TAGGED), torch_file="authors.pth")
+    monkeypatch.setitem(pretrained._NAMED, "small", checkpoint)
     path = put_into_torch_cache("authors.pth", {"state_dict": before("module.", model.state_dict())})
     loaded = load_backbone("small")
     assert (loaded.source, loaded.sha256) == ("torch-hub:authors.pth", sha256(path))
@@ -598,7 +598,7 @@ def test_a_file_of_weights_is_found_or_fetched(
 ) -> None:
     assert fetch("demo") == find_file("demo") == packaged / "demo.safetensors"
     assert find_file("sup1k") is None and find_file(TAGGED) is None
-    monkeypatch.setattr(checkpoints, "_download", lambda checkpoint: Path(checkpoint.source))
+    monkeypatch.setattr(pretrained, "_download", lambda checkpoint: Path(checkpoint.source))
     assert fetch("sup1k") == Path("timm/vit_base_patch16_224.augreg2_in21k_ft_in1k")
     put_into_cache(cache, f"timm/{TAGGED}", model.state_dict())
     assert fetch(TAGGED) == find_file(TAGGED) == next(cache.rglob("model.safetensors"))
@@ -646,7 +646,7 @@ def test_what_is_on_this_machine_is_listed_with_its_size(
     put_into_cache(cache, f"timm/{TAGGED}", {"weight": torch.zeros(250_000)})
     put_into_cache(cache, "timm/resnet18.a1_in1k", {"weight": torch.zeros(1)})
     (cache / "models--timm--vit_tiny_patch16_224.augreg_in21k" / "refs").mkdir(parents=True)  # begun, never finished
-    put_into_torch_cache(checkpoints._NAMED["sup21k"].torch_file, torch.zeros(750_000))
+    put_into_torch_cache(pretrained._NAMED["sup21k"].torch_file, torch.zeros(750_000))
     found = {item.name: item for item in known()}
     assert list(found) == ["demo", "sup1k", "sup21k", "ibot1k", "dino1k", TAGGED]
     assert found["demo"].size == (packaged / "demo.safetensors").stat().st_size
@@ -683,9 +683,9 @@ def test_only_what_can_be_prompted_is_listed(cache: Path, packaged: Path) -> Non
     assert [item.name for item in known()][5:] == sorted(TAKEN)
     for name in REFUSED:
         with pytest.raises(UserError, match="cannot be prompted"):
-            checkpoints._build(checkpoints._find_in_timm(name), device="meta")
+            pretrained._build(pretrained._find_in_timm(name), device="meta")
     for name in TAKEN:
-        checkpoints._build(checkpoints._find_in_timm(name), device="meta")
+        pretrained._build(pretrained._find_in_timm(name), device="meta")
 
 
 def test_ibot_is_loaded_from_the_authors_file_alone(
@@ -697,8 +697,8 @@ def test_ibot_is_loaded_from_the_authors_file_alone(
         load_backbone("ibot1k")
     with pytest.raises(UserError, match="for random ones name 'vit_base_patch16_224'"):
         load_backbone("ibot1k", weights="random")
-    small = dataclasses.replace(checkpoints._NAMED["ibot1k"], architecture=ARCHITECTURE)
-    monkeypatch.setitem(checkpoints._NAMED, "ibot1k", small)
+    small = dataclasses.replace(pretrained._NAMED["ibot1k"], architecture=ARCHITECTURE)
+    monkeypatch.setitem(pretrained._NAMED, "ibot1k", small)
     path = tmp_path / "checkpoint_teacher.pth"
     torch.save({"state_dict": model.state_dict()}, path)
     loaded = load_backbone("ibot1k", weights=path)
@@ -710,8 +710,8 @@ def test_ibot_is_loaded_from_the_authors_file_alone(
 
 @pytest.mark.parametrize("name", ["sup1k", "sup21k", "dino1k"])
 def test_named_checkpoints_agree_with_timm(name: str) -> None:
-    checkpoint = checkpoints._NAMED[name]
-    same = checkpoints._find_in_timm(checkpoint.architecture)
+    checkpoint = pretrained._NAMED[name]
+    same = pretrained._find_in_timm(checkpoint.architecture)
     assert checkpoint.name == name
     assert (checkpoint.preprocessing, checkpoint.source) == (same.preprocessing, same.source)
     assert checkpoint.licence == same.licence
@@ -743,6 +743,6 @@ def test_a_model_that_cannot_be_prompted_is_refused_with_a_file_too(weights: Pat
 
 
 def test_listing_needs_neither_torch_nor_timm() -> None:
-    code = "import sys; from probprompt.checkpoints import known; known(); "
+    code = "import sys; from probprompt.backbones.pretrained import known; known(); "
     code += "sys.exit(bool({'torch', 'timm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from probprompt import ContinualClassifier, UserError, methods
-from probprompt.classifier import Prediction, novelty, sums
+from probprompt.classifier import Prediction, confidence, statistics
 from probprompt.data.image_store import ImageStore
-from probprompt.heads import RidgeHead
+from probprompt.heads.closed_form import RidgeHead
 from probprompt.progress import ProgressCallback
 
 Pixels = NDArray[np.uint8]
@@ -184,7 +184,7 @@ def test_a_lesson_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Mon
 
     with pytest.raises(RuntimeError, match="camera"):
         made.learn({"d": Breaking()})
-    monkeypatch.setattr("probprompt.classifier.teaching.calibrate", lambda *_: 1 / 0)  # the very last step
+    monkeypatch.setattr("probprompt.classifier.lesson.calibrate", lambda *_: 1 / 0)  # the very last step
     with pytest.raises(ZeroDivisionError):
         made.learn(paint("de"))
     assert made.history() == kept and made.classes == tuple("abc")
@@ -390,7 +390,7 @@ def test_what_is_no_image_is_refused(two_tasks: ContinualClassifier) -> None:
 
 
 def test_probabilities_are_calibrated_on_images_that_the_head_has_not_learned(two_tasks: ContinualClassifier) -> None:
-    from probprompt.classifier.calibration import UNFITTED, fit_temperature
+    from probprompt.classifier.confidence import UNFITTED, fit_temperature
 
     state, head = two_tasks.predictor.state, two_tasks.predictor.model.head
     held = [known.held.tensors["rows"] for known in state.classes]
@@ -521,19 +521,19 @@ def test_unreadable_files_are_named_and_left_out(tmp_path: Path) -> None:
 def test_rounding_where_there_is_no_variance_is_not_taken_for_variance() -> None:
     """Whether one image of each class leaves 0 or 1e-19 depends on the processor."""
     noise = 1e-19 * torch.tensor([[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64)  # with a negative eigenvalue
-    assert torch.allclose(novelty._whitening(noise, 0.3), torch.eye(2, dtype=torch.float64))
+    assert torch.allclose(confidence._whitening(noise, 0.3), torch.eye(2, dtype=torch.float64))
 
 
 def test_sums_that_are_kept_are_those_that_are_solved() -> None:
     """A product of a matrix with itself is symmetric to the last bit on some processors alone."""
-    views: sums.Views = {"unit": lambda rows: rows}
-    made = sums.Sums.zero(2, {"unit": 3}, torch.device("cpu"))
+    views: statistics.Views = {"unit": lambda rows: rows}
+    made = statistics.Statistics.zero(2, {"unit": 3}, torch.device("cpu"))
     rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for label in (0, 1):
         made.add_rows(label, rows[4 * label : 4 * label + 4], views)
     moments = made.of["unit"]
     moments.moment.add_(1e-9 * torch.ones(3, 3).triu(1))  # the half that no solve reads
-    (again,) = sums.Sums.from_tensors(made.tensors(), made.widths, torch.device("cpu")).of.values()
+    (again,) = statistics.Statistics.from_tensors(made.tensors(), made.widths, torch.device("cpu")).of.values()
     assert torch.equal(again.within, moments.within)
     assert torch.equal(again.total[1].tril(), moments.total[1].tril())
     head = RidgeHead(3, 0, projections=0, ridge=1.0).grow(2)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from probprompt import ContinualClassifier, UserError
 from probprompt.classifier import changing
-from probprompt.classifier.versions import Store
+from probprompt.classifier.store import Store
 from probprompt.storage import read_tensors
 
 SETTINGS: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_predicting_reads_nothing_that_only_learning_needs(saved: Path, monkeypa
         read.append(path.name)
         return read_tensors(path, device)
 
-    monkeypatch.setattr("probprompt.classifier.sums.read_tensors", watched)
+    monkeypatch.setattr("probprompt.classifier.statistics.read_tensors", watched)
     assert answers(load(saved))
     state = json.loads((saved / "versions" / "3.json").read_text())["state"]
     assert {name.removesuffix(".safetensors") for name in read} == {

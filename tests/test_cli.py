@@ -18,12 +18,13 @@ from PIL import Image
 from rich.console import Console
 
 import probprompt as package
-from probprompt import api, checkpoints, methods, presets
-from probprompt.cli.screen import Screen
+from probprompt import api, methods, presets
+from probprompt.backbones import pretrained
+from probprompt.cli.console import Screen
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.evaluation import metrics
-from probprompt.runs import execute
-from probprompt.runs.record import Run
+from probprompt.runs import train
+from probprompt.runs.run import Run
 
 TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32", "--batch", "8", "--epochs", "1")
 PROBE = ("--method", "linear-probe", *TINY)
@@ -92,8 +93,8 @@ def test_what_there_is_can_be_listed(probprompt: Command, what: str, listed: lis
 def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     names = "a", "vit_small_patch14_reg4_dinov2.lvd142m_and_a_tag_that_goes_on_and_on"
     words = "what it is, in more words than a narrow terminal has room for next to such a name"
-    items = [checkpoints.Listing(name, words, "hub:x", "mit", True, "the cache", 10**8) for name in names]
-    monkeypatch.setattr(checkpoints, "known", lambda: items)
+    items = [pretrained.Listing(name, words, "hub:x", "mit", True, "the cache", 10**8) for name in names]
+    monkeypatch.setattr(pretrained, "known", lambda: items)
     answer = probprompt("list", "backbones")
     assert names[1] in answer.out.split() and "…" not in answer.out and answer.out.count("100.0 MB, the cache") == 2
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
@@ -439,11 +440,11 @@ def test_an_interrupted_run_says_how_to_go_on(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    prepare = execute.prepare
-    monkeypatch.setattr(execute, "prepare", interrupt)
+    prepare = train.prepare
+    monkeypatch.setattr(train, "prepare", interrupt)
     assert probprompt("train", pictures, "--out", "run") == (130, "", "interrupted; nothing was written yet\n")
-    monkeypatch.setattr(execute, "prepare", prepare)
-    monkeypatch.setattr(execute.Execution, "run_all", interrupt)
+    monkeypatch.setattr(train, "prepare", prepare)
+    monkeypatch.setattr(train.Execution, "run_all", interrupt)
     for arguments in ((pictures, "--tasks", 2, *TINY, "--out", "my run"), ("--resume", "my run")):
         answer = probprompt("train", *arguments)
         assert answer.code == 130 and answer.err.endswith("probprompt train --resume 'my run'\n")

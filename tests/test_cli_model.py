@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from probprompt import ContinualClassifier
-from probprompt.cli import model as commands
+from probprompt.cli import cmd_model
 
 TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32", "--epochs", "1")
 SMALL = (*TINY, "--set", "samples=2", "--set", "blocks=[0]", "--set", "projections=60")
@@ -132,7 +132,7 @@ def test_rows_come_while_images_are_still_read(
     probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, decoded, seen = split("012", "0123456789"), list[Path](), list[int]()
-    write, read = commands._TextRows.write, sys.modules["probprompt.classifier.pictures"].read_image
+    write, read = cmd_model._TextRows.write, sys.modules["probprompt.data.inputs"].read_image
 
     def watched_write(rows: Any, answer: Any) -> None:
         seen.append(len(decoded))
@@ -142,8 +142,8 @@ def test_rows_come_while_images_are_still_read(
         decoded.append(path)
         return read(path, short_side)
 
-    monkeypatch.setattr("probprompt.classifier.pictures.read_image", watched_read)
-    monkeypatch.setattr(commands._TextRows, "write", watched_write)
+    monkeypatch.setattr("probprompt.data.inputs.read_image", watched_read)
+    monkeypatch.setattr(cmd_model._TextRows, "write", watched_write)
     assert probprompt("predict", saved, folder, "--batch", 2).code == 0
     assert len(seen) == 30 and seen[0] < 30 and len(decoded) == 30
 
@@ -256,7 +256,7 @@ def test_an_interrupted_lesson_changes_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("probprompt.classifier.teaching.settle", interrupt)
+    monkeypatch.setattr("probprompt.classifier.lesson.settle", interrupt)
     answer = probprompt("learn", model, split("3"))
     assert (answer.code, answer.err) == (130, f"interrupted; {model} is as it was\n")
     assert load(model).version == 2

@@ -19,33 +19,31 @@ from rich.console import Console
 
 from html_page import Page
 from probprompt import methods, presets
-from probprompt.cli import compare as command
-from probprompt.cli.screen import Screen
+from probprompt.cli import cmd_compare
+from probprompt.cli.console import Screen
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.report import figures
-from probprompt.report.comparison import (
+from probprompt.report.compare import (
     ACCURACY,
     CAA,
     FAA,
     FORGETTING,
     NOTHING,
     SEEDS,
+    ColumnGroup,
     Comparison,
-    Place,
+    FormattedCell,
     Row,
-    Shown,
     Table,
     gather,
     gather_runs,
     read_result,
-    write_comparison,
 )
-from probprompt.report.comparison_page import render
+from probprompt.report.pages import render_comparison, write_comparison
 from probprompt.report.tables import csv_table, fill_page, latex, markdown
-from probprompt.runs.book import Recorded, write_book
 from probprompt.runs.grid import Grid, parse_spec
-from probprompt.runs.record import Run
+from probprompt.runs.run import Recorded, Run, write_book
 
 Matrix = list[list[float | None]]
 SIMILARITY = {"mean": 0.5, "initial_mean": 0.25, "effective_rank": 3.0, "initial_effective_rank": 4.5}
@@ -374,7 +372,7 @@ def test_numbers_of_seeds(runs: list[Path]) -> None:
     ],
 )
 def test_level_values_share_their_rank(values: list[float], expected: list[int]) -> None:
-    from probprompt.report.comparison import ranks
+    from probprompt.report.compare import ranks
 
     rows = [Row(str(index), "m") for index in range(len(values))]
     found = ranks(dict(zip(rows, values, strict=True)))
@@ -409,7 +407,7 @@ def test_mean_over_other_weights_or_images_is_noted(tmp_path: Path) -> None:
         "weights": [{"backbone": {"name": "demo", "sha256": text * 64}} for text in "ab"],
         "images": [{"stream": {"tasks": [["x"], ["y"]], "split_hash": text * 64}} for text in "ab"],
     }
-    row, place = Row("apt", "apt", "apt", ()), Place("emoji-r", "matched")
+    row, place = Row("apt", "apt", "apt", ()), ColumnGroup("emoji-r", "matched")
     for what, changes in parts.items():
         made = [make(tmp_path / f"{what}{seed}", "apt", seed, **change) for seed, change in enumerate(changes)]
         results = [read_result(Recorded.of(Run.open(path), ""), row, place, seed) for seed, path in enumerate(made)]
@@ -430,7 +428,7 @@ def test_rows_over_fewer_seeds_are_not_ranked(tmp_path: Path) -> None:
     assert [cells[name][0] for name in ends] == ["*70.00 ± 10.00*", "_66.00 ± 4.00_", "79.00", "59.00"]
     assert any('seeds 0, 1: "probprompt", "vq-prompt"; seed 0: "apt", "ft".' in note for note in notes(found))
     assert "rows with the most seeds" in notes(found, "Bold")[0]
-    assert "4.0 points above vq-prompt, less than the spread" in render(found)
+    assert "4.0 points above vq-prompt, less than the spread" in render_comparison(found)
     alone = gather_runs([made[0], made[1], *made[4:]])
     assert not any("*" in cell for row in shown(alone).values() for cell in row) and not notes(alone, "Bold")
 
@@ -446,7 +444,7 @@ def test_other_encodings_of_the_images_are_not_ranked(tmp_path: Path) -> None:
     found = gather_runs(made)
     (note,) = notes(found, start)
     assert note.endswith(f'{"a" * 12}: "apt"; {"b" * 12}: "ft".')
-    assert not any("*" in row[0] for row in shown(found).values()) and "points above" not in render(found)
+    assert not any("*" in row[0] for row in shown(found).values()) and "points above" not in render_comparison(found)
     for pair in (made[::2], made[1:]):
         assert not notes(gather_runs(pair), start) and notes(gather_runs(pair), "Bold")
 
@@ -611,14 +609,14 @@ def many(folder: Path, tasks: int, seeds: Sequence[int]) -> list[Path]:
 
 def test_page_is_accessible_and_needs_nothing_from_elsewhere(runs: list[Path], hostile: Comparison) -> None:
     for comparison in (gather_runs(runs), hostile):
-        page = Page(render(comparison))
+        page = Page(render_comparison(comparison))
         page.check()
         assert len(page.all("caption")) == len(page.all("table"))
         assert "--series-5" in page.raw and "prefers-color-scheme: dark" in page.raw
 
 
 def test_page_shows_tables_ranks_and_figures(runs: list[Path]) -> None:
-    page = Page(render(gather_runs(runs)))
+    page = Page(render_comparison(gather_runs(runs)))
     assert {"72.50 ± 2.50", "81.25 ± 1.25"} <= set(page.within("b")) and "62.50 ± 2.50" in page.within("u")
     assert {"97.50†", "15.0"} <= set(page.within("td")) and "upper bound" in page.within("span")
     assert "5 methods on emoji-r" in page.within("h1")
@@ -639,9 +637,9 @@ def test_lead_within_seed_variance_is_noted(tmp_path: Path) -> None:
         for method, values in (("probprompt", (70, 60)), ("apt", (64, 64)))
         for seed, value in enumerate(values)
     ]
-    assert "1.0 points above apt, less than the spread over the seeds." in render(gather_runs(folders))
+    assert "1.0 points above apt, less than the spread over the seeds." in render_comparison(gather_runs(folders))
     level = [make(tmp_path / f"level-{m}", m, 0, two(80, 70, 70)) for m in ("ft", "apt", "lda")]
-    assert "ft, apt, lda are level at 70.0\u00a0%." in render(gather_runs(level))
+    assert "ft, apt, lda are level at 70.0\u00a0%." in render_comparison(gather_runs(level))
 
 
 def test_similarity_by_number_of_components(tmp_path: Path) -> None:
@@ -651,7 +649,7 @@ def test_similarity_by_number_of_components(tmp_path: Path) -> None:
         for m, name in named
         for n in (5, 10, 20)
     ]
-    page = Page(render(gather_runs(made)))
+    page = Page(render_comparison(gather_runs(made)))
     assert "More components" in page.within("h2")
     (spoken,) = (str(svg["aria-label"]) for svg in page.all("svg") if "against the number" in str(svg))
     assert "probprompt: 0.800 with 5, 0.700 with 10, 0.500 with 20; coda-prompt: 0.800 with 5" in spoken
@@ -659,7 +657,7 @@ def test_similarity_by_number_of_components(tmp_path: Path) -> None:
 
 def test_every_method_has_its_look_and_its_label(tmp_path: Path) -> None:
     comparison = gather_runs(many(tmp_path, tasks=3, seeds=(0,)))
-    from probprompt.report.comparison_page import _looks
+    from probprompt.report.pages import _looks
 
     looks = _looks(comparison)
     palette, dashes, markers = len(figures.PALETTE), len(figures.DASHES), len(figures.MARKERS)
@@ -703,7 +701,7 @@ def test_command_prints_the_tables(
     row = r"^probprompt +72\.50 ± 2\.50 +78\.75 ± 3\.75 +15\.00 ± 5\.00 +2 *$"
     for width, some, deviations in (("200", runs, True), ("60", runs, False)):
         monkeypatch.setenv("COLUMNS", width)
-        command.run_compare(None, {}, [], [], some, tmp_path / "out", None, False)
+        cmd_compare.run_compare(None, {}, [], [], some, tmp_path / "out", None, False)
         printed = capsys.readouterr().out
         assert bool(re.search(row, printed, re.MULTILINE)) is deviations
         assert ("Without the standard deviations" in printed.partition("Prompts and cost")[0]) is not deviations
@@ -720,7 +718,7 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
     accuracy = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1))).tables()[0]
     for width, headers in ((200, 1), (80, 2), (60, 2)):
         screen, text = console(width)
-        assert command._show(screen, accuracy) == (width > 60)
+        assert cmd_compare._show(screen, accuracy) == (width > 60)
         lines = text.getvalue().splitlines()
         assert sum(line.startswith("method") for line in lines) == headers
         assert not any("…" in line or len(line) > width for line in lines)
@@ -729,7 +727,9 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
     columns = [*((place, measure) for measure in ACCURACY), (place, SEEDS)]
     row = replace(accuracy.rows[0][0], label="x" * 100)
     screen, text = console(80)
-    command._show(screen, Table("", columns, [(row, [*(Shown(NOTHING) for _ in ACCURACY), Shown("0")])]))
+    cmd_compare._show(
+        screen, Table("", columns, [(row, [*(FormattedCell(NOTHING) for _ in ACCURACY), FormattedCell("0")])])
+    )
     assert "xxx" not in text.getvalue()
 
 
@@ -743,7 +743,7 @@ def test_no_number_is_cut_next_to_long_names(tmp_path: Path, width: int, headers
         assert all(place == first for place, _ in table.columns[:count])
         part = Table("", table.columns[:count], [(row, cells[:count]) for row, cells in named])
         screen, text = console(width)
-        command._show(screen, part)
+        cmd_compare._show(screen, part)
         assert "…" not in text.getvalue()
         assert sum(line.startswith("method") for line in text.getvalue().splitlines()) <= headers
         assert all(shown.mean in text.getvalue() for _, cells in part.rows for shown in cells)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from probprompt.cli.data import TransferScreen
+from probprompt.cli.cmd_data import TransferScreen
 from probprompt.data import verify
 from probprompt.data.published import Cifar100, Cub200, Dataset, Figures, ImageNetR, Source, TuBerlin
 

@@ -31,7 +31,7 @@ from probprompt.data.stream import build_stream
 from probprompt.data.verify import differences, other_differences
 from probprompt.errors import UserError
 from probprompt.progress import SILENT
-from probprompt.runs.execute import prepare
+from probprompt.runs.train import prepare
 
 Settings = Callable[..., dict[str, Any]]
 PUBLISHED = ("cifar100", "cub200", "imagenet-r", "tiny-imagenet", "tu-berlin")

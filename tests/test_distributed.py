@@ -21,13 +21,13 @@ from torch import Tensor
 from probprompt import methods
 from probprompt.config import parse_config
 from probprompt.distributed import ALONE, World, from_environment, join
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.saved_model import learner_tensors
 from probprompt.errors import UserError
 from probprompt.progress import SILENT
-from probprompt.runs import execute
-from probprompt.runs.checkpoint import learner_tensors
-from probprompt.runs.record import Run
+from probprompt.runs import train
+from probprompt.runs.run import Run
 from probprompt.storage import read_tensors
-from probprompt.training.learner import Learner, TaskImages
 
 CPU = torch.device("cpu")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -80,7 +80,7 @@ RUNS = {
 
 def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
     """Return all that two tasks leave behind, and the gradients of the first epoch."""
-    workshop = execute.prepare(parse_config(given), CPU, SILENT, world=world)
+    workshop = train.prepare(parse_config(given), CPU, SILENT, world=world)
     learner, found = workshop.learner, dict[str, Tensor]()
     for task in workshop.tasks:
         if task.index and not world.writes:  # a process that went astray is put right when a task begins
@@ -111,7 +111,7 @@ def work(folder: Path) -> None:
         save_file(learn(given, world), folder / f"{name}-{world.rank}.safetensors")
     opened = written_below(folder / "runs")
     for name, given in asked["runs"].items():
-        run = execute.train(parse_config(given), folder / "runs" / (name if world.writes else "elsewhere"))
+        run = train.train(parse_config(given), folder / "runs" / (name if world.writes else "elsewhere"))
         assert run.finished and run.folder.name == name
     (folder / f"opened-{world.rank}.json").write_text(json.dumps(opened))
     if world.rank == 1:
@@ -253,7 +253,7 @@ def test_cases_have_gradients_to_compare(worked: Worked) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_run_of_two_processes_equals_that_of_one(worked: Worked, tmp_path: Path, name: str) -> None:
-    both, alone = Run.open(worked.folder / "runs" / name), execute.train(parse_config(worked.settings[name]), tmp_path)
+    both, alone = Run.open(worked.folder / "runs" / name), train.train(parse_config(worked.settings[name]), tmp_path)
     assert np.array_equal(both.matrix, alone.matrix, equal_nan=True)
     assert (both.record["world_size"], alone.record["world_size"]) == (2, 1)
     left, right = (read_tensors(run.checkpoint, CPU)[0] for run in (both, alone))
@@ -308,7 +308,7 @@ def test_error_is_printed_once_and_ends_all_processes(worked: Worked, tmp_path: 
 
 
 def prepared(given: dict[str, Any], size: int) -> None:
-    execute.prepare(parse_config(given), CPU, SILENT, world=World(0, size))
+    train.prepare(parse_config(given), CPU, SILENT, world=World(0, size))
 
 
 def test_batches_that_cannot_be_shared_are_rejected(pictures: Path) -> None:

@@ -12,14 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from probprompt import api, methods, presets
-from probprompt.cli.compare import read_spec
+from probprompt.cli.cmd_compare import read_spec
 from probprompt.config import parse_config, read_toml
 from probprompt.evaluation import metrics
 from probprompt.methods import base
-from probprompt.report.comparison import gather_runs, pixels_hash
+from probprompt.report.compare import gather_runs, pixels_hash
 from probprompt.report.tables import fill_page
-from probprompt.runs.book import read_book
 from probprompt.runs.grid import Grid, describe
+from probprompt.runs.run import read_book
 from reproduction import bench_pages, paper
 from reproduction import results_page as page
 from reproduction.results import Entry, count_tasks, read_entries, read_entry

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from method_helpers import Array, array, close, injected, move, normal, training
 from probprompt.methods import EVALUATION, Shape, TaskSummary
-from probprompt.methods.evo_prompt import CHUNK, EvoPrompt, EvoPromptConfig, match_neurons
-from probprompt.transport import optimal_transport
+from probprompt.methods.evo_prompt import CHUNK, EvoPrompt, EvoPromptConfig, match_neurons, optimal_transport
 
 WIDTH, DEPTH, HIDDEN, TOKENS, BATCH = 6, 4, 3, 2, 5
 BLOCKS = (0, 2)

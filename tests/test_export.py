@@ -23,13 +23,14 @@ from timm.models.vision_transformer import VisionTransformer
 
 from page_marks import read_blocks
 from probprompt import ContinualClassifier, __version__, api, load_model, methods
-from probprompt.backbone import FrozenViT
+from probprompt.backbones.vit import FrozenViT
+from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.export import onnx
-from probprompt.export.onnx import BATCHES, Exported, export_onnx, metadata, write_onnx
-from probprompt.export.source import Source, View, open_source
-from probprompt.heads import ClosedFormHead, HeadConfig, make_head
-from probprompt.training.model import PromptedModel
+from probprompt.export.onnx import BATCHES, Exported, Source, View, export_onnx, metadata, open_source, write_onnx
+from probprompt.heads import make_head
+from probprompt.heads.closed_form import ClosedFormHead
+from probprompt.heads.settings import HeadConfig
 
 SIDE, WIDTH = 16, 24
 Command = Callable[..., Any]

@@ -7,8 +7,9 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from probprompt import fused, kernels
-from probprompt.backbone import FrozenViT
+from probprompt import kernels
+from probprompt.backbones.vit import FrozenViT
+from probprompt.kernels import vit_blocks
 from probprompt.prompts import ClassTokenShift, Prefix, Prompts, Tokens
 
 pytest.importorskip("triton")
@@ -159,11 +160,13 @@ def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> 
     assert torch.equal(model.query(seen), alone)
 
 
-@pytest.mark.parametrize(("ratio", "kind"), ((4, fused.NarrowMlp), (2, fused.WideMlp)), ids=("narrow", "wide"))
+@pytest.mark.parametrize(
+    ("ratio", "kind"), ((4, vit_blocks.NarrowMlp), (2, vit_blocks.WideMlp)), ids=("narrow", "wide")
+)
 def test_exact_in_float32(ratio: int, kind: type) -> None:
     """The blocks by themselves in float32, where nothing is lost to rounding; gradients of the tokens included."""
     model = vit(init_values=0.7, mlp_ratio=ratio)
-    blocks = fused.fuse(model.model.blocks)
+    blocks = vit_blocks.fuse(model.model.blocks)
     assert blocks is not None
     assert all(type(block.mlp) is kind for block in blocks)
     prefix = [drawn(BATCH, 3, WIDTH, seed=seed).requires_grad_() for seed in (1, 2)]
@@ -173,7 +176,7 @@ def test_exact_in_float32(ratio: int, kind: type) -> None:
         plain = run_plain(block, plain, Prefix(*prefix) if index == 1 else None)
     weight = drawn(BATCH, 17, WIDTH, seed=4)
     wanted = torch.autograd.grad((plain * weight).sum(), [tokens, *prefix])
-    found, mixed = fused.run(blocks[:-1], tokens, [None, (prefix[0], prefix[1]), None])
+    found, mixed = vit_blocks.run(blocks[:-1], tokens, [None, (prefix[0], prefix[1]), None])
     assert mixed is None
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
     for one, two in zip(torch.autograd.grad((found * weight).sum(), [tokens, *prefix]), wanted, strict=True):
@@ -181,6 +184,6 @@ def test_exact_in_float32(ratio: int, kind: type) -> None:
 
 
 def run_plain(block: nn.Module, tokens: Tensor, prompt: Prefix | None) -> Tensor:
-    from probprompt.backbone import _run_block
+    from probprompt.backbones.vit import _run_block
 
     return _run_block(block, tokens, prompt, slice(None))

@@ -15,14 +15,22 @@ from rich.console import Console
 
 from probprompt import api, presets
 from probprompt.cli import Interrupted
-from probprompt.cli.compare import GridScreen, read_spec, run_compare
+from probprompt.cli.cmd_compare import GridScreen, read_spec, run_compare
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as grids
-from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Pace, Way, Where, carry_out, run_grid
+from probprompt.runs.executors import (
+    SILENT_GRID,
+    ExecutionOptions,
+    GridCallback,
+    RunActions,
+    TimeEstimator,
+    carry_out,
+    run_grid,
+)
 from probprompt.runs.grid import Grid, Outcome, parse_spec
-from probprompt.runs.record import Run, config_hash
+from probprompt.runs.run import Run, config_hash
 
 ROOT = Path(__file__).parent.parent
 TINY: dict[str, Any] = {
@@ -76,7 +84,7 @@ class Worker:
         return run
 
     def run(self, grid: Grid, progress: GridCallback = SILENT_GRID) -> list[Outcome]:
-        return run_grid(grid, Way(self.start, self.resume, "cpu"), progress)
+        return run_grid(grid, RunActions(self.start, self.resume, "cpu"), progress)
 
 
 def _name(folder: Path) -> str:
@@ -205,7 +213,7 @@ def test_all_mistakes_are_told_before_anything_runs(
 def test_a_wrong_device_is_refused_once_and_not_by_every_cell(spec: Spec, tmp_path: Path) -> None:
     worker = Worker()
     with pytest.raises(UserError, match="no device is called 'gpu'"):
-        run_grid(Grid(spec(), tmp_path), Way(worker.start, worker.resume, "gpu"))
+        run_grid(Grid(spec(), tmp_path), RunActions(worker.start, worker.resume, "gpu"))
     assert worker.started == []
 
 
@@ -271,18 +279,18 @@ def test_an_interruption_stops_the_grid_and_the_next_call_goes_on(spec: Spec, tm
 
 def test_the_time_left_is_that_of_the_cells_most_alike(spec: Spec, tmp_path: Path) -> None:
     grid = Grid(spec(vary={"components": [4, 8]}), tmp_path)
-    assert Pace(grid.outcomes()).expect(grid.cells) is None
+    assert TimeEstimator(grid.outcomes()).expect(grid.cells) is None
     four, eight, probe, *later = grid.cells
     Worker(seconds=10.0).start(four.config, four.folder, None, SILENT)
     Worker(seconds=1.0).start(probe.config, probe.folder, None, SILENT)
-    pace = Pace(grid.outcomes())
+    pace = TimeEstimator(grid.outcomes())
     assert pace.expect([later[0]]) == 10.0  # the same row with another seed
     assert pace.expect([eight]) == 10.0  # the same method
     assert pace.expect([later[2]]) == 1.0
     Worker(seconds=20.0).start(eight.config, eight.folder, None, SILENT)
-    assert Pace(grid.outcomes()).expect(later) == 10.0 + 20.0 + 1.0
+    assert TimeEstimator(grid.outcomes()).expect(later) == 10.0 + 20.0 + 1.0
     other = Grid(spec(methods=["vq-prompt"], seeds=[0]), tmp_path)
-    assert Pace(grid.outcomes()).expect(other.cells) == pytest.approx(31.0 / 3)  # nothing is alike: the mean
+    assert TimeEstimator(grid.outcomes()).expect(other.cells) == pytest.approx(31.0 / 3)  # nothing is alike: the mean
 
 
 class Diary(GridCallback):
@@ -324,12 +332,12 @@ class TwoAtATime:
         self.most = max(self.most, len(self.running))
 
     def receive(self) -> Outcome:
-        return Way(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), SILENT_GRID)
+        return RunActions(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), SILENT_GRID)
 
 
 def test_the_time_left_is_shared_by_the_cells_that_run_side_by_side(spec: Spec, tmp_path: Path) -> None:
     grid, diary, two = Grid(spec(seeds=[0, 1, 2]), tmp_path), Diary(), TwoAtATime(Worker(fail="linear-probe/seed-1"))
-    carry_out(grid.cells, two, diary, Pace())
+    carry_out(grid.cells, two, diary, TimeEstimator())
     assert two.most == 2 and not two.running
     assert diary.lines == [("end", number != 3, rest) for number, rest in enumerate((5.0, 4.0, 3.0, 2.0, 2.0, 0.0))]
     assert [bool(outcome.run) for outcome in grid.outcomes()] == [True, True, True, False, True, True]
@@ -345,7 +353,7 @@ def test_the_time_left_is_shared_by_the_cells_that_run_side_by_side(spec: Spec, 
 )
 def test_places_that_contradict_each_other_are_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Where(**asked)
+        ExecutionOptions(**asked)
 
 
 # The command
@@ -537,13 +545,13 @@ def test_cells_run_side_by_side_and_one_that_is_killed_takes_nobody_with_it(
     settings = {"backbone": {"name": "test_vit", "weights": "random", "image_size": 32}, "data": {"tasks": 2}}
     asked = parse_spec({"methods": names, "benchmarks": [str(pictures)], "seeds": [0], "settings": settings})
     grid = Grid(asked, tmp_path / "grid")
-    two = Where(workers=2)
-    outcomes = {o.cell.method: o for o in run_grid(grid, Way(module.start, module.resume, "cpu"), where=two)}
+    two = ExecutionOptions(workers=2)
+    outcomes = {o.cell.method: o for o in run_grid(grid, RunActions(module.start, module.resume, "cpu"), where=two)}
     assert outcomes["nearest-mean"].run and outcomes["ranpac"].run
     assert "its process ended with exit code -9" in outcomes["lda"].reason
     assert len(list(diary.iterdir())) == 2, "a process for each cell, and not this one"
     assert str(os.getpid()) not in {path.name for path in diary.iterdir()}
     alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
     assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
-    again = {o.cell.method: o for o in run_grid(grid, Way(api.start, api.resume, "cpu"), where=two)}
+    again = {o.cell.method: o for o in run_grid(grid, RunActions(api.start, api.resume, "cpu"), where=two)}
     assert again["lda"].run and len(list(diary.iterdir())) == 2, "what is finished is not run again"

@@ -12,17 +12,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from probprompt import heads, randomness
-from probprompt.heads import (
-    HEADS,
-    ClosedFormHead,
-    Head,
-    HeadConfig,
-    Kind,
-    LinearHead,
-    NormalisedHead,
-    RidgeHead,
-    make_head,
-)
+from probprompt.heads import HEADS, closed_form, make_head
+from probprompt.heads import settings as heads_settings
+from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
+from probprompt.heads.linear import Head, LinearHead, NormalizedHead
+from probprompt.heads.settings import HeadConfig, Kind
 
 Array = NDArray[np.float64]
 
@@ -193,7 +187,7 @@ def test_linear_logits() -> None:
 
 
 def test_normalised_logits_are_standardised_features_times_unit_rows() -> None:
-    head, features = NormalisedHead(WIDTH, SEED).grow(4), some_images()[0]
+    head, features = NormalizedHead(WIDTH, SEED).grow(4), some_images()[0]
     with torch.no_grad():
         head.weight.mul_(torch.tensor([[0.1], [1.0], [7.0], [300.0]]))
     x, weight = features.double().numpy(), head.weight.detach().double().numpy()
@@ -205,7 +199,7 @@ def test_normalised_logits_are_standardised_features_times_unit_rows() -> None:
 
 
 def test_a_normalised_head_never_has_a_bias() -> None:
-    head = NormalisedHead(WIDTH, SEED)
+    head = NormalizedHead(WIDTH, SEED)
     for step in (
         lambda: head.grow(3),
         lambda: head.replace(torch.randn(4, WIDTH), torch.randn(4)),
@@ -344,11 +338,11 @@ def test_more_images_of_known_classes_equal_all_at_once(kind: str) -> None:
 def test_images_are_added_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = HeadConfig(projections=20)
     whole = learned(kind, config)
-    monkeypatch.setattr(heads, "CHUNK", 70)  # three images of 20 projections
+    monkeypatch.setattr(closed_form, "CHUNK", 70)  # three images of 20 projections
     same_up_to(learned(kind, config), whole, torch.arange(5))
     for width, sizes in ((20, [3, 3, 1]), (35, [2, 2, 2, 1]), (100, [1] * 7)):
         features, labels = torch.arange(7.0)[:, None], torch.arange(7)
-        parts = [*heads._chunks(features, labels, width)]
+        parts = [*closed_form._chunks(features, labels, width)]
         assert [len(part) for part, _ in parts] == [len(of) for _, of in parts] == sizes
         assert torch.equal(torch.cat([part for part, _ in parts]), features.double())
 
@@ -412,7 +406,7 @@ def by_hand(head: RidgeHead, features: Tensor, labels: Tensor, task_key: int) ->
     rest = [place for place in range(len(labels)) if place not in held]
     inner, targets = projected(head, features), np.eye(len(labels.unique()))[labels.numpy()]
     means, deviations = [], []
-    for strength in heads.STRENGTHS:
+    for strength in closed_form.STRENGTHS:
         solution = np.linalg.solve(
             inner[rest].T @ inner[rest] + strength * np.eye(inner.shape[1]), inner[rest].T @ targets[rest]
         )
@@ -429,7 +423,9 @@ def test_the_strength_is_the_largest_within_a_standard_error_of_the_best(noise: 
     assert isinstance(head, RidgeHead)
     means, deviation, held = by_hand(head, *images, task_key=0)
     assert len(held) == 2 + 4 + 6
-    good = [strength for strength, mean in zip(heads.STRENGTHS, means, strict=True) if mean <= min(means) + deviation]
+    good = [
+        strength for strength, mean in zip(closed_form.STRENGTHS, means, strict=True) if mean <= min(means) + deviation
+    ]
     assert float(head.strength) == max(good)
 
 
@@ -477,7 +473,7 @@ def test_without_images_to_choose_by_the_strength_follows_the_gram_matrix(counts
     assert close(head.solution().T, solution, 1e-9)
     more, of = some_images((2, 2), seed=8)
     head.learn(more, of + len(counts), 2, task_key=1)
-    assert float(head.strength) in heads.STRENGTHS  # the first task that can choose does
+    assert float(head.strength) in closed_form.STRENGTHS  # the first task that can choose does
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 1, 1], [0]], ids=str)
@@ -518,9 +514,9 @@ def test_a_small_first_task_does_not_spoil_the_tasks_to_come() -> None:
 
 
 def test_what_is_not_projected_stands_beside_the_projections() -> None:
-    config = heads.HeadConfig(kind="ridge", projections=30, ridge=2.0, with_query=True, layers=3)
+    config = heads_settings.HeadConfig(kind="ridge", projections=30, ridge=2.0, with_query=True, layers=3)
     head = heads.make_head(config, "ridge", width=6, seed=3)
-    assert isinstance(head, heads.RidgeHead) and head.width == 6 * 8 and head.layers == 3
+    assert isinstance(head, closed_form.RidgeHead) and head.width == 6 * 8 and head.layers == 3
     assert head.projection is not None and head.projection.shape == (12, 30)
     features, labels = torch.randn(40, 48, generator=torch.Generator().manual_seed(4)), torch.arange(40) % 4
     head.learn(features, labels, 4, task_key=0)
@@ -532,9 +528,9 @@ def test_what_is_not_projected_stands_beside_the_projections() -> None:
 
 
 def test_readings_may_be_projected_with_the_feature() -> None:
-    config = heads.HeadConfig(kind="ridge", projections=30, ridge=2.0, layers=3, readings="projected")
+    config = heads_settings.HeadConfig(kind="ridge", projections=30, ridge=2.0, layers=3, readings="projected")
     head = heads.make_head(config, "ridge", width=6, seed=3)
-    assert isinstance(head, heads.RidgeHead) and head.width == 6 * 7 and head.inner == 30
+    assert isinstance(head, closed_form.RidgeHead) and head.width == 6 * 7 and head.inner == 30
     features = torch.randn(5, 42, generator=torch.Generator().manual_seed(4))
     assert head.projection is not None and head.projection.shape == (42, 30)
     torch.testing.assert_close(head.lift(features), (features @ head.projection).relu())
@@ -543,12 +539,12 @@ def test_readings_may_be_projected_with_the_feature() -> None:
 @pytest.mark.parametrize("images", (12, 60))
 def test_the_strengths_are_compared_by_their_true_solutions(images: int) -> None:
     """Whether fewer images or fewer projections make the smaller matrix, the solutions are the same."""
-    head = heads.RidgeHead(6, 3, projections=30, ridge=None).grow(3)
+    head = closed_form.RidgeHead(6, 3, projections=30, ridge=None).grow(3)
     source = torch.Generator().manual_seed(4)
     features, labels = torch.randn(images, 6, generator=source), torch.arange(images) % 3
     hidden = (features.double() @ head.projection.double()).relu()  # type: ignore[union-attr]
     wanted = torch.nn.functional.one_hot(labels, 3).double()
-    for strength, found in zip(heads.STRENGTHS, head._candidates(features, labels), strict=True):
+    for strength, found in zip(closed_form.STRENGTHS, head._candidates(features, labels), strict=True):
         if strength >= 1e-3:
             expected = torch.linalg.solve(hidden.T @ hidden + strength * torch.eye(30), hidden.T @ wanted)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
@@ -602,7 +598,7 @@ def test_chosen_after_every_task_the_strength_is_the_largest_that_is_as_good_as_
         classes = torch.cat([of for _, of in earlier] + [labels[rest]]).numpy()
         targets = np.eye(2 * task + 2)[classes]
         tried = []
-        for strength in heads.STRENGTHS:
+        for strength in closed_form.STRENGTHS:
             solution = np.linalg.solve(inner.T @ inner + strength * np.eye(inner.shape[1]), inner.T @ targets)
             tried.append((projected(head, features[held]) @ solution).argmax(axis=1) != labels[held].numpy())
         wrong.append(np.array(tried, dtype=np.float64))
@@ -610,7 +606,7 @@ def test_chosen_after_every_task_the_strength_is_the_largest_that_is_as_good_as_
         best = int(every.mean(axis=1).argmin())
         worse = every - every[best]
         good = worse.mean(axis=1) <= worse.std(axis=1) / math.sqrt(every.shape[1])
-        assert float(head.strength) == heads.STRENGTHS[int(good.nonzero()[0].max())]
+        assert float(head.strength) == closed_form.STRENGTHS[int(good.nonzero()[0].max())]
         seen.append(every.shape[1])
     assert seen == [11, 24, 37] and int(head.trials[0, 0]) == 37
 
@@ -734,7 +730,7 @@ def test_projections_follow_as_well() -> None:
 def test_half_of_the_squares_is_saved_and_all_of_them_come_back(
     kind: str, strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "STRIP", strip)
+    monkeypatch.setattr(closed_form, "STRIP", strip)
     head = learned(kind)
     assert head.moments is not None
     whole, saved = head.get_buffer(head.moments), head.saved()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from method_helpers import Array, array, close, injected, loss_of, normal, same, training
-from probprompt.alignment import ClassStatistics
+from probprompt.heads.linear import ClassStatistics
 from probprompt.methods import EVALUATION, Context, Shape, TaskSummary, parse_config
 from probprompt.methods.hide_prompt import HiDePrompt, HiDePromptConfig, IdentityAlignmentConfig
 

@@ -95,7 +95,7 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
 @pytest.mark.parametrize(("rows", "width"), [(13, 192), (3, 70), (2, 1030)])
 def test_add_norm(rows: int, width: int, added: bool, dtype: torch.dtype) -> None:
-    from probprompt.kernels.norm import add_norm
+    from probprompt.kernels.pointwise import add_norm
 
     x = 3 + numbers(rows, width, key="x", dtype=dtype)
     update = numbers(rows, width, key="update", dtype=dtype) if added else None
@@ -117,7 +117,7 @@ def test_add_norm(rows: int, width: int, added: bool, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "alone"])
 @pytest.mark.parametrize(("rows", "width"), [(13, 192), (3, 70), (2, 1030)])
 def test_norm_backward(rows: int, width: int, residual: bool, dtype: torch.dtype) -> None:
-    from probprompt.kernels.norm import add_norm, norm_backward
+    from probprompt.kernels.pointwise import add_norm, norm_backward
 
     x, grad = 3 + numbers(rows, width, key="x", dtype=dtype), numbers(rows, width, key="grad", dtype=dtype)
     weight, bias = numbers(width, key="weight"), numbers(width, key="bias")
@@ -134,7 +134,7 @@ def test_norm_backward(rows: int, width: int, residual: bool, dtype: torch.dtype
 
 
 def test_a_row_of_equal_numbers_has_a_norm_and_a_gradient() -> None:
-    from probprompt.kernels.norm import add_norm, norm_backward
+    from probprompt.kernels.pointwise import add_norm, norm_backward
 
     x, weight, bias = torch.full((2, 24), 7.0, device=DEVICE), numbers(24, key="weight"), numbers(24, key="bias")
     _, normed, mean, rstd = add_norm(x, None, weight, bias, 1e-2)
@@ -144,7 +144,7 @@ def test_a_row_of_equal_numbers_has_a_norm_and_a_gradient() -> None:
 
 
 def test_rows_too_wide_are_refused() -> None:
-    from probprompt.kernels.norm import add_norm
+    from probprompt.kernels.pointwise import add_norm
 
     wide = torch.zeros(1, 4097, device=DEVICE)
     with pytest.raises(UserError, match="at most 4096, not of 4097"):

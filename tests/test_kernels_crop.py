@@ -10,7 +10,7 @@ from probprompt.errors import UserError
 
 pytest.importorskip("triton")
 
-from probprompt.kernels.crop import crop
+from probprompt.kernels.pixels import crop
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")

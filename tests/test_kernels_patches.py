@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from probprompt.kernels import patches as module
-from probprompt.kernels.patches import patches
+from probprompt.kernels import pixels
+from probprompt.kernels.pixels import patches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_patches_are_those_of_a_permutation(
     size: tuple[int, int], patch: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "COLUMNS", 16)  # several programs for a line
+    monkeypatch.setattr(pixels, "COLUMNS", 16)  # several programs for a line
     images = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     (height, width), (high, wide) = size, patch
     grid = images.view(3, 3, height // high, high, width // wide, wide)

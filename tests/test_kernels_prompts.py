@@ -24,8 +24,8 @@ from probprompt.kernels.mixture import mixture
 
 pytest.importorskip("triton")
 
-from probprompt.kernels import pools, sampling
-from probprompt.kernels.sampling import noise, sampled_prompt
+from probprompt.kernels import gaussians as kernels_gaussians
+from probprompt.kernels.gaussians import noise, sampled_prompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = 0x1234_5678_9ABC_DEF0
@@ -211,8 +211,8 @@ def pool(count: int, size: int, width: int) -> tuple[Tensor, Tensor]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of mixture, whatever the machine; blocks are small, so that a few numbers fill more than one."""
     monkeypatch.setattr(mixture_module, "usable", lambda device: request.param == "kernels")
-    monkeypatch.setattr(pools, "ROWS", 4)
-    monkeypatch.setattr(pools, "COLUMNS", 4)
+    monkeypatch.setattr(kernels_gaussians, "ROWS", 4)
+    monkeypatch.setattr(kernels_gaussians, "COLUMNS", 4)
     return str(request.param)
 
 
@@ -279,7 +279,7 @@ def beside(features: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_mixtures_at_the_ends_of_their_range(
     way: str, case: Callable[[int], tuple[Tensor, Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "COLUMNS", 64)
+    monkeypatch.setattr(kernels_gaussians, "COLUMNS", 64)
     query, mean, log_std = case(64)
     distance = ((query.double()[:, None, None] - mean.double()) * (-log_std.double()).exp()).square().sum(-1)
     assert case is beside or distance.max() > 1e5
@@ -399,4 +399,6 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 def test_kernels_here_are_the_ones_that_are_meant() -> None:
-    assert type(sampling._forward).__name__ == ("JITFunction" if DEVICE.type == "cuda" else "InterpretedFunction")
+    assert type(kernels_gaussians._forward).__name__ == (
+        "JITFunction" if DEVICE.type == "cuda" else "InterpretedFunction"
+    )

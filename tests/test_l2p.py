@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from method_helpers import build, cosine, injected, loss_of, normal, same, training
-from probprompt.backbone import FrozenViT
+from probprompt.backbones.vit import FrozenViT
 from probprompt.methods import EVALUATION, Context, parse_config
 from probprompt.methods.l2p import L2P, DeepL2PPlus, L2PPlus, PooledPrompts
 from probprompt.prompts import Prefix, Prompt, Tokens

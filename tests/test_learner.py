@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from probprompt.config import parse_config
 from probprompt.data.transforms import JITTER_DRAWS, Boxes, Preprocessor, RandomViews
+from probprompt.engine.learner import Drawn, EpochResult, Learner, Prefetcher, TaskImages
 from probprompt.errors import UserError
-from probprompt.heads import LinearHead, RidgeHead
+from probprompt.heads.closed_form import RidgeHead
+from probprompt.heads.linear import LinearHead
 from probprompt.methods import EVALUATION, Context, Prompted, TaskSummary
 from probprompt.methods.hide_prompt import HiDePrompt
 from probprompt.methods.probprompt import ProbPrompt
 from probprompt.progress import SILENT
-from probprompt.runs import execute
-from probprompt.runs.execute import Workshop, prepare
-from probprompt.training.learner import Ahead, Drawn, EpochResult, Learner, TaskImages
+from probprompt.runs import train as runs_train
+from probprompt.runs.train import TrainingSetup, prepare
 
 Settings = Callable[..., dict[str, Any]]
 Weights = dict[str, Tensor]
@@ -30,13 +31,13 @@ HIDE: dict[str, Any] = {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2], "i
 EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
 
 
-def build(settings: dict[str, Any]) -> Workshop:
+def build(settings: dict[str, Any]) -> TrainingSetup:
     if settings["method"]["name"] == PROBE["name"]:
         settings["method"] = PROBE
     return prepare(parse_config(settings), torch.device("cpu"), SILENT)
 
 
-def build_with(method: dict[str, Any], settings: dict[str, Any]) -> Workshop:
+def build_with(method: dict[str, Any], settings: dict[str, Any]) -> TrainingSetup:
     """The same settings with another method."""
     return build({**settings, "method": method})
 
@@ -52,7 +53,7 @@ def train(learner: Learner, task: TaskImages) -> list[EpochResult]:
     return [learner.train_epoch(task, epoch, optimiser, quiet) for epoch in range(learner.epochs(task))]
 
 
-def teach(workshop: Workshop, tasks: int | None = None) -> Learner:
+def teach(workshop: TrainingSetup, tasks: int | None = None) -> Learner:
     """Learn the first tasks, alignment included."""
     for task in workshop.tasks[:tasks]:
         train(workshop.learner, task)
@@ -453,7 +454,7 @@ def test_a_run_builds_one_optimiser_per_task(
         return built[-1]
 
     monkeypatch.setattr(Learner, "optimiser", counting)
-    execute.train(parse_config(settings(training={"epochs": 1})), tmp_path / "run", "cpu")
+    runs_train.train(parse_config(settings(training={"epochs": 1})), tmp_path / "run", "cpu")
     assert len(built) == 3
     for optimiser, classes in zip(built, (2, 4, 6), strict=True):
         assert [len(parameter) for parameter in optimiser.param_groups[0]["params"]] == [classes, classes]
@@ -491,7 +492,7 @@ class Seen:
     seeds: list[int]
 
 
-def observe(workshop: Workshop) -> Seen:
+def observe(workshop: TrainingSetup) -> Seen:
     learner, method = workshop.learner, prompts_of(workshop.learner)
     watched, seeds, original = Watched(learner), list[int](), method.prompts
 
@@ -709,7 +710,7 @@ def test_features_at_evaluation_are_the_mean_over_all_draws(settings: Settings) 
 
 
 def test_static_features_are_computed_once_per_task(
-    settings: Settings, count_queries: Callable[[Workshop], list[int]]
+    settings: Settings, count_queries: Callable[[TrainingSetup], list[int]]
 ) -> None:
     workshop = build(settings(method=PROBE, training={"epochs": 3}))
     images = count_queries(workshop)
@@ -760,7 +761,7 @@ RIDGE = {"kind": "ridge", "projections": 30, "ridge": 10.0}
 
 
 def test_under_a_closed_form_head_prompts_adapt_to_the_first_task_alone(
-    settings: Settings, count_queries: Callable[[Workshop], list[int]]
+    settings: Settings, count_queries: Callable[[TrainingSetup], list[int]]
 ) -> None:
     workshop = build({**settings(head=RIDGE, training={"epochs": 2, "batch": 8}), "evaluation_batch": 5})
     learner, method = workshop.learner, prompts_of(workshop.learner)
@@ -805,7 +806,7 @@ def test_how_long_prompts_learn_under_a_closed_form_head_can_be_set(
 
 
 def test_a_closed_form_head_without_prompts_needs_one_pass_over_each_task(
-    settings: Settings, count_queries: Callable[[Workshop], list[int]]
+    settings: Settings, count_queries: Callable[[TrainingSetup], list[int]]
 ) -> None:
     workshop = build(settings(head={"kind": "lda"}, method=PROBE))
     images = count_queries(workshop)
@@ -1120,7 +1121,7 @@ def test_what_is_drawn_ahead_is_what_would_be_drawn() -> None:
     def task(images: int) -> TaskImages:
         return TaskImages(0, 0, 2, torch.arange(images), torch.zeros(images, dtype=torch.long))
 
-    ahead, two, three = Ahead(draw, epochs=3), task(2), task(3)
+    ahead, two, three = Prefetcher(draw, epochs=3), task(2), task(3)
     found = [ahead.take(*given).order.tolist() for given in ((two, 0), (two, 1), (two, 2), (three, 0), (two, 1))]
     assert found == [[2, 0], [2, 1], [2, 2], [3, 0], [2, 1]]
     # The third epoch is the last; a task of another size does not get what was drawn for this one.
@@ -1134,7 +1135,7 @@ def test_nothing_is_drawn_ahead_on_a_cpu() -> None:
         asked.append(epoch)
         return Drawn(torch.zeros(1), torch.zeros(1, 2), None)
 
-    ahead = Ahead(draw, epochs=0)
+    ahead = Prefetcher(draw, epochs=0)
     for epoch in range(3):
         ahead.take(TaskImages(0, 0, 2, torch.arange(2), torch.zeros(2, dtype=torch.long)), epoch)
     assert asked == [0, 1, 2]

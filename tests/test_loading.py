@@ -30,7 +30,7 @@ from probprompt.data.transforms import (
     random_boxes,
 )
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs import execute
+from probprompt.runs import train as runs_train
 
 CPU = torch.device("cpu")
 Settings = Callable[..., dict[str, Any]]
@@ -376,8 +376,8 @@ def test_record_describes_the_loaded_images(
     settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
-    workshop = execute.prepare(parse_config(settings(data={"stored_side": 24})), CPU, SILENT)
-    record = execute.describe(workshop, "run")["data"]
+    workshop = runs_train.prepare(parse_config(settings(data={"stored_side": 24})), CPU, SILENT)
+    record = runs_train.describe(workshop, "run")["data"]
     assert set(record) == {"train", "test"}
     for side, count in (("train", 48), ("test", 12)):
         assert record[side]["bytes"] == count * 24 * 24 * 3 and record[side]["stored_side"] == 24

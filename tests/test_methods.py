@@ -12,17 +12,20 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from probprompt import methods, presets
-from probprompt.backbone import FrozenViT
-from probprompt.checkpoints import LoadedBackbone, Preprocessing
+from probprompt.backbones.pretrained import LoadedBackbone, Preprocessing
+from probprompt.backbones.vit import FrozenViT
 from probprompt.config import RunConfig, parse_config
+from probprompt.engine import saved_model
 from probprompt.errors import UserError
-from probprompt.heads import HEADS, ClosedFormHead, HeadConfig, make_head
+from probprompt.heads import HEADS, make_head
+from probprompt.heads.closed_form import ClosedFormHead
+from probprompt.heads.settings import HeadConfig
 from probprompt.methods import EVALUATION, Context, Prompted, Shape
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
 from probprompt.randomness import Noise
-from probprompt.runs import checkpoint, execute, model_folder
-from probprompt.runs.record import Run, config_hash
+from probprompt.runs import checkpoint, train
+from probprompt.runs.run import Run, config_hash
 
 CPU = torch.device("cpu")
 METHODS = list(methods.registered())
@@ -53,7 +56,7 @@ def kind(request: pytest.FixtureRequest, loading: None) -> str:
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load these backbones by their names."""
-    for module in (execute, model_folder):
+    for module in (train, saved_model):
         monkeypatch.setattr(module, "load_backbone", lambda name, *_: build_backbone(name))
 
 
@@ -85,15 +88,15 @@ def trained(
         key = (name, kind)
         if key not in finished:
             out = tmp_path_factory.mktemp("runs") / "run"
-            finished[key] = execute.train(configure(few, kind, name), out)
+            finished[key] = train.train(configure(few, kind, name), out)
         return finished[key]
 
     return get
 
 
-def restored(run: Run) -> execute.Workshop:
+def restored(run: Run) -> train.TrainingSetup:
     """A run's end, from its checkpoint."""
-    workshop = execute.prepare(run.config, CPU, SILENT)
+    workshop = train.prepare(run.config, CPU, SILENT)
     saved = checkpoint.load_checkpoint(run.checkpoint, config_hash(run.config), CPU)
     saved.restore(workshop.learner, workshop.tasks)
     return workshop
@@ -113,15 +116,15 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
     return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
 
 
-def learn(config: RunConfig, tasks: int | None = None) -> execute.Workshop:
+def learn(config: RunConfig, tasks: int | None = None) -> train.TrainingSetup:
     """Learn the first tasks."""
-    workshop = execute.prepare(config, CPU, SILENT)
+    workshop = train.prepare(config, CPU, SILENT)
     for task in workshop.tasks[:tasks]:
         teach(workshop, task.index)
     return workshop
 
 
-def teach(workshop: execute.Workshop, index: int) -> None:
+def teach(workshop: train.TrainingSetup, index: int) -> None:
     learner, task = workshop.learner, workshop.tasks[index]
     learner.begin(task)
     optimiser = learner.optimiser(task)
@@ -130,26 +133,26 @@ def teach(workshop: execute.Workshop, index: int) -> None:
     learner.finish(task, lambda _: None)
 
 
-def predictions(workshop: execute.Workshop) -> Tensor:
+def predictions(workshop: train.TrainingSetup) -> Tensor:
     return workshop.scorer.logits(torch.cat([task.rows for task in workshop.test_tasks]))
 
 
-def some_images(workshop: execute.Workshop) -> Tensor:
+def some_images(workshop: train.TrainingSetup) -> Tensor:
     return workshop.scorer.viewer.evaluation(workshop.scorer.images.store, torch.arange(6))
 
 
-def assert_predicted_everywhere(run: Run, workshop: execute.Workshop, by_hand: Tensor) -> None:
+def assert_predicted_everywhere(run: Run, workshop: train.TrainingSetup, by_hand: Tensor) -> None:
     """By the model, the scorer and the saved model."""
     images = some_images(workshop)
     torch.testing.assert_close(workshop.learner.model.predict(images), by_hand)
     torch.testing.assert_close(workshop.scorer.logits(torch.arange(6)), by_hand)
-    torch.testing.assert_close(model_folder.load_model(run.folder).model.predict(images), by_hand)
+    torch.testing.assert_close(saved_model.load_model(run.folder).model.predict(images), by_hand)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_forward_and_backward(name: str, few: Path, kind: str) -> None:
     """Prompts fit the backbone, the loss is finite, and every parameter that should learn gets a gradient."""
-    workshop = execute.prepare(configure(few, kind, name), CPU, SILENT)
+    workshop = train.prepare(configure(few, kind, name), CPU, SILENT)
     learner, model, task = workshop.learner, workshop.learner.model, workshop.tasks[0]
     learner.begin(task)
     labels = torch.arange(4) % task.classes
@@ -211,7 +214,7 @@ def test_predictions_of_a_finished_run(
 ) -> None:
     """Three tasks of unequal size, one of a single class, were learned: saved, loaded, alone and told nothing."""
     run = trained(name)
-    workshop, loaded = restored(run), model_folder.load_model(run.folder)
+    workshop, loaded = restored(run), saved_model.load_model(run.folder)
     model, images = workshop.learner.model, some_images(workshop)
     expected, contexts, original = model.predict(images), list[Context](), model.method.prompts
     assert expected.shape == (6, 6) and bool(expected.isfinite().all())
@@ -269,10 +272,10 @@ def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Ru
     whole = trained(name)
     last = "task 1 of 1" if methods.find(name).joint else "task 3 of 3"
     with pytest.raises(CrashError):
-        execute.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
+        train.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
     with pytest.raises(CrashError):
-        execute.resume(tmp_path / "broken", progress=Bomb(last, 1000))
-    resumed = execute.resume(tmp_path / "broken")
+        train.resume(tmp_path / "broken", progress=Bomb(last, 1000))
+    resumed = train.resume(tmp_path / "broken")
     assert (whole.folder / "accuracy.json").read_bytes() == (resumed.folder / "accuracy.json").read_bytes()
     one, other = ({path.name: path.read_bytes() for path in run.model.iterdir()} for run in (whole, resumed))
     assert one == other
@@ -379,7 +382,7 @@ def test_a_head_may_read_the_query_and_the_blocks_before_the_last(
     """Behind the prompted feature, at every place where it learns or predicts."""
     asks = name in ("probprompt", "l2p")
     wanted = {"kind": head, "with_query": asks, "layers": layers, "ridge": 1.0}
-    run = execute.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
+    run = train.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
     workshop = restored(run)
     model, task = workshop.learner.model, workshop.tasks[-1]
     width, images = model.backbone.width, some_images(workshop)
@@ -400,7 +403,7 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
 ) -> None:
     """At every place where it learns or predicts: an image and its mirror image are then the same to it."""
     plain = {"kind": "ridge", "layers": 1, "ridge": 1.0, "projections": 50}
-    run = execute.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
+    run = train.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
     workshop = restored(run)
     model, task, images = workshop.learner.model, workshop.tasks[-1], some_images(workshop)
     model.head.mirrored = False
@@ -453,7 +456,7 @@ def test_what_no_head_could_read_is_refused(
     name: str, head: dict[str, Any], message: str, few: Path, loading: None
 ) -> None:
     with pytest.raises(UserError, match=message):
-        execute.prepare(configure(few, "narrow", name, head=head), CPU, SILENT)
+        train.prepare(configure(few, "narrow", name, head=head), CPU, SILENT)
 
 
 @pytest.mark.parametrize(

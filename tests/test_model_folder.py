@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 
 from probprompt import load_backbone, load_model
 from probprompt.config import parse_config
+from probprompt.engine import saved_model
+from probprompt.engine.learner import Learner
+from probprompt.engine.saved_model import LoadedModel, save_model
 from probprompt.errors import UserError
-from probprompt.heads import LinearHead
+from probprompt.heads.linear import LinearHead
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs import execute, model_folder
-from probprompt.runs.model_folder import LoadedModel, save_model
-from probprompt.runs.record import Run
-from probprompt.training.learner import Learner
+from probprompt.runs import train as runs_train
+from probprompt.runs.run import Run
 
 
 class Trained(NamedTuple):
@@ -39,9 +40,9 @@ def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **gro
         "training": {"epochs": 1, "batch": 8, **groups.get("training", {})},
         "alignment": {"epochs": 1},
     }
-    workshop = execute.prepare(parse_config({**groups, **base}), torch.device("cpu"), ProgressCallback())
-    run = Run.create(out, execute.describe(workshop, out.name))
-    execute.Execution(run, workshop, None, SILENT, None).run_all()
+    workshop = runs_train.prepare(parse_config({**groups, **base}), torch.device("cpu"), ProgressCallback())
+    run = Run.create(out, runs_train.describe(workshop, out.name))
+    runs_train.Execution(run, workshop, None, SILENT, None).run_all()
     return Trained(run, workshop.learner)
 
 
@@ -262,7 +263,7 @@ def test_interrupted_save_keeps_the_old_model(trained: Trained, copy: Path, monk
         head.bias.add_(torch.arange(6.0))
     try:
         with monkeypatch.context() as full:
-            full.setattr(model_folder, "write_json", fail)
+            full.setattr(saved_model, "write_json", fail)
             with pytest.raises(UserError, match="disk is full"):
                 save_model(copy, trained.learner, without_files(copy))
         assert torch.equal(load_model(copy).model.predict(images()), before)

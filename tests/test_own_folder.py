@@ -13,13 +13,13 @@ import pillow_heif
 import pytest
 from PIL import Image
 
-from probprompt.classifier.pictures import walk
 from probprompt.config import flatten
 from probprompt.data import emoji_r
 from probprompt.data.datasets import Folder
 from probprompt.data.images import UnreadableImageError, read_image
+from probprompt.data.inputs import walk
 from probprompt.data.stream import build_stream
-from probprompt.runs.record import Run
+from probprompt.runs.run import Run
 from reproduction.results import read_entries
 
 Command = Callable[..., Any]

@@ -25,9 +25,9 @@ from probprompt import ContinualClassifier, api, load_model
 from probprompt.errors import UserError
 from probprompt.export.bundle import LIST, read_record
 from probprompt.export.card import MARK, make_card
-from probprompt.export.hub import pull, push
+from probprompt.export.push_pull import pull, push
 from probprompt.progress import ProgressCallback
-from probprompt.runs.record import Run
+from probprompt.runs.run import Run
 
 Command = Callable[..., Any]
 BACKBONE = {"name": "test_vit", "weights": "random", "image_size": 32}

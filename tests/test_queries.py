@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from probprompt.backbone import FrozenViT
+from probprompt.backbones.vit import FrozenViT
 from probprompt.config import parse_config
+from probprompt.engine import loader
+from probprompt.engine.loader import Queries
 from probprompt.progress import SILENT
-from probprompt.runs.execute import Workshop, prepare
-from probprompt.training import queries
-from probprompt.training.queries import Queries
+from probprompt.runs.train import TrainingSetup, prepare
 
 Settings = Callable[..., dict[str, Any]]
 CODA = {"name": "coda-prompt", "components_per_task": 2, "tokens": 4, "blocks": [0, 2]}
@@ -22,10 +22,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(queries.SWITCH, "keep")
-    queries.forget_queries()
+    monkeypatch.setenv(loader.SWITCH, "keep")
+    loader.forget_queries()
     yield
-    queries.forget_queries()
+    loader.forget_queries()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def taught(settings: dict[str, Any], tasks: int = 2) -> Workshop:
+def taught(settings: dict[str, Any], tasks: int = 2) -> TrainingSetup:
     """The first tasks learned, without what follows an epoch."""
     workshop = prepare(parse_config(settings), DEVICE, SILENT)
     for task in workshop.tasks[:tasks]:
@@ -52,12 +52,12 @@ def taught(settings: dict[str, Any], tasks: int = 2) -> Workshop:
     return workshop
 
 
-def learned(workshop: Workshop) -> dict[str, Tensor]:
+def learned(workshop: TrainingSetup) -> dict[str, Tensor]:
     model = workshop.learner.model
     return {**model.method.state_dict(), **workshop.learner.trained.state_dict()}
 
 
-def same(one: Workshop, other: Workshop) -> bool:
+def same(one: TrainingSetup, other: TrainingSetup) -> bool:
     first, second = learned(one), learned(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -70,7 +70,7 @@ def test_a_second_run_asks_nothing_and_learns_the_same(
     assert sum(asked) == 2 * 2 * 16  # two tasks of 16 images, two epochs
     asked.clear()
     assert same(taught(chosen), first) and not asked
-    monkeypatch.delenv(queries.SWITCH)
+    monkeypatch.delenv(loader.SWITCH)
     assert same(taught(chosen), first) and sum(asked) == 2 * 2 * 16
 
 
@@ -80,7 +80,7 @@ def test_another_method_profits(settings: Settings, asked: list[int], monkeypatc
     asked.clear()
     other = taught({**chosen, "method": CODA})
     assert not asked
-    monkeypatch.delenv(queries.SWITCH)
+    monkeypatch.delenv(loader.SWITCH)
     assert same(taught({**chosen, "method": CODA}), other)
 
 
@@ -129,9 +129,9 @@ def test_a_longer_run_asks_for_the_epochs_that_are_new(settings: Settings, asked
 
 
 def test_nothing_is_kept_beyond_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "ROOM", 100)
-    one, other = queries.queries_of("one"), queries.queries_of("other")
-    assert one is not None and other is not None and queries.queries_of("one") is one
+    monkeypatch.setattr(loader, "ROOM", 100)
+    one, other = loader.queries_of("one"), loader.queries_of("other")
+    assert one is not None and other is not None and loader.queries_of("one") is one
     one.keep(0, 0, torch.zeros(5, 4))  # 80 bytes
     other.keep(0, 0, torch.zeros(2, 4))
     assert one.get(0, 0, 5) is not None and other.get(0, 0, 2) is None
@@ -139,8 +139,8 @@ def test_nothing_is_kept_beyond_the_room_there_is(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
-    monkeypatch.delenv(queries.SWITCH)
-    assert queries.queries_of("one") is None
+    monkeypatch.delenv(loader.SWITCH)
+    assert loader.queries_of("one") is None
     workshop = taught(settings(training={"epochs": 1, "batch": 8}), 1)
     assert workshop.learner.queries is None
 

@@ -23,12 +23,12 @@ import probprompt as package
 from probprompt import api
 from probprompt.config import flatten
 from probprompt.errors import UserError
-from probprompt.report.comparison import gather
-from probprompt.runs import ray_cells
-from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
+from probprompt.report.compare import gather
+from probprompt.runs import ray_executor
+from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Grid, GridSpec, Outcome, parse_spec
-from probprompt.runs.ray_cells import Losses, RayCells, Share, carry_out_there, find_share, parse_address
-from probprompt.runs.record import Run
+from probprompt.runs.ray_executor import Losses, RayCells, Share, carry_out_there, find_share, parse_address
+from probprompt.runs.run import Run
 from probprompt.storage import is_part
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'probprompt[ray]'")
@@ -90,7 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH")))))
         patch.setenv("PROBPROMPT_DIARY", str(diary))
         patch.delenv("RAY_ADDRESS", raising=False)
-        ray, own = ray_cells._load_ray(), ray_cells._prepare(stack)
+        ray, own = ray_executor._load_ray(), ray_executor._prepare(stack)
         stack.callback(ray.shutdown)
         ray.init(address="local", num_cpus=2, num_gpus=1, log_to_driver=False, logging_level="ERROR", **own)
         yield Cluster(ray, importlib.import_module("ray_workers"), diary)
@@ -137,8 +137,8 @@ def learned(folder: Path) -> list[bytes]:
 @needs_ray
 def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
     grid, diary = Grid(spec(methods=["probprompt", "nearest-mean", "lda"]), tmp_path / "ray"), Diary()
-    way = Way(cluster.workers.start, cluster.workers.resume, "cpu")
-    killed, undisturbed, unlucky = run_grid(grid, way, diary, Where(on="ray", gpus_per_cell=0.5))
+    way = RunActions(cluster.workers.start, cluster.workers.resume, "cpu")
+    killed, undisturbed, unlucky = run_grid(grid, way, diary, ExecutionOptions(on="ray", gpus_per_cell=0.5))
     assert killed.run and undisturbed.run and unlucky.reason == "RuntimeError: no luck"
     assert sorted(diary.ended) == [("lda", False), ("nearest-mean", True), ("probprompt", True)]
     assert diary.notes == [
@@ -155,7 +155,7 @@ def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path:
     assert not list(grid.out.glob(".shared-*"))
 
     plain = Grid(spec(methods=["probprompt", "nearest-mean"]), tmp_path / "plain")
-    outcomes = run_grid(plain, Way(api.start, api.resume, "cpu"))
+    outcomes = run_grid(plain, RunActions(api.start, api.resume, "cpu"))
     for there, here in zip((killed, undisturbed), outcomes, strict=True):
         assert learned(there.cell.folder) == learned(here.cell.folder)
     same = Grid(plain.spec, grid.out)
@@ -166,7 +166,7 @@ def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path:
 @needs_ray
 def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
     (cell,) = Grid(spec(), tmp_path).cells
-    way, gone = Way(api.start, api.resume, "cpu"), tmp_path / "gone"
+    way, gone = RunActions(api.start, api.resume, "cpu"), tmp_path / "gone"
     with pytest.raises(UserError, match=f"does not see the grid's folder {tmp_path}"):
         carry_out_there(cell, way, gone, 1)  # a machine that joins later, and does not share it
     assert not list(tmp_path.iterdir())
@@ -186,15 +186,15 @@ def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Pat
 def test_machines_need_the_folder_and_the_version(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machines = ray_cells._machines(cluster.ray)
-    with ray_cells._marked(tmp_path / "out") as mark:
-        ray_cells._check_machines(cluster.ray, machines, mark)
+    machines = ray_executor._machines(cluster.ray)
+    with ray_executor._marked(tmp_path / "out") as mark:
+        ray_executor._check_machines(cluster.ray, machines, mark)
     with pytest.raises(UserError, match=r"does not see the grid's folder .*out"):
-        ray_cells._check_machines(cluster.ray, machines, mark)  # the mark is gone
-    with ray_cells._marked(tmp_path / "out") as mark:
-        monkeypatch.setattr(ray_cells, "__version__", "0.0")
+        ray_executor._check_machines(cluster.ray, machines, mark)  # the mark is gone
+    with ray_executor._marked(tmp_path / "out") as mark:
+        monkeypatch.setattr(ray_executor, "__version__", "0.0")
         with pytest.raises(UserError, match=rf"has probprompt {package.__version__}, here is 0\.0"):
-            ray_cells._check_machines(cluster.ray, machines, mark)
+            ray_executor._check_machines(cluster.ray, machines, mark)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -286,7 +286,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silent_address_is_rejected(address: str) -> None:
     start = time.monotonic()
     with pytest.raises(UserError, match=r"no Ray cluster answers at .*:1"):
-        ray_cells._refuse_silent(address)
+        ray_executor._refuse_silent(address)
     assert time.monotonic() - start < 10
 
 
@@ -309,7 +309,7 @@ STRONG: dict[str, Any] = {"Resources": {"CPU": 8.0, "GPU": 2.0}}
 def test_share_of_a_machine(
     asked: dict[str, Any], device: str | None, machines: list[Any], share: tuple[float, float], room: list[int]
 ) -> None:
-    found = find_share(Where(on="ray", **asked), device, machines)
+    found = find_share(ExecutionOptions(on="ray", **asked), device, machines)
     assert found == Share(*share) and [found.fits(machine) for machine in machines] == room
     assert found.device(device) == (device if share[0] else "cpu")
 
@@ -327,14 +327,14 @@ def test_share_of_a_machine(
 )
 def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        find_share(Where(on="ray", **asked), device, [PLAIN])
+        find_share(ExecutionOptions(on="ray", **asked), device, [PLAIN])
 
 
 def test_shares_larger_than_this_machine() -> None:
     with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU"):
-        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridCallback())
+        ray_executor._tell_room(Share(1, 1), [PLAIN], [], "local", GridCallback())
     diary = Diary()
-    ray_cells._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
+    ray_executor._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
     assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probprompt.capture import SWITCH, WARM_UP, Captured, Replays
 from probprompt.config import parse_config
+from probprompt.engine.model import PromptedModel
+from probprompt.kernels.cuda_graphs import SWITCH, WARM_UP, Captured, Replays
 from probprompt.progress import SILENT
-from probprompt.runs.execute import prepare
-from probprompt.training.model import PromptedModel
+from probprompt.runs.train import prepare
 
 Settings = Callable[..., dict[str, Any]]
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -334,9 +334,9 @@ def variables(css: str) -> dict[str, str]:
 
 
 def test_colors_are_readable_in_light_and_dark() -> None:
-    from probprompt.report import figures, page
+    from probprompt.report import figures, pages
 
-    template = (Path(page.__file__).parent / "report.html.jinja").read_text(encoding="utf-8")
+    template = (Path(pages.__file__).parent / "report.html.jinja").read_text(encoding="utf-8")
     light, dark = re.findall(r":root \{(.*?)\}", template, flags=re.DOTALL)[:2]
     for theme in (variables(light), variables(dark)):
         assert set(figures.THEME.values()) <= set(theme)

@@ -26,14 +26,15 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from probprompt import api, storage
-from probprompt.checkpoints import load_backbone
+from probprompt.backbones.pretrained import load_backbone
 from probprompt.config import parse_config
 from probprompt.data.cache import ImageCache
+from probprompt.engine import build
 from probprompt.errors import UserError
 from probprompt.progress import ProgressCallback
-from probprompt.runs import execute
+from probprompt.runs import train
 from probprompt.runs.checkpoint import load_checkpoint
-from probprompt.runs.record import Run, config_hash
+from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_tensors, write_tensors
 
 CPU = torch.device("cpu")
@@ -148,7 +149,7 @@ class Minefield(ProgressCallback):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the backbone once; a run gets a copy, which it may train."""
     loaded = load_backbone("test_vit", "random", 32)
-    monkeypatch.setattr(execute, "load_backbone", lambda *_: copy.deepcopy(loaded))
+    monkeypatch.setattr(train, "load_backbone", lambda *_: copy.deepcopy(loaded))
 
 
 def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeypatch: pytest.MonkeyPatch) -> Run:
@@ -160,8 +161,8 @@ def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeyp
         mines.where = "beginning"
         try:
             if (out / "run.json").exists():
-                return execute.resume(out, progress=mines)
-            return execute.train(parse_config(settings), out, progress=mines)
+                return train.resume(out, progress=mines)
+            return train.train(parse_config(settings), out, progress=mines)
         except CrashError:
             continue
     raise AssertionError("the run never ends")
@@ -171,7 +172,7 @@ def test_run_may_die_at_every_single_place(
     pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = configure(pictures, method=PROBPROMPT)
-    expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
+    expected = outcome(train.train(parse_config(settings), tmp_path / "whole"))
     mines = Minefield()
     run = carry_through(settings, tmp_path / "stopped", mines, monkeypatch)
     assert outcome(run) == expected
@@ -184,7 +185,7 @@ def test_run_may_die_at_many_places(
     pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     settings = configure(pictures, **CASES[case])
-    expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
+    expected = outcome(train.train(parse_config(settings), tmp_path / "whole"))
     mines = Minefield(share=0.2)
     assert outcome(carry_through(settings, tmp_path / "stopped", mines, monkeypatch)) == expected
     assert mines.crashes > 8
@@ -198,7 +199,7 @@ def processes() -> Iterator[None]:
     """Let new processes start from one that has imported everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        SERVER.set_forkserver_preload(["probprompt.runs.execute", "timm"])
+        SERVER.set_forkserver_preload(["probprompt.runs.train", "timm"])
         yield
 
 
@@ -228,11 +229,11 @@ def test_killed_runs_end_as_one_that_was_not(pictures: Path, tmp_path: Path, pro
     case = list(CASES)[seed - 1]
     settings = configure(pictures, **CASES[case], training={"epochs": 5, "batch": 8, "head_rate": 0.01})
     config, out, dice = parse_config(settings), tmp_path / "killed", random.Random(seed)
-    expected = outcome(execute.train(config, tmp_path / "whole"))
+    expected = outcome(train.train(config, tmp_path / "whole"))
     kills, saved = 0, Run(out).checkpoint
     while True:
         before = modified(saved)
-        process = start(execute.resume, out) if kills else start(execute.train, config, out)
+        process = start(train.resume, out) if kills else start(train.train, config, out)
         if kills == 4 or not await_change(saved, before, process.is_alive):
             break
         time.sleep(dice.choice([0.0, dice.uniform(0, 0.05), dice.uniform(0, 0.3)]))
@@ -278,7 +279,7 @@ def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path
     assert 0 < 6 * position.task + position.epoch < 12  # it was stopped on its way
     answer = probprompt(*shlex.split(message.partition("probprompt")[2]))
     assert answer.code == 0 and "average accuracy" in answer.out
-    expected = execute.train(parse_config(settings), tmp_path / "whole")
+    expected = train.train(parse_config(settings), tmp_path / "whole")
     assert outcome(Run.open(out)) == outcome(expected)
 
 
@@ -330,9 +331,9 @@ def stopped(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped
     images, weights = Path(shutil.copytree(pictures, home / "images")), home / "tiny.safetensors"
     save_weights(weights, seed=1)
     settings = configure(images, method=PROBPROMPT, backbone={"weights": str(weights)})
-    expected = outcome(execute.train(parse_config(settings), home / "whole"))
+    expected = outcome(train.train(parse_config(settings), home / "whole"))
     with pytest.raises(StopHereError):
-        execute.train(parse_config(settings), home / "run", progress=Stopper())
+        train.train(parse_config(settings), home / "run", progress=Stopper())
     return Stopped(Run(home / "run"), images, weights, settings, expected)
 
 
@@ -367,13 +368,13 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
     stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []
-    pick = execute.pick_device
+    pick = build.pick_device
 
     def picked(name: str | None) -> torch.device:
         asked.append(name)
         return pick(name)
 
-    monkeypatch.setattr(execute, "pick_device", picked)
+    monkeypatch.setattr(build, "pick_device", picked)
     run = stopped.copy(tmp_path / "run")
     same = ("--epochs", 2, "--tasks", 2, "--seed", 0)  # the settings that it has
     answer = probprompt("train", stopped.images, "--resume", run.folder, *same)
@@ -411,7 +412,7 @@ def test_corrupted_and_foreign_checkpoints_are_rejected(stopped: Stopped, tmp_pa
         write_tensors(run.checkpoint, tensors, {**note, **other} if other else {})
         assert "state.safetensors belongs to a run with other settings" in refused(probprompt, run)
     run.checkpoint.unlink()
-    assert outcome(execute.resume(run.folder)) == stopped.expected
+    assert outcome(train.resume(run.folder)) == stopped.expected
 
 
 @pytest.mark.parametrize(
@@ -470,7 +471,7 @@ def test_image_that_became_readable_is_rejected(pictures: Path, tmp_path: Path, 
     broken.write_bytes(whole[:50])
     settings = configure(images, method={"name": "linear-probe"}, data={"skip_unreadable": True})
     with pytest.raises(StopHereError):
-        execute.train(parse_config(settings), tmp_path / "run", progress=Stopper())
+        train.train(parse_config(settings), tmp_path / "run", progress=Stopper())
     broken.write_bytes(whole)
     assert "than when the run began (class1/3.png)" in refused(probprompt, Run(tmp_path / "run"))
 
@@ -480,9 +481,9 @@ def test_weights_may_move_into_the_folder_of_the_run(changed: Stopped, tmp_path:
     away = changed.weights.rename(tmp_path / "away.safetensors")
     save_weights(run.folder / changed.weights.name, seed=2)
     with pytest.raises(UserError, match="other weights"):
-        execute.resume(run.folder)
+        train.resume(run.folder)
     shutil.copy(away, run.folder / changed.weights.name)
-    assert outcome(execute.resume(run.folder)) == changed.expected
+    assert outcome(train.resume(run.folder)) == changed.expected
 
 
 def test_other_pixels_are_rejected(
@@ -496,4 +497,4 @@ def test_other_pixels_are_rejected(
         cached.setattr(ImageCache, "usual", lambda: ImageCache(tmp_path / "cache", worth=0))
         message = refused(probprompt, run)
         assert re.search(r"the pixels of the train images of .* \(hash a{12}, now [0-9a-f]{12}\)", message)
-    assert outcome(execute.resume(run.folder)) == stopped.expected  # without a cache, there is no hash to compare
+    assert outcome(train.resume(run.folder)) == stopped.expected  # without a cache, there is no hash to compare

@@ -21,12 +21,14 @@ from torchvision import transforms
 import probprompt
 from probprompt import api
 from probprompt.config import RunConfig, parse_config
+from probprompt.engine import build
+from probprompt.engine.hardware import SWITCHES, hardware
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs import checkpoint, execute
+from probprompt.runs import checkpoint, train
 from probprompt.runs.checkpoint import load_checkpoint
-from probprompt.runs.record import CHECKPOINTS, SWITCHES, Run, config_hash, hardware
-from probprompt.runs.tracking import open_tracker
+from probprompt.runs.run import CHECKPOINTS, Run, config_hash
+from probprompt.runs.train import open_tracker
 from probprompt.storage import read_tensors
 
 CPU = torch.device("cpu")
@@ -51,7 +53,7 @@ def fast(pictures: Path, method: str = "linear-probe", **groups: dict[str, Any])
 
 def describe(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the record with which a run of these settings starts."""
-    return execute.describe(execute.prepare(parse_config(settings), CPU, ProgressCallback()), "run")
+    return train.describe(train.prepare(parse_config(settings), CPU, ProgressCallback()), "run")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def test_accuracy_json_and_events(finished: Run) -> None:
 
 def test_same_seeds_give_the_same_run_bit_exact(finished: Run, pictures: Path, tmp_path: Path) -> None:
     seeds = dict.fromkeys(("order", "init", "data"), 5)
-    again = execute.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "again")
+    again = train.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "again")
     for name in ("accuracy.json", "diagnostics.json", "events.jsonl"):
         assert (again.folder / name).read_bytes() == (finished.folder / name).read_bytes(), name
     assert equal(everything_learned(again), everything_learned(finished))
@@ -191,7 +193,7 @@ def test_same_seeds_give_the_same_run_bit_exact(finished: Run, pictures: Path, t
 @pytest.mark.parametrize("which", ["order", "init", "data"])
 def test_each_seed_changes_its_part(finished: Run, pictures: Path, tmp_path: Path, which: str) -> None:
     seeds = {"order": 5, "init": 5, "data": 5, which: 6}
-    other = execute.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "other")
+    other = train.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "other")
     same_tasks = other.record["stream"]["tasks"] == finished.record["stream"]["tasks"]
     assert same_tasks == (which != "order")
     assert other.record["stream"]["split_hash"] == finished.record["stream"]["split_hash"]
@@ -200,7 +202,7 @@ def test_each_seed_changes_its_part(finished: Run, pictures: Path, tmp_path: Pat
 
 def test_closed_form_head_trains_prompts_in_the_first_task(pictures: Path, tmp_path: Path) -> None:
     config = parse_config({**tiny(pictures, head={"kind": "ridge", "projections": 20}), "preset": "mine"})
-    run = execute.train(config, tmp_path / "run")
+    run = train.train(config, tmp_path / "run")
     happened = [(event["event"], event["task"]) for event in events(run)]
     assert happened == [("epoch", 0), ("epoch", 0), ("task", 0), ("task", 1), ("task", 2)]
     assert run.record["head"] == "ridge" and run.record["config"]["preset"] == "mine"
@@ -248,8 +250,8 @@ def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
 )
 def test_input_normalization(pictures: Path, normalisation: str, mean: list[float], std: list[float]) -> None:
     settings = fast(pictures, backbone={"normalisation": normalisation}, data={"interpolation": "bicubic"})
-    workshop = execute.prepare(parse_config(settings), CPU, SILENT)
-    recorded = execute.describe(workshop, "run")["preprocessing"]
+    workshop = train.prepare(parse_config(settings), CPU, SILENT)
+    recorded = train.describe(workshop, "run")["preprocessing"]
     assert recorded["normalisation"] == normalisation
     assert recorded["mean"] == pytest.approx(mean) and recorded["std"] == pytest.approx(std)
     assert workshop.scorer.viewer is workshop.learner.viewer and workshop.scorer.viewer.kernel == "bicubic"
@@ -265,7 +267,7 @@ def test_large_images_are_resized_as_by_torchvision(kernel: str, side: str | Non
         Image.fromarray(drawn.integers(0, 256, (90, 120, 3), dtype=np.uint8)).save(path)
     data = {"interpolation": kernel, "stored_side": side, "tasks": 1, "test_fraction": 0.5}
     settings = fast(tmp_path / "photographs", data=data, backbone={"normalisation": "unit"})
-    workshop = execute.prepare(parse_config(settings), CPU, SILENT)
+    workshop = train.prepare(parse_config(settings), CPU, SILENT)
     images = workshop.scorer.images
     found = workshop.scorer.viewer.evaluation(images.store, torch.arange(len(images.names)))
     view = transforms.Compose(
@@ -316,9 +318,9 @@ def test_used_folders_are_rejected_before_any_work(
     elif kind == "file":
         out.write_text("mine")
     before = files(out) if out.is_dir() else set()
-    monkeypatch.setattr(execute, "prepare", None)
+    monkeypatch.setattr(train, "prepare", None)
     with pytest.raises(UserError, match="--resume" if kind == "run" else "choose another folder"):
-        execute.train(parse_config(fast(pictures)), out)
+        train.train(parse_config(fast(pictures)), out)
     assert before == (files(out) if out.is_dir() else set())
 
 
@@ -343,7 +345,7 @@ HOLD = (
 
 def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(StopHere):
-        execute.train(parse_config(tiny(pictures)), tmp_path / "run", progress=Stopper())
+        train.train(parse_config(tiny(pictures)), tmp_path / "run", progress=Stopper())
     run = Run.open(tmp_path / "run")
     found = strict((run.folder / "accuracy.json").read_text())
     assert found["finished_steps"] == 1 and found["FAA"] == found["matrix"][0][0]
@@ -356,7 +358,7 @@ def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Pat
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         before = {name: (run.folder / name).read_bytes() for name in files(run.folder)}
         with pytest.raises(UserError, match=r"another process is working on .*run"):
-            execute.resume(run.folder)
+            train.resume(run.folder)
         assert before == {name: (run.folder / name).read_bytes() for name in files(run.folder)}
         other.kill()
 
@@ -392,8 +394,8 @@ def test_validation_does_not_read_test_images(pictures: Path, tmp_path: Path) ->
         (test / path.name / "broken.png").write_text("not an image")
     data = {"test": str(test)}
     with pytest.raises(UserError, match=r"6 image file\(s\) cannot be read"):
-        execute.train(parse_config(fast(pictures, data=data)), tmp_path / "tested")
-    run = execute.train(parse_config(fast(pictures, data={**data, "validation": 0.2})), tmp_path / "validated")
+        train.train(parse_config(fast(pictures, data=data)), tmp_path / "tested")
+    run = train.train(parse_config(fast(pictures, data={**data, "validation": 0.2})), tmp_path / "validated")
     assert run.record["evaluated_on"] == "validation"
     assert run.record["stream"]["train_images"] == [16] * 3 and run.record["stream"]["test_images"] == [4] * 3
 
@@ -401,8 +403,8 @@ def test_validation_does_not_read_test_images(pictures: Path, tmp_path: Path) ->
 def test_divergence_keeps_the_checkpoint_before_it(pictures: Path, tmp_path: Path) -> None:
     config = parse_config(fast(pictures, training={"weight_decay": 1e18}))  # a factor of -1e15 at every step
     attempts: list[Callable[[], Run]] = [
-        lambda: execute.train(config, tmp_path / "run"),
-        lambda: execute.resume(tmp_path / "run"),
+        lambda: train.train(config, tmp_path / "run"),
+        lambda: train.resume(tmp_path / "run"),
     ]
     for attempt in attempts:
         with pytest.raises(UserError, match=r"diverged: .* task 1, epoch 2.*training\.head_rate \(0\.0025\)"):
@@ -431,18 +433,18 @@ def test_run_that_filled_the_disk_is_resumed(finished: Run, pictures: Path, smal
     config = finished.config
     out = small_disk / "run"
     with pytest.raises(UserError, match=r"run/.* could not be written: the disk is full"):
-        execute.train(config, out)
+        train.train(config, out)
     assert not list(out.rglob("*.part"))
     assert load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU).position.epoch == 1
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    run = execute.resume(out)
+    run = train.resume(out)
     assert equal(everything_learned(run), everything_learned(finished))
     assert (run.folder / "accuracy.json").read_bytes() == (finished.folder / "accuracy.json").read_bytes()
 
 
 def test_numbers_go_to_tensorboard(pictures: Path, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = execute.train(parse_config(fast(pictures)), tmp_path / "run", track="tensorboard")
+    run = train.train(parse_config(fast(pictures)), tmp_path / "run", track="tensorboard")
     found = accumulator.EventAccumulator(str(run.folder / "tensorboard")).Reload()
     losses = [point.value for point in found.Scalars("loss")]
     assert losses == pytest.approx([event["loss"] for event in events(run) if event["event"] == "epoch"])
@@ -472,7 +474,7 @@ def test_missing_trackers_are_named_before_any_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=message):
-        execute.train(parse_config(fast(pictures)), tmp_path / "run", track=name)
+        train.train(parse_config(fast(pictures)), tmp_path / "run", track=name)
     assert not (tmp_path / "run").exists()
 
 
@@ -487,13 +489,13 @@ def test_missing_trackers_are_named_before_any_work(
 )
 def test_missing_devices_are_named(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        execute.pick_device(name)
+        build.pick_device(name)
 
 
 def test_folders_that_cannot_be_written_are_named(pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"could not be written: Not a directory"):
-        execute.train(parse_config(fast(pictures)), tmp_path / "file" / "run")
+        train.train(parse_config(fast(pictures)), tmp_path / "file" / "run")
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UserError, match="could not be written: Is a directory"), Run(tmp_path).locked():
         pass
@@ -535,14 +537,14 @@ def test_run_writes_few_checkpoints_and_one_at_its_end(
         written.append((position.task, position.epoch))
         save(path, config, position, *others)
 
-    monkeypatch.setattr(execute, "save_checkpoint", note)
+    monkeypatch.setattr(train, "save_checkpoint", note)
     monkeypatch.setattr(checkpoint, "LATENCY", 10.0)  # however long this machine takes, it is too short for another
     monkeypatch.delenv(CHECKPOINTS)
-    run = execute.train(parse_config(tiny(pictures)), tmp_path / "run")
+    run = train.train(parse_config(tiny(pictures)), tmp_path / "run")
     assert written == [(len(run.matrix), 0)]
     monkeypatch.setenv(CHECKPOINTS, "all")
     written.clear()
-    every = execute.train(run.config, tmp_path / "every")
+    every = train.train(run.config, tmp_path / "every")
     assert len(written) == 3 * len(run.matrix)  # two epochs and the end of each task
     assert every.metrics == run.metrics  # which do not depend on it
     assert sorted(path.name for path in every.model.iterdir()) == sorted(path.name for path in run.model.iterdir())

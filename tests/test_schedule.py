@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-import probprompt.training.schedule
-from probprompt.training.schedule import Schedule
+import probprompt.engine.step
+from probprompt.engine.step import Schedule
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(probprompt.training.schedule).failed == 0
+    assert doctest.testmod(probprompt.engine.step).failed == 0
 
 
 def test_cosine_is_per_iteration_over_the_real_ones() -> None:

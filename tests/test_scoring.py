@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from probprompt.config import parse_config
-from probprompt.evaluation.scoring import Cache, Scorer
-from probprompt.heads import LinearHead
+from probprompt.engine.scorer import Cache, Scorer
+from probprompt.heads.linear import LinearHead
 from probprompt.progress import SILENT
-from probprompt.runs.execute import Workshop, prepare
+from probprompt.runs.train import TrainingSetup, prepare
 
-Counter = Callable[[Workshop], list[int]]
+Counter = Callable[[TrainingSetup], list[int]]
 Settings = Callable[..., dict[str, Any]]
 
 METHODS: list[dict[str, Any]] = [
@@ -25,7 +25,7 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-def learned(settings: Settings, **method: Any) -> Workshop:
+def learned(settings: Settings, **method: Any) -> TrainingSetup:
     """Return a model that distinguishes some classes: its head compares with class means, two of them exchanged."""
     given = settings(method=method)
     if method.get("name") == "linear-probe":
@@ -45,18 +45,18 @@ def learned(settings: Settings, **method: Any) -> Workshop:
     return workshop
 
 
-def head_of(workshop: Workshop) -> LinearHead:
+def head_of(workshop: TrainingSetup) -> LinearHead:
     assert isinstance(workshop.learner.model.head, LinearHead)
     return workshop.learner.model.head
 
 
-def everything(workshop: Workshop) -> tuple[Tensor, Tensor]:
+def everything(workshop: TrainingSetup) -> tuple[Tensor, Tensor]:
     """Return all test images and their labels."""
     tasks = workshop.test_tasks
     return torch.cat([task.rows for task in tasks]), torch.cat([task.labels for task in tasks])
 
 
-def scorer_of(workshop: Workshop, batch: int) -> Scorer:
+def scorer_of(workshop: TrainingSetup, batch: int) -> Scorer:
     scorer = workshop.scorer
     return Scorer(scorer.model, scorer.images, scorer.viewer, batch)
 
@@ -154,7 +154,7 @@ def test_features_of_fixed_prompts_are_computed_once(settings: Settings, monkeyp
     assert torch.equal(scorer.features(rows.flip(0)), found.flip(0)) and len(passes) == 4
 
 
-def unlearned(settings: Settings, method: str) -> Workshop:
+def unlearned(settings: Settings, method: str) -> TrainingSetup:
     return prepare(parse_config({**settings(), "method": {"name": method}}), torch.device("cpu"), SILENT)
 
 

@@ -25,11 +25,11 @@ from PIL import Image
 
 from page_marks import read_blocks
 from probprompt.classifier import ContinualClassifier, changing
-from probprompt.classifier.versions import Store
+from probprompt.classifier.store import Store
 from probprompt.serve.batching import Room
 from probprompt.serve.jobs import JobStore
+from probprompt.serve.lessons import title_of
 from probprompt.serve.security import Limits
-from probprompt.serve.teaching import title_of
 
 Emoji = dict[str, dict[str, list[bytes]]]
 Serve = Callable[..., Any]
@@ -397,9 +397,9 @@ def test_a_second_service_on_the_same_model_is_refused(
 
 
 def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    from probprompt.serve import jobs
+    from probprompt.serve import lessons
 
-    monkeypatch.setattr(jobs, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(lessons, "IDLE_SECONDS", 0.05)
     served = serve()
     other = ContinualClassifier.load(served.service.folder)
     other.rename("ball", "sphere")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from probprompt.classifier.versions import Store
+from probprompt.classifier.store import Store
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, FileChooser, FilePayload, Page

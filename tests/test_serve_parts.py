@@ -20,11 +20,12 @@ from probprompt.data.images import read_image
 from probprompt.errors import UserError
 from probprompt.serve import jobs
 from probprompt.serve.batching import Answer, Batcher, OverloadedError, Room
-from probprompt.serve.decoding import Decoders, RefusedImageError
-from probprompt.serve.jobs import Job, JobStore, Progress, Runner
+from probprompt.serve.jobs import JobStore
+from probprompt.serve.lessons import JobRunner
+from probprompt.serve.schemas import Job, Progress
 from probprompt.serve.security import Access, make_access
 from probprompt.serve.service import SECONDS, Metrics
-from probprompt.serve.uploads import each, plain
+from probprompt.serve.uploads import Decoders, RefusedImageError, each, plain
 
 
 def encoded(image: Image.Image, kind: str, **how: Any) -> bytes:
@@ -327,7 +328,7 @@ def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path
             raise ZeroDivisionError("oops")
         return {"state": "done", "version": 5}
 
-    runner = Runner(store, carry_out, lambda kind, state: told.append((kind, state)), lambda: None)
+    runner = JobRunner(store, carry_out, lambda kind, state: told.append((kind, state)), lambda: None)
     runner.start()
     until = time.monotonic() + 10
     while store.unfinished() and time.monotonic() < until:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from probprompt.capture import SWITCH, WARM_UP, Captured
 from probprompt.config import parse_config
+from probprompt.engine.step import Inputs, look_ahead
+from probprompt.kernels.cuda_graphs import SWITCH, WARM_UP, Captured
 from probprompt.progress import SILENT
-from probprompt.runs.execute import prepare
-from probprompt.training.step import Inputs, look_ahead
+from probprompt.runs.train import prepare
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

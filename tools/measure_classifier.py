@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from probprompt import ContinualClassifier
-from probprompt.classifier.novelty import Gaussians, auroc, false_positive_rate, unit
-from probprompt.classifier.sums import Moments
+from probprompt.classifier.confidence import Gaussians, auroc, false_positive_rate, unit
+from probprompt.classifier.statistics import Moments
 from probprompt.data.emoji_r import EmojiR
 
 LESSONS = (slice(0, 4), slice(4, 7), slice(7, 10))

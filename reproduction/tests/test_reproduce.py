@@ -16,13 +16,13 @@ from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
 
-from probprompt import checkpoints
+from probprompt.backbones import pretrained
 from probprompt.bench.results import FORMAT, KIND, write_record
 from probprompt.config import flatten, parse_config
 from probprompt.data import datasets
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
-from probprompt.runs.carry_out import GridCallback
+from probprompt.runs.executors import GridCallback
 from probprompt.runs.grid import Cell, Outcome
 from probprompt.storage import with_hash
 from reproduction import local_resources, paper, reproduce, results, results_page
@@ -270,7 +270,7 @@ def test_weights_on_the_hub_are_downloaded_first(
     def fail(checkpoint: Any) -> Path:
         raise UserError(f"{checkpoint.source} could not be fetched")
 
-    monkeypatch.setattr(checkpoints, "_download", fail)
+    monkeypatch.setattr(pretrained, "_download", fail)
     answer = reproduction("run", "samples", "--device", "cpu")
     assert answer.code == 0 and "before the first run: the weights dino1k" in answer.out
     assert "add --yes" in answer.out and "to do first: " not in answer.out

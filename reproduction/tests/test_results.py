@@ -17,12 +17,12 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from probprompt import api, presets
+from probprompt.backbones.pretrained import backbone_slug, backbone_words
 from probprompt.config import merge, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.runs.grid import nest
-from probprompt.runs.naming import backbone_slug, backbone_words
-from probprompt.runs.record import Run, config_hash
+from probprompt.runs.run import Run, config_hash
 from probprompt.storage import content_hash, with_hash
 from reproduction import paper, paper_figures, results, results_page
 

@@ -8,13 +8,13 @@ __version__ = "0.1.0.dev0"
 # Names are imported when first used: torch and timm take seconds, and help or an error message must not wait.
 _HOME = {
     "ContinualClassifier": "probprompt.classifier",
-    "FrozenViT": "probprompt.backbone",
-    "Run": "probprompt.runs.record",
+    "FrozenViT": "probprompt.backbones.vit",
+    "Run": "probprompt.runs.run",
     "RunConfig": "probprompt.config",
     "UserError": "probprompt.errors",
     "compare": "probprompt.api",
-    "load_backbone": "probprompt.checkpoints",
-    "load_model": "probprompt.runs.model_folder",
+    "load_backbone": "probprompt.backbones.pretrained",
+    "load_model": "probprompt.engine.saved_model",
     "resume": "probprompt.api",
     "train": "probprompt.api",
     "write_report": "probprompt.report",
@@ -23,15 +23,15 @@ _HOME = {
 
 if TYPE_CHECKING:
     from probprompt.api import compare, resume, train
-    from probprompt.backbone import FrozenViT
-    from probprompt.checkpoints import load_backbone
+    from probprompt.backbones.pretrained import load_backbone
+    from probprompt.backbones.vit import FrozenViT
     from probprompt.classifier import ContinualClassifier
     from probprompt.config import RunConfig
     from probprompt.data.emoji_r import write_sample
+    from probprompt.engine.saved_model import load_model
     from probprompt.errors import UserError
     from probprompt.report import write_report
-    from probprompt.runs.model_folder import load_model
-    from probprompt.runs.record import Run
+    from probprompt.runs.run import Run
 
 __all__ = [
     "ContinualClassifier",

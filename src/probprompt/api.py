@@ -8,10 +8,10 @@ from probprompt import distributed, presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.report import write_report
-from probprompt.runs import execute
-from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
+from probprompt.runs import train as runs_train
+from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Grid, GridSpec, Outcome, benchmark_label, parse_spec
-from probprompt.runs.record import Run
+from probprompt.runs.run import Run
 
 
 def train(
@@ -68,7 +68,7 @@ def start(
     track: str | None = None,
 ) -> Run:
     """Carry out a run whose settings are complete."""
-    run = execute.train(with_absolute_paths(config), out, device, progress, track)
+    run = runs_train.train(with_absolute_paths(config), out, device, progress, track)
     return _reported(run)
 
 
@@ -76,7 +76,7 @@ def resume(
     out: str | Path, device: str | None = None, progress: ProgressCallback = SILENT, track: str | None = None
 ) -> Run:
     """Go on with a run that was stopped; the result is the same as if it had not been."""
-    run = execute.resume(Path(out), device, progress, track)
+    run = runs_train.resume(Path(out), device, progress, track)
     return _reported(run)
 
 
@@ -103,11 +103,12 @@ def compare(
     ``ray:auto``, ``ray://host:10001``), where each cell takes ``gpus_per_cell``, which may be a fraction. A cluster
     that this program is connected to already is used and left open.
     """
-    from probprompt.report.comparison import gather, write_comparison  # drawing loads only when it is asked for
+    from probprompt.report.compare import gather
+    from probprompt.report.pages import write_comparison  # drawing loads only when it is asked for
 
     grid = Grid(spec if isinstance(spec, GridSpec) else parse_spec(spec), Path(out))
-    where = Where(workers, on, gpus_per_cell, cpus_per_cell)
-    outcomes = run_grid(grid, Way(start, resume, device), progress, where)
+    where = ExecutionOptions(workers, on, gpus_per_cell, cpus_per_cell)
+    outcomes = run_grid(grid, RunActions(start, resume, device), progress, where)
     if any(outcome.run for outcome in outcomes):
         write_comparison(gather(grid, outcomes), grid.out)
     return outcomes

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from probprompt import methods
-from probprompt.alignment import AlignmentConfig
 from probprompt.data import datasets
 from probprompt.data.transforms import Augmentation, Kernel
 from probprompt.errors import UserError, suggest
-from probprompt.heads import HeadConfig
+from probprompt.heads.linear import AlignmentConfig
+from probprompt.heads.settings import HeadConfig
 from probprompt.methods import MethodConfig
 
 

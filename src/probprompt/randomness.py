@@ -88,7 +88,7 @@ class Noise:
         """
         device = self.seed.device
         if kernels.usable(device):
-            from probprompt.kernels.sampling import noise
+            from probprompt.kernels.gaussians import noise
 
             return noise(*shape, self.seed, self.first, place)
         if self._source is None:

@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from probprompt.backbone import FrozenViT, Precision
+from probprompt.backbones.vit import FrozenViT, Precision
 from probprompt.bench import timing
 from probprompt.bench.synthetic import BenchSetup, build
 from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.config import RunConfig
+from probprompt.engine.build import release
 from probprompt.methods import EVALUATION
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import Prompt, Prompts, Readout
-from probprompt.runs.execute import release
 
 MOST_STEPS = 40  # of an epoch: as many as a tenth of CIFAR-100 has in batches of 128
 EPOCHS_TIMED = 4  # what the time is meant for

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from probprompt.bench.timing import Peak
+from probprompt.engine.hardware import hardware, versions
 from probprompt.errors import UserError
-from probprompt.runs.record import hardware, versions
 from probprompt.storage import is_changed, read_json, with_hash, write_json
 
 KIND, FORMAT = "probprompt bench", 1

@@ -11,20 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probprompt import checkpoints, randomness
-from probprompt.alignment import AlignmentConfig, ClassStatistics
-from probprompt.backbone import DTYPES
-from probprompt.checkpoints import RANDOM, LoadedBackbone, load_backbone
+from probprompt import randomness
+from probprompt.backbones import pretrained
+from probprompt.backbones.pretrained import RANDOM, LoadedBackbone, load_backbone
+from probprompt.backbones.vit import DTYPES
 from probprompt.config import BackboneConfig, RunConfig
 from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.data.images import Pixels
 from probprompt.data.transforms import Preprocessor, enlarged
+from probprompt.engine.build import build_model, default_precision
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
-from probprompt.heads import ClosedFormHead
+from probprompt.heads.closed_form import ClosedFormHead
+from probprompt.heads.linear import AlignmentConfig, ClassStatistics
 from probprompt.methods import TaskSummary
-from probprompt.runs.execute import build_model, usual_precision
-from probprompt.training.learner import Learner, TaskImages
-from probprompt.training.model import PromptedModel
 
 TASKS, CLASSES = 10, 200  # of ImageNet-R, on which the paper's cost table is measured
 FULL_SIDE = 500  # pixels: the short side of a photograph that was stored as it is
@@ -68,7 +69,7 @@ def without_download(config: BackboneConfig) -> BackboneConfig:
     """Random weights for an architecture whose weights are not given: they cost the same, and none is fetched."""
     if config.weights is not None or config.name == "demo":
         return config
-    named = {item.name: item.source.rpartition("/")[2] for item in checkpoints.known()}
+    named = {item.name: item.source.rpartition("/")[2] for item in pretrained.known()}
     architecture = named.get(config.name, config.name).partition(".")[0]
     return config.model_copy(update={"name": architecture, "weights": RANDOM})
 
@@ -163,7 +164,7 @@ def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -
     arrays = random_images(STORED[device.type], config.data.short_side(enlarged(size)) or FULL_SIDE)
     loaded = Loaded(ImageStore.of(arrays, device), torch.zeros(len(arrays), dtype=torch.long, device=device), ())
     model = build_model(config, backbone).to(device)
-    model.set_precision(chosen.precision or usual_precision(device))
+    model.set_precision(chosen.precision or default_precision(device))
     dtype = DTYPES[model.backbone.precision]
     viewer = Preprocessor.of(size, enlarged(size), wanted.mean, wanted.std, config.data.interpolation, device, dtype)
     learner = Learner(model, loaded, viewer, config)

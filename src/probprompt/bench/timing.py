@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from probprompt import randomness
-from probprompt.backbone import DTYPES, Precision
+from probprompt.backbones.vit import DTYPES, Precision
 from probprompt.bench.synthetic import BenchSetup
-from probprompt.capture import SWITCH
+from probprompt.kernels.cuda_graphs import SWITCH
 
 ROUNDS = 5  # that the calls of a measurement are divided into, as far as there are so many
 MOST_LATENCIES = 2000

@@ -1,16 +1,16 @@
 """The classifier that people use, and the values it returns."""
 
-from probprompt.classifier.answers import Evaluation, LearnReport, Prediction, Risk, TaskScore, Version
 from probprompt.classifier.continual import ContinualClassifier, changing
-from probprompt.classifier.insight import AccuracyMatrix
+from probprompt.classifier.evaluate import AccuracyMatrix
+from probprompt.classifier.outputs import ConfusionRisk, Evaluation, LearnReport, Prediction, TaskScore, Version
 
 __all__ = [
     "AccuracyMatrix",
+    "ConfusionRisk",
     "ContinualClassifier",
     "Evaluation",
     "LearnReport",
     "Prediction",
-    "Risk",
     "TaskScore",
     "Version",
     "changing",

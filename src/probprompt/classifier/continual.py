@@ -11,22 +11,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from probprompt.classifier import teaching
-from probprompt.classifier.answers import Evaluation, LearnReport, Prediction, Version, check_top
-from probprompt.classifier.engine import Engine, Predictor, make_config
-from probprompt.classifier.evaluating import evaluate
-from probprompt.classifier.insight import AccuracyMatrix, accuracy_matrix, diversity
-from probprompt.classifier.pictures import Picture, clean_name, decode_ahead, labelled, pictures, same_name
-from probprompt.classifier.state import Kept, State
-from probprompt.classifier.teaching import Known
-from probprompt.classifier.versions import Busy, Store
-from probprompt.config import RunConfig, parse_config
+from probprompt import presets
+from probprompt.classifier import lesson as classifier_lesson
+from probprompt.classifier.evaluate import AccuracyMatrix, accuracy_matrix, diversity, evaluate
+from probprompt.classifier.lesson import Known
+from probprompt.classifier.outputs import Evaluation, LearnReport, Prediction, Version, check_top
+from probprompt.classifier.predictor import ModelFactory, Predictor
+from probprompt.classifier.store import Busy, SavedVersion, State, Store
+from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.data.images import Pixels, UnreadableImageError
+from probprompt.data.inputs import InputImage, clean_name, decode_ahead, labeled, pictures, same_name
+from probprompt.engine.build import pick_device
 from probprompt.errors import UserError, suggest
+from probprompt.methods import find
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs.execute import pick_device
 
 
 class ContinualClassifier:
@@ -61,11 +62,11 @@ class ContinualClassifier:
         parsed, own_epochs = make_config(preset, method, backbone, place, seed, config, settings)
         if keep_versions < 1:
             raise UserError(f"keep_versions must be at least 1, not {keep_versions}")
-        self._begin(Engine(parsed, place, None, own_epochs), keep_versions, secrets.token_hex(16))
+        self._begin(ModelFactory(parsed, place, None, own_epochs), keep_versions, secrets.token_hex(16))
 
-    def _begin(self, engine: Engine, keep: int, model: str) -> None:
+    def _begin(self, engine: ModelFactory, keep: int, model: str) -> None:
         self._engine, self.keep_versions, self._model = engine, keep, model
-        self._kept: tuple[Kept, ...] = ()
+        self._kept: tuple[SavedVersion, ...] = ()
         self._ancestors: dict[int, str] = {}
         self._predictor: Predictor | None = None
         self._settings_note: dict[str, Any] | None = None  # as it was saved
@@ -145,7 +146,7 @@ class ContinualClassifier:
         What a task lost is measured against the version that had just learned it, where that is still kept.
         ``unknown`` are images of no known class: how well they are told apart is then measured, too.
         """
-        given = labelled(images, self._engine.short_side)
+        given = labeled(images, self._engine.short_side)
         return evaluate(self._engine, self.predictor, self._kept, given, unknown, progress)
 
     def accuracy_matrix(self) -> AccuracyMatrix:
@@ -170,11 +171,11 @@ class ContinualClassifier:
         begun = time.perf_counter()
         with self._changing:
             state, number = self._state, self.version + 1
-            given = labelled(images, self._engine.short_side)
+            given = labeled(images, self._engine.short_side)
             title = name or (
                 Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(state.tasks) + 1}"
             )
-            done = teaching.learn(self._engine, state, given, known, title, number, progress)
+            done = classifier_lesson.learn(self._engine, state, given, known, title, number, progress)
             lesson, calibration = done.lesson, done.state.calibration
             new, refined = lesson.new, lesson.refined
             note = title if not (new and refined) else f"{title}; more images of {', '.join(refined)}"
@@ -200,7 +201,7 @@ class ContinualClassifier:
         """
         with self._changing:
             self._find(name)
-            state = teaching.forget(self._engine, self._state, name)
+            state = classifier_lesson.forget(self._engine, self._state, name)
             self._append("forgot", (name,), 0, "", state, self._engine.predictor(state))
 
     def rename(self, old: str, new: str) -> None:
@@ -247,7 +248,7 @@ class ContinualClassifier:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         version = Version(self.version + 1, when, what, classes, images, note, len(state.classes))
         older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
-        newest = Kept(version, state, secrets.token_hex(8))
+        newest = SavedVersion(version, state, secrets.token_hex(8))
         self._ancestors[version.number] = newest.token
         self._kept, self._predictor = (*older, newest)[-self.keep_versions :], predictor
 
@@ -310,7 +311,9 @@ class ContinualClassifier:
         try:
             config = parse_config(note["config"])
             place, own_epochs = pick_device(device), bool(note["own_epochs"])
-            engine = Engine(config, place, note["backbone"]["sha256"], own_epochs, note["preprocessing"], store.folder)
+            engine = ModelFactory(
+                config, place, note["backbone"]["sha256"], own_epochs, note["preprocessing"], store.folder
+            )
             keep = int(note["keep_versions"])
         except (KeyError, TypeError, ValueError) as problem:
             raise UserError(f"version {wanted} in {store.folder} is damaged: {problem!r}") from problem
@@ -351,7 +354,7 @@ def changing(
 
 
 def _answers(
-    predictor: Predictor, group: list[tuple[Picture, Pixels | UnreadableImageError]], top_k: int
+    predictor: Predictor, group: list[tuple[InputImage, Pixels | UnreadableImageError]], top_k: int
 ) -> Iterator[Prediction]:
     """Predictions of a batch, in its order."""
     readable = [found for _, found in group if not isinstance(found, UnreadableImageError)]
@@ -368,3 +371,56 @@ def _answers(
         chances, labels, far = next(rows)
         top = tuple((names[label], chance) for label, chance in zip(labels.tolist(), chances.tolist(), strict=True))
         yield Prediction(picture.source, top[0][0], top[0][1], top, far > 1, far)
+
+
+SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+"""The backbone where there is no GPU and none is named."""
+
+
+_OWN_DATA = {"stored_side", "interpolation"}  # what of a run's data settings means something here
+
+
+def make_config(
+    preset: str | None,
+    method: str,
+    backbone: str | None,
+    device: torch.device,
+    seed: int,
+    config: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> tuple[RunConfig, bool]:
+    """Complete settings, and whether the number of epochs was left to us.
+
+    Without a preset: ``flagship`` for ProbPrompt, ``ridge`` for other methods with prompts, ``matched`` for the rest.
+    They are those that were chosen for small sets of images (:mod:`probprompt.presets`).
+    """
+    chosen = preset or _usual_preset(method)
+    base = presets.settings(chosen, method, "emoji-r")
+    base = {name: part for name, part in base.items() if name not in ("data", "backbone")}
+    usual = "sup1k" if device.type == "cuda" else SMALL_VIT
+    named: dict[str, Any] = {"seeds": dict.fromkeys(("order", "init", "data"), seed), "method": {"name": method}}
+    given = apply_values(merge(config or {}, named), settings)
+    if backbone is not None:
+        given = merge(given, {"backbone": {"name": backbone}})
+    parsed = parse_config(merge(merge(base, {"backbone": {"name": usual}}), given))
+    _refuse_run_settings(parsed)
+    if find(parsed.method.name).joint:
+        raise UserError(f"{parsed.method.name!r} learns everything at once: choose a method that learns task by task")
+    return with_absolute_paths(parsed), "epochs" not in given.get("training", {})
+
+
+def _usual_preset(method: str) -> str:
+    find(method)
+    if method == "probprompt":
+        return "flagship"
+    return "matched" if method in (*presets.CONTROLS, *presets.BASELINES) else "ridge"
+
+
+def _refuse_run_settings(config: RunConfig) -> None:
+    """Settings that have no meaning here, as those on where a run's images come from, are not silently dropped."""
+    usual = DataConfig()
+    for name in DataConfig.model_fields:
+        if name not in _OWN_DATA and getattr(config.data, name) != getattr(usual, name):
+            raise UserError(f"data.{name} is for runs: a classifier learns what each call of learn is given")
+    if config.head.follow:
+        raise UserError("head.follow is for runs: what a classifier keeps of each class does not follow its prompts")

@@ -73,7 +73,7 @@ def demo(
     device: Device = None,
 ) -> None:
     """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside controls without prompts, all embedded."""
-    from probprompt.cli.commands import run_demo
+    from probprompt.cli.cmd_train import run_demo
 
     run_demo(out, seed, device)
 
@@ -110,7 +110,7 @@ def train(
     track: Track = None,
 ) -> None:
     """Learn a benchmark, or a folder of images, task by task."""
-    from probprompt.cli.commands import run_train
+    from probprompt.cli.cmd_train import run_train
 
     given: dict[str, Any] = {
         "data": {"benchmark": benchmark, "tasks": tasks, "test": str(test) if test else None},
@@ -173,10 +173,10 @@ def compare(
     page: Annotated[Path | None, typer.Option(help="Put the tables into this page of Markdown.")] = None,
 ) -> None:
     """Run a grid of methods, benchmarks, seeds and settings, and set the results side by side."""
-    from probprompt.cli.compare import run_compare
-    from probprompt.runs.carry_out import Where
+    from probprompt.cli.cmd_compare import run_compare
+    from probprompt.runs.executors import ExecutionOptions
 
-    where = Where(workers, on, gpus_per_cell, cpus_per_cell)
+    where = ExecutionOptions(workers, on, gpus_per_cell, cpus_per_cell)
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
     own: dict[str, Any] = {"data.tasks": tasks, "data.test": str(test) if test else None}
     own |= {"backbone.name": backbone, "backbone.weights": weights}
@@ -208,7 +208,7 @@ def audit(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the proof to a JSON file, too.")] = None,
 ) -> None:
     """Prove that predictions depend on their own image alone; a leak is told with exit code 1."""
-    from probprompt.cli.audit import run_audit
+    from probprompt.cli.cmd_audit import run_audit
 
     run_audit(target, method, every, assignments or [], data, images, precision.value, device, out)
 
@@ -237,7 +237,7 @@ def bench(
     against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with an earlier record.")] = None,
 ) -> None:
     """Measure what training and prediction cost on this machine."""
-    from probprompt.cli.bench import run_bench
+    from probprompt.cli.cmd_bench import run_bench
 
     given: dict[str, dict[str, Any]] = {
         "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
@@ -254,7 +254,7 @@ def cache(
     ] = None,
 ) -> None:
     """Where decoded images are kept, and how much they take."""
-    from probprompt.cli.commands import run_cache
+    from probprompt.cli.cmd_train import run_cache
 
     run_cache(keep)
 
@@ -276,7 +276,7 @@ def data_get(
     quick: Quick = False,
 ) -> None:
     """Fetch a dataset (going on where it was cut), verify, unpack and check it."""
-    from probprompt.cli.data import run_get
+    from probprompt.cli.cmd_data import run_get
 
     run_get(name, to, url, file, quick)
 
@@ -290,7 +290,7 @@ def data_check(
     quick: Quick = False,
 ) -> None:
     """Compare with the published figures, find unreadable files and images on both sides; exit code 1 on trouble."""
-    from probprompt.cli.data import run_check
+    from probprompt.cli.cmd_data import run_check
 
     run_check(path, benchmark, quick)
 
@@ -303,7 +303,7 @@ def data_sample(
     test: Annotated[bool, typer.Option("--test", help="In styles that the others are not drawn in.")] = False,
 ) -> None:
     """Write pictures to try things with, embedded ones, as a folder of class folders."""
-    from probprompt.cli.data import run_sample
+    from probprompt.cli.cmd_data import run_sample
 
     run_sample(folder, classes, images, test)
 
@@ -317,7 +317,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a model as one ONNX file, prompts and backbone together, checked against torch with onnxruntime."""
-    from probprompt.cli.export import run_export
+    from probprompt.cli.cmd_share import run_export
 
     run_export(model, onnx, out)
 
@@ -335,7 +335,7 @@ def push(
     ] = False,
 ) -> None:
     """Send a model to the Hugging Face hub, with a model card made from its record."""
-    from probprompt.cli.export import run_push
+    from probprompt.cli.cmd_share import run_push
 
     run_push(model, repository, private, with_statistics)
 
@@ -350,7 +350,7 @@ def pull(
     ] = None,
 ) -> None:
     """Fetch a model from the Hugging Face hub; every file is verified, and none is executed."""
-    from probprompt.cli.export import run_pull
+    from probprompt.cli.cmd_share import run_pull
 
     run_pull(repository, model, revision, weights)
 
@@ -358,7 +358,7 @@ def pull(
 @app.command("list")
 def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None:
     """List methods, benchmarks or backbones."""
-    from probprompt.cli.commands import run_list
+    from probprompt.cli.cmd_train import run_list
 
     run_list(what.value)
 
@@ -386,7 +386,7 @@ def serve(
     device: Device = None,
 ) -> None:
     """Serve a classifier over HTTP, with a page to classify and to teach."""
-    from probprompt.cli.serve import run_serve
+    from probprompt.cli.cmd_share import run_serve
 
     run_serve(model, host, port, token_file, device, max_upload, max_images, max_pixels)
 
@@ -397,7 +397,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
 ) -> None:
     """Write report.html of a run, or one that compares several."""
-    from probprompt.cli.commands import run_report
+    from probprompt.cli.cmd_train import run_report
 
     run_report(runs, out)
 
@@ -440,7 +440,7 @@ def learn(
     device: Device = None,
 ) -> None:
     """Learn new classes from a folder of class folders; the images are not needed again."""
-    from probprompt.cli.model import run_learn
+    from probprompt.cli.cmd_model import run_learn
 
     given = {"method": method, "preset": preset, "backbone": backbone, "epochs": epochs, "seed": seed}
     run_learn(model, folder, known.value, name, given, weights, assignments or [], keep_versions, device)
@@ -458,7 +458,7 @@ def predict(
     device: Device = None,
 ) -> None:
     """Classify images: a row for each, written as it comes; one that cannot be read is a row with its error."""
-    from probprompt.cli.model import run_predict
+    from probprompt.cli.cmd_model import run_predict
 
     run_predict(model, files, as_json, as_csv, top_k, batch, version, device)
 
@@ -475,7 +475,7 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Measure accuracy on images whose classes are known: per task, overall, and what was forgotten."""
-    from probprompt.cli.model import run_evaluate
+    from probprompt.cli.cmd_model import run_evaluate
 
     run_evaluate(model, folder, unknown, as_json, version, device)
 
@@ -483,7 +483,7 @@ def evaluate(
 @app.command()
 def forget(model: Model, name: Annotated[str, typer.Argument(metavar="CLASS", help="The class to forget.")]) -> None:
     """Forget a class, as if its images had never been learned."""
-    from probprompt.cli.model import run_forget
+    from probprompt.cli.cmd_model import run_forget
 
     run_forget(model, name)
 
@@ -495,7 +495,7 @@ def rename(
     new: Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")],
 ) -> None:
     """Give a class another name."""
-    from probprompt.cli.model import run_rename
+    from probprompt.cli.cmd_model import run_rename
 
     run_rename(model, old, new)
 
@@ -505,7 +505,7 @@ def history(
     model: Model, as_json: Annotated[bool, typer.Option("--json", help="A JSON object per line.")] = False
 ) -> None:
     """List what was learned when, and the versions that can be gone back to."""
-    from probprompt.cli.model import run_history
+    from probprompt.cli.cmd_model import run_history
 
     run_history(model, as_json)
 
@@ -515,6 +515,6 @@ def rollback(
     model: Model, to: Annotated[int, typer.Option("--to", metavar="N", min=1, help="The version to go back to.")]
 ) -> None:
     """Make an earlier version the current one again; no version is lost by it."""
-    from probprompt.cli.model import run_rollback
+    from probprompt.cli.cmd_model import run_rollback
 
     run_rollback(model, to)

@@ -399,7 +399,7 @@ class Preprocessor:
     def _cut(self, store: ImageStore, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
         """The boxes of images (B, 3, size, size), normalized."""
         if kernels.usable(store.device):
-            from probprompt.kernels.crop import crop  # late: needs Triton
+            from probprompt.kernels.pixels import crop  # late: needs Triton
 
             return crop(*store.batch(indices), boxes, self.size, self.mean, self.std, kernel, self.dtype)
         cut = [resample(store.canvas(indices[some]), boxes[some], self.size, kernel) for some in store.groups(indices)]

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from probprompt import randomness
-from probprompt.backbone import Precision
+from probprompt.backbones.vit import Precision
+from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.evaluation.diagnostics import injected_tokens
 from probprompt.methods import Context, Method, Prompted
-from probprompt.training.model import PromptedModel
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probprompt import __version__, checkpoints
+from probprompt import __version__
+from probprompt.backbones import pretrained
 from probprompt.errors import UserError
 from probprompt.export.bundle import Record
-from probprompt.export.source import View
+from probprompt.export.onnx import View
 from probprompt.methods import find
 from probprompt.runs.grid import benchmark_label
-from probprompt.runs.record import Run
+from probprompt.runs.run import Run
 from probprompt.storage import natural_order, read_json
 
 MARK = (
@@ -177,7 +178,7 @@ def _origin(backbone: dict[str, Any]) -> tuple[str, str]:
     if backbone["weights"] is not None:
         return "", "unknown: the weights were given as a file"
     try:
-        return checkpoints.origin(backbone["name"])
+        return pretrained.origin(backbone["name"])
     except UserError:  # a name that this version of timm does not know
         return "", "unknown"
 

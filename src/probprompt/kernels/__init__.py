@@ -1,9 +1,9 @@
-"""Fused kernels for NVIDIA GPUs, in Triton. Each equals a plain function, which runs wherever these cannot.
+"""Fused kernels for NVIDIA GPUs, in Triton. Each equals a plain function, which runs where these cannot.
 
-:mod:`~probprompt.kernels.norm` and :mod:`~probprompt.kernels.attention` serve the frozen blocks
-(:mod:`probprompt.fused`), :mod:`~probprompt.kernels.mixture` and :mod:`~probprompt.kernels.sampling` ProbPrompt's
-equations, :mod:`~probprompt.kernels.crop` and
-:mod:`~probprompt.kernels.patches` the way from stored pixels to views and patches.
+:mod:`~probprompt.kernels.pointwise`, :mod:`~probprompt.kernels.attention` and :mod:`~probprompt.kernels.mlp` serve the
+frozen blocks (:mod:`~probprompt.kernels.vit_blocks`), :mod:`~probprompt.kernels.mixture` and
+:mod:`~probprompt.kernels.gaussians` the equations of ProbPrompt, :mod:`~probprompt.kernels.pixels` the path from stored
+pixels to views and patches.
 """
 
 import importlib.util

@@ -118,9 +118,9 @@ def _softmax(scores: Tensor, top_k: int | None) -> Tensor:
 def _distances(query: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
     """S² (B, M, N) in float64; inverse: 1/σ. `probprompt.equations.relevance` says why the square is not expanded."""
     if usable(query.device):
-        from probprompt.kernels import pools
+        from probprompt.kernels import gaussians
 
-        return pools.distances(query, mean, inverse)
+        return gaussians.distances(query, mean, inverse)
     values = query.double()[:, None]  # (B, 1, D)
     origin = -mean.double() * inverse  # (M, N, D)
     columns = [
@@ -152,9 +152,9 @@ def _moments(weights: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, T
     mean from its pool's, that is wrong by about 1e-16 r², and never less than the smallest σ² of the pool.
     """
     if usable(weights.device):
-        from probprompt.kernels import pools
+        from probprompt.kernels import gaussians
 
-        return pools.moments(weights, mean, variance)
+        return gaussians.moments(weights, mean, variance)
     share, middle, means = _centred(weights, mean)
     center = share @ means  # (M, B, D)
     square = share @ means.square().add_(variance)  # (M, B, D)
@@ -169,9 +169,9 @@ def _moments_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the weights (B, M, N), up to one number per row, of the means and of σ² (M, N, D), in float64."""
     if usable(weights.device):
-        from probprompt.kernels import pools
+        from probprompt.kernels import gaussians
 
-        return pools.moments_backward(grad_center, grad_std, std, weights, mean, variance)
+        return gaussians.moments_backward(grad_center, grad_std, std, weights, mean, variance)
     share, _, means = _centred(weights, mean)
     pull = (grad_std / std).transpose(0, 1).double().mul_(0.5)  # (M, B, D), of the mixture's variance
     force = torch.addcmul(grad_center.transpose(0, 1).double(), pull, share @ means, value=-2)  # (M, B, D)

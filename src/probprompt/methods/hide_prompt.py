@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt import randomness
-from probprompt.alignment import AlignmentConfig, ClassStatistics, align
-from probprompt.heads import LinearHead
+from probprompt.heads.linear import AlignmentConfig, ClassStatistics, LinearHead, align
 from probprompt.methods.base import (
     Blocks,
     Context,

@@ -158,7 +158,7 @@ class ProbPrompt(Method):
         if not count:
             return mean
         if context.training and kernels.usable(mean.device):
-            from probprompt.kernels.sampling import sampled_prompt
+            from probprompt.kernels.gaussians import sampled_prompt
 
             assert context.noise is not None
             noise, equal = context.noise, self.config.aggregation == "mean"

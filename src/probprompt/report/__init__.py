@@ -11,9 +11,9 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
     One run gets a page of its own; several are compared first, and then shown one by one.
     """
-    from probprompt.report import page  # drawing and templates load only when a page is asked for
+    from probprompt.report import pages  # drawing and templates load only when a page is asked for
 
-    return page.write_report(runs, out)
+    return pages.write_report(runs, out)
 
 
 def save_overview(runs: Sequence[Path], out: Path) -> Path:
@@ -21,6 +21,6 @@ def save_overview(runs: Sequence[Path], out: Path) -> Path:
 
     It shows the average accuracy of all runs, and the accuracy matrix and the prompt similarity of the first.
     """
-    from probprompt.report import page
+    from probprompt.report import pages
 
-    return page.save_overview(runs, out)
+    return pages.save_overview(runs, out)

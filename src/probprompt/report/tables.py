@@ -8,20 +8,20 @@ from typing import Any
 
 from probprompt.config import flatten
 from probprompt.evaluation import metrics
-from probprompt.report.comparison import (
+from probprompt.report.compare import (
     ACCURACY,
     HELD_OUT,
     INSIDE,
     MARKED,
     NOTHING,
     Comparison,
+    FormattedCell,
     Result,
     Row,
-    Shown,
     Table,
 )
-from probprompt.runs.book import without_paths
 from probprompt.runs.grid import describe
+from probprompt.runs.run import without_paths
 
 
 def markdown(comparison: Comparison) -> str:
@@ -77,7 +77,7 @@ def _markdown_label(row: Row) -> str:
     return _markdown(row.label) + (" (upper bound)" if row.bound else "")
 
 
-def _markdown_cell(shown: Shown) -> str:
+def _markdown_cell(shown: FormattedCell) -> str:
     before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[shown.rank]  # u is not allowed everywhere
     return f"{before}{shown.text}{after}{shown.sign}"
 
@@ -128,7 +128,7 @@ def _latex_label(row: Row) -> str:
     return _latex(row.label) + (r" \emph{(upper bound)}" if row.bound else "")
 
 
-def _latex_cell(shown: Shown) -> str:
+def _latex_cell(shown: FormattedCell) -> str:
     text = _latex(shown.text)
     command = {1: r"\textbf{%s}", 2: r"\underline{%s}", 0: "%s"}[shown.rank]
     return command % text + _latex(shown.sign)

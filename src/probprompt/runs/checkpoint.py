@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probprompt.alignment import ClassStatistics
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.saved_model import group, learner_tensors, learning_only, restore_tensors, saved_tensors
 from probprompt.errors import UserError
-from probprompt.runs.record import CHECKPOINTS
+from probprompt.runs.run import CHECKPOINTS
 from probprompt.storage import read_tensors, write_tensors
-from probprompt.training.learner import Learner, TaskImages
 
 SHARE = 0.01
 """Of the time, for checkpoints."""
+
+
 LATENCY, SPEED = 0.01, 2e8
 """Seconds that a small file takes and bytes written in a second, until one was written and timed."""
 
@@ -53,34 +55,6 @@ def save_checkpoint(
         tensors.update({f"optimiser.{index}.{name}": value for name, value in state.items()})
     note = {"config": config_hash, "position": vars(position)}
     write_tensors(path, tensors, note)
-
-
-def learning_only(learner: Learner) -> set[str]:
-    """The names of what prediction does not need of the head's tensors."""
-    return {f"head.{name}" for name in learner.model.head.learning_only}
-
-
-def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """What a learner has learned: the method, the head, the statistics of classes, a backbone that learns."""
-    model = learner.model
-    tensors = {f"method.{name}": value for name, value in model.method.state_dict().items()}
-    tensors.update({f"head.{name}": value for name, value in model.head.state_dict().items()})
-    if learner.trained is not model.head:
-        tensors.update({f"trained.{name}": value for name, value in learner.trained.state_dict().items()})
-    if model.method.trains_backbone:
-        tensors.update({f"backbone.{name}": value for name, value in model.backbone.state_dict().items()})
-    tensors["statistics.mean"] = learner.statistics.mean
-    tensors["statistics.variance"] = learner.statistics.variance
-    if model.method.needs_prototypes:
-        tensors["statistics.prototypes"] = learner.prototypes
-    if learner.before is not None:
-        tensors["before"] = learner.before
-    return tensors
-
-
-def saved_tensors(learner: Learner) -> dict[str, Tensor]:
-    """The same as they are written: what can be told from the rest of a head's tensors is left out."""
-    return {**learner_tensors(learner), **{f"head.{name}": part for name, part in learner.model.head.saved().items()}}
 
 
 class Saving:
@@ -140,23 +114,3 @@ def load_checkpoint(path: Path, config_hash: str, device: torch.device) -> Saved
     except UserError as problem:
         raise UserError(f"{problem}. Put the right file back, or remove it: the run then begins anew") from None
     return Saved(Position(**note["position"]), tensors)
-
-
-def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
-    """Load what :func:`learner_tensors` gave."""
-    model = learner.model
-    model.method.load_state_dict(group(tensors, "method"))
-    model.head.restore(group(tensors, "head"))
-    if learner.trained is not model.head:
-        learner.trained.restore(group(tensors, "trained"))
-    if model.method.trains_backbone:
-        model.backbone.load_state_dict(group(tensors, "backbone"))
-    learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
-    learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
-    learner.before = tensors.get("before")
-
-
-def group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose names begin so, without that beginning."""
-    start = f"{prefix}."
-    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}

@@ -15,7 +15,7 @@ from probprompt import methods, presets
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
-from probprompt.runs.record import Run, config_hash
+from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_json
 
 CUSTOM = "custom"

@@ -9,85 +9,22 @@ whether it had been learned already.
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from probprompt.errors import UserError
+from probprompt.serve.schemas import FINISHED, Job
 from probprompt.storage import natural_order, read_json, write_bytes, write_error, write_json
 
-State = Literal["waiting", "running", "done", "failed", "cancelled"]
-FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})
 KEPT = 200
 """Finished jobs that are remembered."""
-IDLE_SECONDS = 2.0
-"""How often somebody looks around while there is nothing to do."""
+
+
 _STAGING = ".part"
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TaughtClass(_Record):
-    """A class of a lesson, and how many images it has there."""
-
-    name: str
-    images: int
-
-
-class Progress(_Record):
-    """How far a job is."""
-
-    stage: str
-    done: int
-    total: int
-
-
-class Risk(_Record):
-    """An old class that may now be taken for a new one."""
-
-    old: str
-    new: str
-    share: float
-    """Of the old class's images, as its stored statistics let expect."""
-
-
-class Report(_Record):
-    """What a lesson did."""
-
-    classes: list[str]
-    images: int
-    seconds: float
-    calibration_error: float | None
-    temperature: float | None
-    retention: list[Risk]
-
-
-class Job(_Record):
-    """A lesson or an undoing, and what became of it."""
-
-    id: int
-    kind: Literal["teach", "rollback"]
-    state: State = "waiting"
-    created: str
-    finished: str | None = None
-    classes: list[TaughtClass] = []
-    refine: bool = False
-    to: int | None = None
-    """The version to go back to."""
-    before: int | None = None
-    """The version that answered before this job: going back to it undoes the job."""
-    version: int | None = None
-    """The version that the job made."""
-    progress: Progress | None = None
-    report: Report | None = None
-    warnings: list[str] = []
-    error: str | None = None
 
 
 def now() -> str:
@@ -231,70 +168,3 @@ def _settle(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-CarryOut = Callable[[Job], dict[str, Any]]
-"""Does what a job asks for and says what is to be written down of it."""
-
-
-class Runner:
-    """A thread that carries out jobs one by one, in the order in which they were accepted."""
-
-    def __init__(
-        self, store: JobStore, carry_out: CarryOut, told: Callable[[str, str], None], idle: Callable[[], None]
-    ) -> None:
-        self._store, self._carry_out, self._told, self._idle = store, carry_out, told, idle
-        self._wake = threading.Event()
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)
-
-    def start(self) -> None:
-        """Begin, with whatever was left undone."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Say that there is something to do."""
-        self._wake.set()
-
-    def stop(self) -> None:
-        """Take up no further job; whoever carries one out must be told by the caller."""
-        self._closing = True
-        self._wake.set()
-
-    def join(self) -> None:
-        """Wait for the end."""
-        if self._thread.is_alive():
-            self._thread.join()
-
-    @property
-    def closing(self) -> bool:
-        """Whether it is to end."""
-        return self._closing
-
-    def _work(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            waiting = self._store.unfinished()
-            if not waiting:
-                if not self._wake.wait(IDLE_SECONDS):
-                    with suppress(Exception):  # whatever it is, the next look will tell; jobs must go on
-                        self._idle()
-                continue
-            self._run(waiting[0])
-
-    def _run(self, job: Job) -> None:
-        changes: dict[str, Any]
-        try:
-            begun = self._store.begin(job.id)
-            if begun is None:
-                return
-            changes = self._carry_out(begun)
-        except InterruptedError:  # the service ends: the job stays as it is, and is taken up again
-            return
-        except UserError as problem:
-            changes = {"state": "failed", "error": str(problem)}
-        except Exception as problem:  # noqa: BLE001 (a job that fails must not end those after it)
-            changes = {"state": "failed", "error": f"{type(problem).__name__}: {problem}"}
-        self._told(job.kind, changes["state"])
-        with suppress(UserError):  # the disk is full, say: then the next start finds out again what became of it
-            self._store.update(job.id, **{"finished": now(), "progress": None, **changes})

@@ -12,18 +12,24 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from probprompt.classifier import ContinualClassifier
-from probprompt.classifier.pictures import same_name
 from probprompt.data.images import Pixels
+from probprompt.data.inputs import same_name
+from probprompt.engine.build import pick_device
 from probprompt.errors import UserError, shorten
-from probprompt.runs.execute import pick_device
 from probprompt.serve.batching import Batcher, Room
-from probprompt.serve.decoding import Decoders, RefusedImageError
-from probprompt.serve.insight import Insight
-from probprompt.serve.jobs import Draft, Job, JobStore
+from probprompt.serve.jobs import Draft, JobStore
+from probprompt.serve.lessons import LessonRunner
+from probprompt.serve.schemas import (
+    AccuracyMatrix,
+    Insight,
+    Job,
+    KeptVersion,
+    PredictedImage,
+    Predictions,
+    PromptFigures,
+)
 from probprompt.serve.security import Access, Limits
-from probprompt.serve.teaching import School
-from probprompt.serve.uploads import Lesson, Upload, decode_each, each
-from probprompt.serve.values import AccuracyMatrix, KeptVersion, PredictedImage, Predictions, PromptFigures
+from probprompt.serve.uploads import Decoders, Lesson, RefusedImageError, Upload, decode_each, each
 from probprompt.storage import lock, write_error
 
 DECODERS = 2
@@ -91,7 +97,7 @@ class Service:
         )  # fewer: others are received while these are classified
         self.batcher = Batcher(classifier, self._count, most=most)
         held = () if self._lock is None else (self._lock.fileno(),)
-        self.school = School(
+        self.school = LessonRunner(
             self.folder, self.jobs, self._switch, lambda: self.classifier.version, self._count_job, self.device, held
         )
         self._add_gauges()

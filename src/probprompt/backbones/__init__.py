@@ -1,0 +1,1 @@
+"""Frozen vision transformers and their pretrained weights."""

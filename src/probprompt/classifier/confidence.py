@@ -1,0 +1,223 @@
+"""Probabilities that mean what they say: one temperature, fitted on images that the head has not learned from."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+
+from probprompt.classifier.statistics import Moments
+
+BINS = 10
+
+
+UNFITTED = 0.1
+"""The temperature where no image could be held out: what logits between 0 and 1 needed where there were many
+(results/classifier.md)."""
+
+
+SPREAD = 0.5
+"""How far, in its logarithm, the temperature is expected from the usual one before any image is seen: without that, a
+few images that are all told apart would ask for certainty."""
+
+
+FEWEST = 20
+"""Held-out images from which on their error tells more than chance."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How logits become probabilities: softmax(logits / temperature)."""
+
+    temperature: float = UNFITTED
+    error: float | None = None
+    """Expected calibration error on held-out images, 0 to 1; None where there were too few to tell."""
+    images: int = 0
+    """How many images were held out."""
+
+
+def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Calibration:
+    """Fit the temperature on logits (n, C) of held-out images; their error is that of temperatures fitted without them.
+
+    Each half of the images is judged by the temperature of the other half.
+    """
+    if len(labels) == 0:
+        return Calibration(fallback)
+    temperature = fit_temperature(logits, labels, fallback)
+    if len(labels) < FEWEST:
+        return Calibration(temperature, None, len(labels))
+    logits = logits.double()
+    halves = torch.arange(len(labels), device=labels.device) % 2
+    probabilities = torch.empty_like(logits)
+    for half in (0, 1):
+        other = fit_temperature(logits[halves != half], labels[halves != half], fallback)
+        probabilities[halves == half] = (logits[halves == half] / other).softmax(dim=1)
+    return Calibration(temperature, expected_calibration_error(probabilities, labels), len(labels))
+
+
+def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
+    """The most probable temperature, by its logarithm; the usual one counts as an opinion.
+
+    >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
+    >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are right: log 3 apart
+    >>> round(fit_temperature(logits.repeat(1000, 1), labels.repeat(1000), usual=0.1), 1)
+    1.8
+    >>> round(fit_temperature(logits[:2], labels[:2], usual=0.1), 2)  # both are right
+    0.1
+    """
+    wide = logits.double()
+
+    def loss(log: float) -> float:
+        opinion = ((log - math.log(usual)) / SPREAD) ** 2 / 2
+        return float(nn.functional.cross_entropy(wide / math.exp(log), labels, reduction="sum")) + opinion
+
+    lowest, highest = math.log(1e-3), math.log(1e3)
+    minimum = minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-4})
+    return math.exp(minimum.x)
+
+
+def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+    """The mean distance of confidence and accuracy over bins of confidence, weighed by their images (n, C).
+
+    >>> expected_calibration_error(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]))
+    0.0
+    """
+    confidence, chosen = probabilities.double().max(dim=1)  # (n,)
+    right = (chosen == labels).double()
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    error = 0.0
+    for number in bins.unique().tolist():
+        inside = bins == number
+        error += abs(float((confidence[inside] - right[inside]).sum()))
+    return error / len(labels)
+
+
+KNOWN = 0.95
+"""The share of known images that must pass."""
+
+
+SHRINKAGE = 0.3
+"""How far covariances are drawn towards their mean diagonal."""
+
+
+_ROUNDING = 1e-12  # variance that features of length 1 may seem to have where there is none
+
+
+def unit(features: Tensor) -> Tensor:
+    """Features (n, D) of length 1: their direction alone says what an image shows."""
+    return nn.functional.normalize(features, dim=1)
+
+
+@dataclass(frozen=True)
+class Gaussians:
+    """A mean per class with one covariance for all, and one Gaussian over the images of all classes together.
+
+    The score of an image is Mahalanobis' distance (squared) from the nearest class less that from all images together
+    (Ren et al., 2021): what is far from a class only because it is far from everything, such as another style of
+    drawing, does not count. Both distances are |x W - m|^2 in coordinates in which the covariance is the identity.
+    """
+
+    within: Tensor  # (D, D): W of the covariance within classes, upper triangular
+    means: Tensor  # (C, D)
+    whole: Tensor  # (D, D): W of the covariance of all images
+    centre: Tensor  # (1, D)
+
+    @classmethod
+    def of(cls, moments: Moments, shrinkage: float = SHRINKAGE) -> "Gaussians":
+        """From the sums over all images, seen by :func:`unit`."""
+        centre, covariance = moments.total
+        within, whole = _whitening(moments.within, shrinkage), _whitening(covariance, shrinkage)
+        return cls(within, moments.means @ within, whole, centre[None] @ whole)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Gaussians":
+        """What :meth:`tensors` gave."""
+        means, centre = (tensors[name].to(device).double() for name in ("means", "centre"))
+        within, whole = (
+            torch.zeros(means.shape[1], means.shape[1], dtype=torch.float64, device=device) for _ in range(2)
+        )
+        rows, columns = torch.triu_indices(*within.shape, device=device)
+        for matrix, name in ((within, "within"), (whole, "whole")):
+            matrix[rows, columns] = tensors[name].to(device).double()
+        return cls(within, means, whole, centre)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """To be kept, in float32 and without the zeros: a few MB."""
+        rows, columns = torch.triu_indices(*self.within.shape, device=self.within.device)
+        return {
+            "means": self.means.float(),
+            "centre": self.centre.float(),
+            "within": self.within[rows, columns].float(),
+            "whole": self.whole[rows, columns].float(),
+        }
+
+    def score(self, features: Tensor) -> Tensor:
+        """How little images belong to any class: (n,), of unit features (n, D)."""
+        wide = features.double()  # a difference of large squares decides
+        nearest = _squares(wide @ self.within, self.means).amin(dim=1)  # (n,)
+        return nearest - _squares(wide @ self.whole, self.centre)[:, 0]
+
+
+def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
+    """W with W W^T = S^-1, of a covariance drawn towards its mean diagonal (the identity where it is zero)."""
+    level = float(covariance.diagonal().mean())
+    drawn = (1 - shrinkage) * covariance
+    drawn.diagonal().add_(shrinkage * level if level > _ROUNDING else 1.0)
+    eye = torch.eye(len(drawn), dtype=drawn.dtype, device=drawn.device)
+    inverse: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(drawn), eye, upper=False)
+    return inverse.T
+
+
+def _squares(points: Tensor, centres: Tensor) -> Tensor:
+    """Squared distances (n, C)."""
+    return points.square().sum(dim=1)[:, None] + centres.square().sum(dim=1) - 2 * points @ centres.T
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What scores of known images are like: the usual one, and the one that 95 % stay below."""
+
+    usual: float = 0.0
+    limit: float | None = None
+    """None where no image could be held out: then nothing is marked."""
+
+    @classmethod
+    def of(cls, scores: Tensor) -> "Scale":
+        """From the scores (n,) of held-out images of known classes."""
+        count = len(scores)
+        if count < 2:
+            return cls()
+        ordered = scores.double().sort().values
+        place = min(count, math.ceil((count + 1) * KNOWN)) - 1
+        return cls(float(ordered[(count - 1) // 2]), float(ordered[place]))
+
+    def novelty(self, scores: Tensor) -> Tensor:
+        """Scores (n,) so that the usual one is 0 and the limit 1."""
+        if self.limit is None:
+            return torch.zeros_like(scores)
+        return (scores - self.usual) / max(self.limit - self.usual, 1e-12)
+
+
+def auroc(known: Tensor, unknown: Tensor) -> float:
+    """Probability that an unknown image scores above a known one; ties count half.
+
+    >>> auroc(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]))
+    0.875
+    """
+    from sklearn.metrics import roc_auc_score
+
+    truth = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])
+    return float(roc_auc_score(truth.numpy(), torch.cat([known, unknown]).double().cpu().numpy()))
+
+
+def false_positive_rate(known: Tensor, unknown: Tensor, share: float = KNOWN) -> float:
+    """The share of unknown images that pass where this share of the known ones does.
+
+    >>> false_positive_rate(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 3.0]))
+    0.5
+    """
+    ordered = known.double().sort().values
+    limit = ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return float((unknown.double() <= limit).double().mean())

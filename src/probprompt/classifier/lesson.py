@@ -1,0 +1,322 @@
+"""How one state becomes the next: learning, refining, forgetting."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from probprompt import randomness
+from probprompt.classifier.confidence import UNFITTED, Gaussians, Scale, calibrate
+from probprompt.classifier.evaluate import held_out_accuracy
+from probprompt.classifier.outputs import ConfusionRisk
+from probprompt.classifier.predictor import ModelFactory
+from probprompt.classifier.statistics import VIEWS, Part, Statistics, Views, compact, hold_out
+from probprompt.classifier.store import KnownClass, LearnedTask, State
+from probprompt.data.image_store import Loaded, load
+from probprompt.data.inputs import LabeledImages, refuse_empty, same_name, unreadable
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.saved_model import learner_tensors
+from probprompt.errors import UserError, shorten
+from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
+from probprompt.heads.linear import Head
+from probprompt.progress import ProgressCallback
+
+Known = Literal["refuse", "refine"]
+
+
+FEW = 5  # images of a class below which a word is due
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Images to be learned: their labels in the head's order, and which of them are held out."""
+
+    loaded: Loaded
+    labels: Tensor  # (n,)
+    held: Tensor  # (n,) of booleans
+    new: tuple[str, ...]
+    refined: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def task(self, index: int, first: int, rows: Tensor) -> TaskImages:
+        """Some of the images, by their rows, as a task."""
+        return TaskImages(index, first, len(self.new), rows, self.labels[rows])
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A state that has learned, and what is to be said of it."""
+
+    state: State
+    lesson: Lesson
+    risks: tuple[ConfusionRisk, ...]
+
+
+def learn(
+    engine: ModelFactory,
+    state: State,
+    given: LabeledImages,
+    known: Known,
+    name: str,
+    version: int,
+    progress: ProgressCallback,
+) -> Learned:
+    """Learn images; the state that was is left as it is."""
+    new, refined = sort_classes(engine, state, given.classes, known)
+    with progress.stage("reading images", len(given.images)):
+        loaded = load(given.images, engine.device, progress.advance)
+    lesson = _lesson(engine, state, given.classes, loaded, new, refined)
+    before = engine.build(state).head
+    rest = engine.sums(state, before)
+    learner = engine.learner(state, loaded, engine.with_held_out(state, rest, before))
+    index, first = len(state.tasks), len(state.classes)
+    features = _train(engine, learner, lesson, index, first, progress)
+    progress.describe("calibrating")
+    if not bool(features.isfinite().all()):
+        raise UserError("the features of some images are not finite: nothing was learned")
+    head, views = learner.model.head, engine.views(learner.model.head)
+    classes = _extended(engine, state, lesson, features, index, views)
+    rest = rest.grown(len(new))
+    for label in lesson.labels.unique().tolist():
+        rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held].flatten(0, 1), views)
+    tasks = state.tasks
+    if new:
+        of_new = int((lesson.labels >= first).sum())
+        tasks = (*tasks, LearnedTask(name, version, of_new))
+    learned = replace(
+        state,
+        classes=classes,
+        tasks=tasks,
+        adapted=(*state.adapted, len(new)) if new and engine.adapts(index) else state.adapted,
+        next_uid=state.next_uid + len(new),
+        strength=_strength(head),
+    )
+    learned = _with_parts(learned, learner)
+    judge = unlearned(engine, learned, rest, head)
+    learned = settle(engine, learned, rest, head, judge)
+    held = [known.held.tensors["rows"].to(engine.device) for known in learned.classes]
+    risks = confusion_risks(judge, held, learned.names, first, learned.calibration.temperature) if new else ()
+    return Learned(learned, lesson, risks)
+
+
+def sort_classes(
+    engine: ModelFactory, state: State, classes: tuple[str, ...], known: Known
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which classes are new, and which are known and are to be refined."""
+    if known not in ("refuse", "refine"):
+        raise UserError(f"known must be 'refuse' or 'refine', not {known!r}")
+    named = {same_name(name): name for name in state.names}
+    for name in classes:
+        there = named.get(same_name(name))
+        if there is not None and there != name:
+            raise UserError(f"{name!r} is the known class {there!r} but for its spelling: write both alike")
+    found = tuple(name for name in classes if name in state.names)
+    if found and known == "refuse":
+        raise UserError(
+            f"{len(found)} class(es) are known already: {shorten(found)}. Say known='refine' (--known refine) to learn "
+            "their images as more of the same, or leave them out, or give them other names"
+        )
+    if found and not engine.closed_form:
+        raise UserError(
+            f"{shorten(found)}: a class that is known gets more images only where the head is solved in closed form "
+            f"(ridge, lda, nearest-mean), not under {engine.head_kind!r}, which would need its old images again"
+        )
+    if found and engine.adapts(len(state.tasks)):
+        raise UserError(
+            f"{shorten(found)}: a class that is known gets more images only once prompts no longer change "
+            f"(training.adapt_tasks), and they still learn in task {len(state.tasks) + 1}"
+        )
+    return tuple(name for name in classes if name not in state.names), found
+
+
+def _lesson(
+    engine: ModelFactory,
+    state: State,
+    classes: tuple[str, ...],
+    loaded: Loaded,
+    new: tuple[str, ...],
+    refined: tuple[str, ...],
+) -> Lesson:
+    refuse_empty(classes, loaded.labels.tolist(), loaded.unreadable)
+    order = (*state.names, *new)
+    places = torch.tensor([order.index(name) for name in classes], device=engine.device)
+    labels = places[loaded.labels]  # (n,)
+    held = torch.zeros(len(labels), dtype=torch.bool, device=engine.device)
+    few = []
+    for label in labels.unique().tolist():
+        rows = (labels == label).nonzero().flatten()
+        before = len(state.classes[label].held.tensors["rows"]) if label < len(state.classes) else 0
+        drawn = hold_out(len(rows), engine.config.seeds.data, len(state.tasks), order[label])
+        held[rows[drawn[: 20 - before]]] = True
+        if len(rows) < FEW and label >= len(state.classes):
+            few.append(f"{order[label]} ({len(rows)})")
+    warnings = unreadable(loaded.unreadable)
+    if few:
+        warnings.append(f"classes with very few images will not be recognised well: {shorten(few)}")
+    return Lesson(loaded, labels, held, new, refined, tuple(warnings))
+
+
+def _train(
+    engine: ModelFactory, learner: Learner, lesson: Lesson, index: int, first: int, progress: ProgressCallback
+) -> Tensor:
+    """Train what is to be trained, and solve or refit the head.
+
+    Returns what it is given of all images, (n, V, D or more): of each the views that a head in closed form learns.
+    What is trained by gradient never sees the held-out images; a head in closed form is solved with them.
+    """
+    every = lesson.task(index, first, torch.arange(len(lesson.labels), device=engine.device))
+    seen = lesson.task(index, first, (~lesson.held).nonzero().flatten())
+    learner.begin(seen)
+    epochs = learner.epochs(seen) if lesson.new else 0
+    batches = learner.views * -(-len(every) // engine.config.images_at_a_time(engine.device.type))
+    with progress.stage("learning", epochs * learner.steps(seen) + batches):
+        optimiser = learner.optimiser(seen) if epochs else None
+        for epoch in range(epochs):
+            assert optimiser is not None
+            result = learner.train_epoch(seen, epoch, optimiser, progress.advance)
+            progress.describe(f"loss {result.loss:.2f}")
+        if engine.closed_form:
+            features = learner.finish(every, progress.advance)
+            assert features is not None
+            return features
+        learner.finish(seen, lambda _: None)
+        return learner.look(every, progress.advance)[:, None]
+
+
+def _extended(
+    engine: ModelFactory, state: State, lesson: Lesson, features: Tensor, index: int, views: Views
+) -> tuple[KnownClass, ...]:
+    """The classes with what is kept of the new images."""
+    classes = list(state.classes)
+    order = (*state.names, *lesson.new)
+    for label in lesson.labels.unique().tolist():
+        own = lesson.labels == label
+        rest, held = features[own & ~lesson.held], dict(zip(VIEWS, features[own & lesson.held].unbind(1), strict=False))
+        before = classes[label] if label < len(classes) else None
+        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else None, views, engine.widths)
+        if before is not None:
+            held = {view: torch.cat([before.held.tensors[view].to(rows), rows]) for view, rows in held.items()}
+        known = KnownClass(
+            uid=before.uid if before else state.next_uid + label - len(state.classes),
+            name=order[label],
+            task=before.task if before else index,
+            images=(before.images if before else 0) + int(own.sum()),
+            held=Part.of({view: rows.float() for view, rows in held.items()}),
+            rest=kept,
+        )
+        if before is not None:
+            classes[label] = known
+        else:
+            classes.append(known)
+    return tuple(classes)
+
+
+def _with_parts(state: State, learner: Learner) -> State:
+    """The state with what a learner has learned as its parts."""
+    tensors, head = learner_tensors(learner), learner.model.head
+    groups: dict[str, dict[str, Tensor]] = {"method": {}, "head": {}, "later": {}}
+    for name, value in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind in ("method", "backbone"):
+            groups["method"][name] = value
+        elif kind == "head":
+            if rest not in head.learning_only:
+                groups["head"][rest] = value
+        else:
+            groups["later"][name] = value
+    method, rows, later = (Part.of(groups[name]) for name in ("method", "head", "later"))
+    return replace(state, method=method, head=rows, later=later)
+
+
+def _strength(head: Head) -> float | None:
+    if not isinstance(head, RidgeHead) or bool(head.strength.isnan()):
+        return None
+    return float(head.strength)
+
+
+# What follows from the sums ----------------------------------------------------------------------------------------
+
+
+def unlearned(engine: ModelFactory, state: State, rest: Statistics, head: Head) -> Head:
+    """The head that has not learned from the held-out images: solved without them, or trained so all along."""
+    if not isinstance(head, ClosedFormHead):
+        return head
+    judge = copy.deepcopy(head)
+    engine.solve(judge, rest.solved, state.strength)
+    return judge
+
+
+@torch.no_grad()
+def settle(engine: ModelFactory, state: State, rest: Statistics, head: Head, judge: Head) -> State:
+    """Calibrate a state whose head and classes are in place by ``judge``, and keep its Gaussians and its sums."""
+    held = [known.held.tensors["rows"].to(engine.device) for known in state.classes]
+    features = torch.cat(held)  # (h, D)
+    labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
+    order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
+    small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
+    logits = judge(features)  # (h, C)
+    calibration = calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
+    scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
+    every = engine.with_held_out(state, rest, head)
+    return replace(
+        state,
+        gaussians=Part.of(Gaussians.of(every.of["unit"]).tensors()),
+        sums=Part.of(rest.tensors()),
+        calibration=calibration,
+        scale=scale,
+        held_out=held_out_accuracy(engine, state, logits, labels),
+    )
+
+
+def forget(engine: ModelFactory, state: State, name: str) -> State:
+    """The state that has never learned a class, but for prompts that adapted to it: solved from what remains."""
+    if not engine.closed_form:
+        raise UserError(
+            f"{name!r} cannot be forgotten exactly: the head {engine.head_kind!r} was trained on it together with "
+            "other classes. Heads in closed form (ridge, lda, nearest-mean) can forget"
+        )
+    if engine.adapts(len(state.tasks)):
+        raise UserError(
+            f"{name!r} cannot be forgotten yet: prompts still learn in task {len(state.tasks) + 1} "
+            "(training.adapt_tasks), beside a head with a row for each class"
+        )
+    if len(state.classes) == 1:
+        raise UserError(f"{name!r} is the only class that is known: a classifier without any says nothing")
+    remaining = tuple(known for known in state.classes if known.name != name)
+    state = replace(state, classes=remaining, sums=None)
+    head = engine.build(replace(state, method=None, head=None)).head
+    assert isinstance(head, ClosedFormHead)
+    rest = engine.sums(state, head)
+    engine.solve(head, engine.with_held_out(state, rest, head).solved, state.strength)
+    needed = {key: value for key, value in head.state_dict().items() if key not in head.learning_only}
+    state = replace(state, head=Part.of(needed))
+    return settle(engine, state, rest, head, unlearned(engine, state, rest, head))
+
+
+WORTH_TELLING = 0.05
+"""Smaller shares are not reported."""
+
+
+@torch.no_grad()
+def confusion_risks(
+    judge: nn.Module, held: Sequence[Tensor], names: Sequence[str], old: int, temperature: float
+) -> tuple[ConfusionRisk, ...]:
+    """Which of the first ``old`` classes may now be taken for which of the others, the largest share first.
+
+    ``held`` are the features of each class (n, D) that ``judge`` has not learned from; a class without any is passed
+    over.
+    """
+    risks = []
+    for label in range(old):
+        if not len(held[label]):
+            continue
+        shares = (judge(held[label]).double() / temperature).softmax(dim=1).mean(dim=0).tolist()  # (C,)
+        risks += [
+            ConfusionRisk(names[label], names[new], shares[new])
+            for new in range(old, len(names))
+            if shares[new] >= WORTH_TELLING
+        ]
+    return tuple(sorted(risks, key=lambda risk: (-risk.share, risk.old, risk.new)))

@@ -1,0 +1,232 @@
+"""What all states of a classifier share: settings, backbone, device; and how a state becomes a model."""
+
+import copy
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probprompt.backbones.pretrained import LoadedBackbone, find_weights, load_backbone
+from probprompt.classifier.confidence import Gaussians, unit
+from probprompt.classifier.statistics import Moments, Statistics, Views, add_up
+from probprompt.classifier.store import State
+from probprompt.config import RunConfig
+from probprompt.data.image_store import ImageStore, Loaded
+from probprompt.data.images import Pixels
+from probprompt.data.transforms import Preprocessor, enlarged
+from probprompt.engine.build import build_model, build_viewer, default_precision
+from probprompt.engine.learner import Learner, adapted_tasks
+from probprompt.engine.model import PromptedModel
+from probprompt.engine.saved_model import group
+from probprompt.errors import UserError
+from probprompt.heads import HEADS
+from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
+from probprompt.heads.linear import ClassStatistics
+from probprompt.heads.settings import given_width, untouched_width
+from probprompt.methods import find
+
+STEPS = {"cpu": 160, "cuda": 1600}
+"""The most training steps of a task where the number of epochs is not set: fewer epochs for many images. On a CPU, a
+step of the default backbone takes seconds."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A state, ready to predict; it never changes."""
+
+    model: PromptedModel
+    viewer: Preprocessor
+    state: State
+    gaussians: Gaussians
+
+    def look(self, pixels: list[Pixels]) -> Tensor:
+        """What the head is given of images: (n, D or more)."""
+        device = self.viewer.mean.device
+        store = ImageStore.of(pixels, device)
+        return self.look_at(self.viewer.evaluation(store, torch.arange(len(pixels), device=device)))
+
+    @torch.no_grad()
+    def look_at(self, images: Tensor) -> Tensor:
+        """What the head is given of prepared images (n, 3, size, size)."""
+        return self.model.look(images)
+
+    @torch.no_grad()
+    def judge(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities (n, C) and novelty (n,) of what :meth:`look` gave."""
+        logits: Tensor = self.model.head(features)
+        probabilities = (logits.double() / self.state.calibration.temperature).softmax(dim=1)
+        width = self.model.backbone.width  # the prompted feature alone, where the head reads the query beside it
+        return probabilities, self.state.scale.novelty(self.gaussians.score(unit(features[:, :width].float())))
+
+
+class ModelFactory:
+    """Builds models from states. The backbone is loaded when it is first needed."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        sha256: str | None,
+        own_epochs: bool,
+        prepared: Mapping[str, Any] | None = None,
+        home: Path | None = None,
+    ) -> None:
+        """Where something was learned before: the hash of its weights, how images were prepared, and its folder."""
+        self.config, self.device, self.own_epochs = config, device, own_epochs
+        self._expected, self._prepared, self._home = sha256, prepared, home
+        self._loading = threading.Lock()
+        self._backbone: LoadedBackbone | None = None
+
+    @property
+    def backbone(self) -> LoadedBackbone:
+        """The frozen backbone, on the device; one for all threads."""
+        with self._loading:
+            if self._backbone is None:
+                self._backbone = self._load_backbone()
+            return self._backbone
+
+    def _load_backbone(self) -> LoadedBackbone:
+        torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
+        chosen = self.config.backbone
+        weights = find_weights(chosen.weights, self._home) if self._home else chosen.weights
+        loaded = load_backbone(chosen.name, weights, chosen.image_size, self._expected)
+        loaded.model.to(self.device)
+        if not find(self.config.method.name).trains_backbone:
+            loaded.model.set_precision(self.precision)
+        return loaded
+
+    @property
+    def precision(self) -> Any:
+        """What the backbone computes in."""
+        return self.config.backbone.precision or default_precision(self.device)
+
+    @cached_property
+    def viewer(self) -> Preprocessor:
+        """How images are prepared."""
+        size = self.backbone.preprocessing.image_size
+        viewer = build_viewer(self.config, self.backbone, enlarged(size), self.device)
+        if self._prepared is not None:
+            viewer.check_record(self._prepared)
+        return viewer
+
+    @property
+    def short_side(self) -> int | None:
+        """What the short side of an image is reduced to when it is decoded."""
+        return self.config.data.short_side(enlarged(self.backbone.preprocessing.image_size))
+
+    @property
+    def head_kind(self) -> str:
+        """The name of the head."""
+        return self.config.head.kind or find(self.config.method.name).preferred_head
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether the head is solved, not trained."""
+        return not HEADS[self.head_kind].trained
+
+    def adapts(self, task: int) -> bool:
+        """Whether prompts learn in this task."""
+        limit = adapted_tasks(self.config, not self.closed_form)
+        return limit is None or task < limit
+
+    # Models ---------------------------------------------------------------------------------------------------------
+
+    def build(self, state: State) -> PromptedModel:
+        """The model of a state, without what only learning needs."""
+        backbone = self.backbone
+        if find(self.config.method.name).trains_backbone:
+            backbone = replace(backbone, model=copy.deepcopy(backbone.model))
+        model = build_model(self.config, backbone).to(self.device)
+        if model.method.trains_backbone:
+            model.set_precision(self.precision)
+        for task, classes in enumerate(state.adapted):
+            model.method.begin_task(task, classes)
+        model.method.to(self.device)
+        if state.method is not None and state.head is not None:
+            self._fill(model, state)
+        return model
+
+    def _fill(self, model: PromptedModel, state: State) -> None:
+        assert state.method is not None and state.head is not None
+        tensors = {name: value.to(self.device) for name, value in state.method.tensors.items()}
+        try:
+            model.method.load_state_dict(group(tensors, "method"))
+            if model.method.trains_backbone:
+                model.backbone.load_state_dict(group(tensors, "backbone"))
+            model.head.restore({name: value.to(self.device) for name, value in state.head.tensors.items()})
+        except (RuntimeError, ValueError) as problem:
+            raise UserError(f"the classifier is damaged: its tensors do not fit its settings ({problem})") from problem
+
+    def predictor(self, state: State) -> Predictor:
+        """A state that has learned something, ready to predict."""
+        assert state.gaussians is not None
+        model = self.build(state)
+        model.fix()
+        gaussians = Gaussians.from_tensors(state.gaussians.tensors, self.device)
+        return Predictor(model, self.viewer, state, gaussians)
+
+    def learner(self, state: State, images: Loaded, sums: Statistics | None) -> Learner:
+        """A learner that goes on from a state; ``sums`` are what a head in closed form was solved from."""
+        model = self.build(state)
+        learner = Learner(model, images, self.viewer, self._config_for(len(images.labels)))
+        if state.later is not None:
+            tensors = {name: value.to(self.device) for name, value in state.later.tensors.items()}
+            self._restore(learner, tensors)
+        if isinstance(model.head, ClosedFormHead) and sums is not None:
+            self.solve(model.head, sums.solved, state.strength, solve=False)
+        return learner
+
+    def _restore(self, learner: Learner, tensors: dict[str, Tensor]) -> None:
+        if learner.trained is not learner.model.head:
+            learner.trained.restore(group(tensors, "trained"))
+        learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
+        learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
+
+    def _config_for(self, images: int) -> RunConfig:
+        """Settings for so many images: where nobody set them, as many epochs as make :data:`STEPS` steps at most."""
+        training, most = self.config.training, STEPS[self.device.type]
+        steps = max(1, images // min(training.batch, images))
+        if not self.own_epochs or training.epochs * steps <= most:
+            return self.config
+        epochs = max(1, most // steps)
+        return self.config.model_copy(update={"training": training.model_copy(update={"epochs": epochs})})
+
+    def solve(self, head: ClosedFormHead, moments: Moments, strength: float | None, solve: bool = True) -> None:
+        """Give a head sums over images, and solve it from them."""
+        if isinstance(head, RidgeHead):
+            value = float("nan") if strength is None else strength
+            head.register_buffer("strength", torch.tensor(value, dtype=torch.float64, device=self.device))
+        head.solve_sums(moments.counts, moments.totals, moments.moment, solve)
+
+    # Sums -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """The width of everything that is added up of an image, by name; what the head is solved from comes last."""
+        width = self.backbone.model.width
+        head = self.config.head
+        if self.head_kind == "ridge" and head.projections:
+            return {"unit": width, "lifted": head.projections + untouched_width(head, width)}
+        return {"unit": width, "plain": given_width(head, width)}
+
+    def views(self, head: object) -> Views:
+        """How features are seen by what adds them up."""
+        width = self.backbone.model.width
+        views = {"unit": lambda features: unit(features[:, :width]), "plain": lambda features: features}
+        return {**views, "lifted": head.lift} if isinstance(head, ClosedFormHead) else views
+
+    def sums(self, state: State, head: object) -> Statistics:
+        """Sums over all images of a state that are not held out; its own to change."""
+        if state.sums is not None and state.sums.there:
+            return Statistics.from_tensors(state.sums.tensors, self.widths, self.device)
+        empty = Statistics.zero(len(state.classes), self.widths, self.device)
+        return add_up((known.rest for known in state.classes), empty, self.views(head))
+
+    def with_held_out(self, state: State, sums: Statistics, head: object) -> Statistics:
+        """The sums over all images, those that are held out among them."""
+        return add_up((known.held for known in state.classes), sums.copy(), self.views(head))

@@ -1,0 +1,157 @@
+"""What the user sees in the terminal: progress bars and tables."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from probprompt.progress import ProgressCallback
+from probprompt.runs.run import Run
+
+PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+
+
+WIDE = 10_000  # columns: more than any table has
+
+
+WORDS = 16  # columns that words need at least to be read
+
+
+class Screen(ProgressCallback):
+    """Draws a bar per stage; where there is no terminal, a line per stage."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        self.console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+        self._progress: Progress | None = None
+        self._remark = ""
+
+    def say(self, text: str) -> None:
+        """Print a line as it is."""
+        self.console.print(text, soft_wrap=True)
+
+    def title(self, text: str) -> None:
+        """Print a heading."""
+        self.console.print(text, style="bold")
+
+    @contextmanager
+    def stage(self, description: str, total: int) -> Iterator[None]:
+        """A bar for this stage."""
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[remark]}"),
+        )
+        self._remark = ""
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+            self._progress = progress
+            self._bar = progress.add_task(description, total=total, remark="")
+            yield
+            if not self.console.is_terminal:
+                self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
+        self._progress = None
+
+    def advance(self, steps: int) -> None:
+        """Move the bar."""
+        if self._progress:
+            self._progress.advance(self._bar, steps)
+
+    def describe(self, text: str) -> None:
+        """Put a remark beside the bar."""
+        self._remark = text
+        if self._progress:
+            self._progress.update(self._bar, remark=text)
+
+    def note(self, text: str) -> None:
+        """Print a remark of its own."""
+        self.say(text)
+
+    def figures(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table of names and numbers."""
+        self.console.print(_table(header, rows))
+
+    def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (1,)) -> None:
+        """A plain table: in a narrow terminal columns of words fold, names to be typed and numbers stay whole.
+
+        Where words would be left too little room, they stand under the name of their row.
+        """
+        table, least = Table(**PLAIN), 0
+        for place, column in enumerate(zip(header, *rows, strict=True)):
+            longest = max(map(cell_len, column))
+            least += min(longest, WORDS) if place in words else longest
+            table.add_column(header[place], no_wrap=place not in words)
+        for row in rows:
+            table.add_row(*row)
+        if least + PLAIN["padding"][1] * (len(header) - 1) <= self.console.width:
+            self.console.print(table)
+            return
+        for name, *rest in rows:
+            self.entry(name, zip(header[1:], rest, strict=True))
+
+    def entry(self, name: str, parts: Iterable[tuple[str, str]]) -> None:
+        """A row that is too wide for one line: its name, and under it what the columns say."""
+        self.say(name)
+        for heading, text in parts:
+            told = f"{heading}: {text}" if heading else text
+            self.console.print(Padding(told, (0, 0, 0, 2), expand=False))
+
+    def show(self, run: Run) -> None:
+        """The outcome of a run."""
+        self._matrix(run)
+        self._summary([run])
+        for mark in run.record.get("marks", []):
+            self.say(f"not to be compared: {mark}")
+        for name in run.record["skipped"]:
+            self.say(f"skipped, unreadable: {name}")
+        self.say(f"report: {run.report}")
+
+    def compare(self, runs: Sequence[Run]) -> None:
+        """The outcomes of several runs."""
+        for run in runs:
+            self._matrix(run)
+        self._summary(runs)
+
+    def _matrix(self, run: Run) -> None:
+        record, matrix = run.record, run.matrix
+        where = "held-out training images" if record["evaluated_on"] == "validation" else "test images"
+        self.title(f"\n{record['config']['method']['name']}: accuracy in % on {where}")
+        steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
+        rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
+        whole = _table(("", *steps), rows)
+        if Measurement.get(self.console, self.console.options.update(width=WIDE), whole).maximum <= self.console.width:
+            self.console.print(whole)
+            return
+        ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
+        self.console.print(_table(("", "when learned", "in the end"), ends))
+
+    def _summary(self, runs: Sequence[Run]) -> None:
+        keys = ("FAA", "CAA", "forgetting")
+        rows = []
+        for run in runs:
+            values = run.metrics
+            rows.append((run.record["config"]["method"]["name"], *(f"{values[key]:.2f}" for key in keys)))
+        self.say("")
+        self.console.print(_table(("", *keys), rows))
+        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
+
+
+def _cell(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.1f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Names on the left, numbers on the right."""
+    table = Table(header[0], **PLAIN)
+    for name in header[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

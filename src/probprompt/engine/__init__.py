@@ -1,0 +1,1 @@
+"""Build a model, train it task by task, score it, save it."""

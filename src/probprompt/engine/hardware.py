@@ -1,0 +1,91 @@
+"""A run is a folder: what was asked, what was used, what came out, and where it can go on."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from probprompt import __version__, kernels
+from probprompt.engine import loader
+from probprompt.kernels import cuda_graphs
+from probprompt.runs.run import CHECKPOINTS
+
+SWITCHES = (kernels.SWITCH, cuda_graphs.SWITCH, loader.SWITCH, CHECKPOINTS)
+"""Environment variables that change how long a run takes, but nothing that it is asked for."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {"python": platform.python_version()}
+    for package in ("probprompt", "torch", "torchvision", "timm", "numpy", "pillow"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            found[package] = __version__ if package == "probprompt" else "not installed"
+    revision = _revision()
+    return {**found, "revision": revision} if revision else found
+
+
+def _revision() -> str | None:
+    """The commit of a source tree, with a sign where it was changed; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}  # by torch's names
+
+
+def bf16_unit() -> str | None:
+    """By what the processor computes in bf16; None where it would emulate it, and be slower."""
+    able = torch.cpu.get_capabilities()
+    return next((words for name, words in _BF16.items() if able.get(name)), None)
+
+
+def machine_name(found: Mapping[str, Any]) -> str:
+    """What a record calls its machine, from what it says of the hardware: the GPU, or else the processor."""
+    return str(found.get("gpu") or found.get("processor") or found["machine"])
+
+
+def chip_words(found: Mapping[str, Any]) -> str:
+    """What computed: the GPU, or else how many cores of which processor.
+
+    >>> chip_words({"threads": 2, "cores": 16, "machine": "x86_64"})
+    '2 of 16 cores, x86_64'
+    """
+    return str(found.get("gpu") or f"{found['threads']} of {found['cores']} cores, {machine_name(found)}")
+
+
+def _processor() -> str:
+    """Its name, where torch knows it, and by what it computes in bf16."""
+    name = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or platform.machine()
+    unit = bf16_unit()
+    return f"{name} with {unit}" if unit else name
+
+
+def hardware(device: torch.device) -> dict[str, str | int]:
+    """The machine, in words, and the switches that change how long it takes."""
+    found: dict[str, str | int] = {
+        "device": device.type,
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "system": platform.system(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    if switches := [f"{name}={os.environ[name]}" for name in SWITCHES if os.environ.get(name)]:
+        found["switches"] = ", ".join(switches)
+    return found

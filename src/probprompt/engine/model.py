@@ -1,0 +1,151 @@
+"""The whole model: image to query, query to prompts, image and prompts to features, features to logits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probprompt.backbones.vit import DTYPES, Embedded, FrozenViT, Precision
+from probprompt.errors import UserError
+from probprompt.heads.linear import Head
+from probprompt.kernels.cuda_graphs import Replays
+from probprompt.methods import EVALUATION, Context, Method
+from probprompt.prompts import Prompts, Tokens
+
+
+class PromptedModel(nn.Module):
+    """A backbone, a method that prompts it (or trains it), and a head."""
+
+    def __init__(self, backbone: FrozenViT, method: Method, head: Head) -> None:
+        super().__init__()
+        if head.layers >= backbone.depth:
+            raise UserError(
+                f"head.layers is {head.layers}, but the backbone has {backbone.depth - 1} block(s) before the last: "
+                "set it to no more than these"
+            )
+        self.backbone, self.method, self.head = backbone, method, head
+        self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
+        self._replays: Replays | None = None
+        self.on_the_way_back: Callable[[], None] | None = None
+        """Called in a backward pass when the backbone is behind it, and what is left is the method's own."""
+        if method.trains_backbone:
+            backbone.unfreeze()
+
+    def set_precision(self, precision: Precision) -> None:
+        """Compute in this precision; weights that learn stay float32 all the same."""
+        if self.method.trains_backbone:
+            self._mixed = precision
+        else:
+            self.backbone.set_precision(precision)
+
+    @property
+    def precision(self) -> Precision:
+        """What the backbone computes in."""
+        return self._mixed if self.method.trains_backbone else self.backbone.precision
+
+    def adaptable(self) -> Iterator[nn.Parameter]:
+        """What decides the features of an image and may learn: never the backbone, but in full fine-tuning."""
+        yield from self.method.parameters()
+        if self.method.trains_backbone:
+            yield from self.backbone.parameters()
+
+    def fix(self) -> None:
+        """Leave the features of every image as they are from now on: only the head learns."""
+        self.method.requires_grad_(False)
+        self.backbone.unfreeze(False)
+
+    @property
+    def static(self) -> bool:
+        """Whether the features of an image never change, so that only the head learns."""
+        return not any(parameter.requires_grad for parameter in self.adaptable())
+
+    def embed(self, images: Tensor) -> Tensor | Embedded:
+        """What the passes over the same images share, where the backbone does not learn."""
+        return images if self.backbone.learns else self.backbone.embed(images)
+
+    def query(self, images: Tensor | Embedded) -> Tensor | None:
+        """What the method asks the backbone about images, without prompts: (B, D), or nothing."""
+        return self.backbone.query(images, self.method.query_readout) if self.method.needs_query else None
+
+    def features(
+        self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None, layers: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features (B, D) of images, and the method's own loss; a query computed before may be given.
+
+        With ``layers``, readings of so many blocks before the last stand behind each feature.
+        """
+        if isinstance(images, Tensor) and query is None:
+            images = self.embed(images)
+        if query is None:
+            query = self.query(images)  # (B, D)
+        prompted = self.method.prompts(query, context)
+        if not prompted.prompts and not self.method.trains_backbone:
+            return self.backbone.query(images, layers=layers), prompted.loss
+        if self.on_the_way_back is not None:
+            _call_on_the_way_back(self.on_the_way_back, prompted.prompts)
+        device = next(self.backbone.parameters()).device
+        with torch.autocast(device.type, DTYPES[self._mixed], enabled=self._mixed != "fp32"):
+            return self.backbone.features(images, prompted.prompts, self.method.readout, layers), prompted.loss
+
+    def evaluated(
+        self,
+        images: Tensor,
+        seen: Tensor | Embedded,
+        context: Context = EVALUATION,
+        query: Tensor | None = None,
+    ) -> Tensor:
+        """Features of images with all that the head reads of the pass (B, D or more); see :meth:`head_input`.
+
+        ``seen`` is what :meth:`embed` made of them. Where a method makes its prompts from several draws of noise, the
+        mean over all of them; where the head wants it, that over images and their mirror images.
+        """
+        contexts = [replace(context, draw=draw) for draw in range(self.method.draws)]
+        views = [(seen, query)]
+        if self.head.mirrored:
+            mirrors = self.embed(images.flip(-1))
+            views.append((mirrors, self.query(mirrors)))
+        found = [self.features(view, each, asked, self.head.layers)[0] for view, asked in views for each in contexts]
+        return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
+
+    def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
+        """What the head is given: the feature, the query where it is built for that, then readings of blocks."""
+        if self.head.width == features.shape[1]:
+            return features
+        assert query is not None
+        width = query.shape[1]
+        return torch.cat([features[:, :width], query, features[:, width:]], dim=1)
+
+    def look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """What the head is given of images at evaluation (B, D or more); a query computed before may be given.
+
+        On a GPU batches of few sizes are replayed: launching so many kernels may take longer than running them.
+        """
+        if query is not None:
+            return self._look(images, query)
+        if self._replays is None:
+            self._replays = Replays(self._look, self)
+        return self._replays(images)
+
+    def _look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        seen = self.embed(images)
+        query = self.query(seen) if query is None else query
+        return self.head_input(self.evaluated(images, seen, EVALUATION, query), query)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_replays": None}  # a copy has memory of its own
+
+    @torch.no_grad()
+    def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """Logits (B, C) over the classes seen so far, at evaluation."""
+        logits: Tensor = self.head(self.look(images, query))
+        return logits
+
+
+def _call_on_the_way_back(function: Callable[[], None], prompts: Prompts) -> None:
+    """Call a function when the gradient of the first block's prompt is there."""
+    prompt = prompts[min(prompts)]
+    value = prompt.tokens if isinstance(prompt, Tokens) else prompt.key
+    if value.requires_grad:
+        value.register_hook(lambda _: function())

@@ -1,0 +1,150 @@
+"""A trained model on disk: a few MB of tensors and a JSON that names the backbone they belong to.
+
+Tensors stand in files named after their contents and ``model.json`` is replaced last, so at every moment the folder
+holds one whole model. Loading executes no code.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from probprompt import methods
+from probprompt.backbones.pretrained import find_weights, load_backbone
+from probprompt.engine.learner import Learner
+from probprompt.engine.model import PromptedModel
+from probprompt.errors import UserError
+from probprompt.heads import make_head
+from probprompt.heads.linear import ClassStatistics
+from probprompt.heads.settings import HeadConfig
+from probprompt.methods import Shape
+from probprompt.storage import read_json, read_tensors, write_error, write_json, write_named_by_contents
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model read from disk: ready to predict, with what it needs to be fed."""
+
+    model: PromptedModel
+    class_names: tuple[str, ...]
+    note: dict[str, Any]
+
+
+def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: bool = True) -> None:
+    """Write prompts and head, and beside them what only further learning needs, which may be large."""
+    tensors = saved_tensors(learner)
+    later = learning_only(learner)
+    needed = {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith(("statistics.", "trained.")) and name not in later
+    }
+    rest = {name: value for name, value in tensors.items() if name not in needed}
+    files = {
+        "tensors": write_named_by_contents(folder, "model", needed),
+        "statistics": write_named_by_contents(folder, "statistics", rest) if learning else None,
+    }
+    write_json(folder / "model.json", {"format": FORMAT, **note, **files})
+    for stale in folder.glob("*.safetensors"):
+        if stale.name not in files.values():
+            try:
+                stale.unlink()
+            except OSError as problem:
+                raise write_error(stale, problem) from problem
+
+
+def disk_sizes(folder: Path) -> dict[str, float]:
+    """What a written model takes on disk, in MB: to be used, and to learn further classes as well."""
+    note = read_json(folder / "model.json")
+    use, rest = ((folder / note[name]).stat().st_size / 1e6 for name in ("tensors", "statistics"))
+    return {"use": use, "learn": use + rest}
+
+
+def load_model(folder: str | Path, device: torch.device | None = None) -> LoadedModel:
+    """Read the model of a run, or a model's own folder; the backbone must be the one it was trained on."""
+    given = Path(folder)
+    home = given if (given / "model.json").is_file() else given / "model"
+    if not (home / "model.json").is_file():
+        raise UserError(f"{given} holds no model: neither it nor a folder 'model' in it has a model.json")
+    note = read_json(home / "model.json")
+    version = note.get("format") if isinstance(note, dict) else None
+    if version != FORMAT:
+        raise UserError(f"{home} has model format {version!r}, this version reads {FORMAT}")
+    try:
+        return _build(home, note, device or torch.device("cpu"))
+    except (KeyError, TypeError, ValueError) as problem:  # a description that was altered
+        raise UserError(f"{home / 'model.json'} is damaged: it does not describe its tensors ({problem})") from problem
+
+
+def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedModel:
+    tensors, _ = read_tensors(folder / note["tensors"], where)
+    asked = note["backbone"]
+    weights = find_weights(asked["weights"], folder)
+    backbone = load_backbone(asked["name"], weights, asked["image_size"], asked["sha256"]).model.to(where)
+    config = methods.parse_config(note["method"])
+    method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
+    for task, classes in enumerate(note["task_sizes"][: note["adapted_tasks"]]):
+        method.begin_task(task, classes)
+    head = make_head(HeadConfig(**note["head"]), method.preferred_head, backbone.width, note["seed"]).to(where)
+    model = PromptedModel(backbone, method, head)
+    try:
+        method.load_state_dict(group(tensors, "method"))
+        if method.trains_backbone:
+            backbone.load_state_dict(group(tensors, "backbone"))
+    except RuntimeError as problem:
+        raise ValueError(problem) from problem
+    head.restore(group(tensors, "head"))
+    model.fix()
+    return LoadedModel(model, tuple(note["classes"]), note)
+
+
+def learning_only(learner: Learner) -> set[str]:
+    """The names of what prediction does not need of the head's tensors."""
+    return {f"head.{name}" for name in learner.model.head.learning_only}
+
+
+def learner_tensors(learner: Learner) -> dict[str, Tensor]:
+    """What a learner has learned: the method, the head, the statistics of classes, a backbone that learns."""
+    model = learner.model
+    tensors = {f"method.{name}": value for name, value in model.method.state_dict().items()}
+    tensors.update({f"head.{name}": value for name, value in model.head.state_dict().items()})
+    if learner.trained is not model.head:
+        tensors.update({f"trained.{name}": value for name, value in learner.trained.state_dict().items()})
+    if model.method.trains_backbone:
+        tensors.update({f"backbone.{name}": value for name, value in model.backbone.state_dict().items()})
+    tensors["statistics.mean"] = learner.statistics.mean
+    tensors["statistics.variance"] = learner.statistics.variance
+    if model.method.needs_prototypes:
+        tensors["statistics.prototypes"] = learner.prototypes
+    if learner.before is not None:
+        tensors["before"] = learner.before
+    return tensors
+
+
+def saved_tensors(learner: Learner) -> dict[str, Tensor]:
+    """The same as they are written: what can be told from the rest of a head's tensors is left out."""
+    return {**learner_tensors(learner), **{f"head.{name}": part for name, part in learner.model.head.saved().items()}}
+
+
+def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
+    """Load what :func:`learner_tensors` gave."""
+    model = learner.model
+    model.method.load_state_dict(group(tensors, "method"))
+    model.head.restore(group(tensors, "head"))
+    if learner.trained is not model.head:
+        learner.trained.restore(group(tensors, "trained"))
+    if model.method.trains_backbone:
+        model.backbone.load_state_dict(group(tensors, "backbone"))
+    learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
+    learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
+    learner.before = tensors.get("before")
+
+
+def group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin so, without that beginning."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}

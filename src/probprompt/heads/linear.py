@@ -1,0 +1,368 @@
+"""Heads: features to logits over the classes seen so far. Any head goes with any method.
+
+Trained heads learn by gradient together with the prompts. Closed-form heads add up sums over images, in float64, and
+are solved from them: after any sequence of tasks they equal the head of all those images at once, whatever the order,
+as long as the features of an image stay what they are. No image is kept.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from probprompt import randomness
+from probprompt.heads.settings import HeadConfig, given_width
+from probprompt.kernels.cuda_graphs import Captured, make_optimizer, set_rate
+
+
+class Head(nn.Module):
+    """Features (B, D) to logits (B, C), with room for more classes at any time."""
+
+    trained: ClassVar[bool]
+    """Whether it learns by gradient."""
+    layers: int = 0
+    """How many blocks before the last it reads, beside what is read out of the last."""
+    mirrored: bool = False
+    """Whether it is given the mean of what is read of an image and of its mirror image."""
+    learning_only: ClassVar[frozenset[str]] = frozenset()
+    """Saved tensors that prediction does not need."""
+
+    weight: Tensor
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        self.width = width
+        self.seed = seed
+
+    @classmethod
+    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+        """Build the head, without any class yet, for features of this width."""
+        return cls(given_width(config, width), seed)
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every saved tensor once there are so many classes."""
+        raise NotImplementedError
+
+    def grow(self, classes: int) -> Self:
+        """Make room for so many new classes."""
+        raise NotImplementedError
+
+    def saved(self) -> dict[str, Tensor]:
+        """What :meth:`restore` takes, by name."""
+        return dict(self.state_dict())
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Take over saved tensors, whatever their number of classes.
+
+        Those of ``learning_only`` may be missing: such a head predicts, but learns no more.
+        """
+        expected = self.shapes(len(tensors["weight"]) if "weight" in tensors else 0)
+        missing = set(expected) - set(tensors) - self.learning_only
+        unknown = set(tensors) - set(expected)
+        if missing or unknown:
+            raise ValueError(f"a {type(self).__name__} misses {sorted(missing)} and has no {sorted(unknown)}")
+        for name, value in tensors.items():
+            if tuple(value.shape) != expected[name]:
+                raise ValueError(f"{name} of a {type(self).__name__} is {expected[name]}, not {tuple(value.shape)}")
+        self._take({name: tensors.get(name) for name in expected})
+        return self
+
+    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
+        raise NotImplementedError
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        raise NotImplementedError
+
+
+class LinearHead(Head):
+    """A linear layer that grows by a row per class; a row's start depends on its seed and class alone.
+
+    >>> LinearHead(width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    trained = True
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__(width, seed)
+        self.replace(torch.empty(0, width), torch.empty(0))
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Weights (C, D) and biases (C,)."""
+        return {"weight": (classes, self.width), "bias": (classes,)}
+
+    def grow(self, classes: int) -> Self:
+        """Add rows for so many new classes, drawn as PyTorch's linear layer draws them."""
+        seen, width = self.weight.shape
+        bound = 1 / math.sqrt(width)
+        rows = [randomness.uniform((width + 1,), self.seed, "head", seen + new) for new in range(classes)]
+        if rows:
+            drawn = (bound * (2 * torch.stack(rows) - 1)).to(self.weight)  # (new, D + 1)
+            self.replace(torch.cat([self.weight.data, drawn[:, :-1]]), torch.cat([self.bias.data, drawn[:, -1]]))
+        return self
+
+    def replace(self, weight: Tensor, bias: Tensor) -> None:
+        """Take over other rows, whatever their number."""
+        self.weight, self.bias = nn.Parameter(weight.contiguous()), nn.Parameter(bias.contiguous())
+
+    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
+        weight, bias = tensors["weight"], tensors["bias"]
+        assert weight is not None and bias is not None
+        self.replace(weight.to(self.weight, copy=True), bias.to(self.bias, copy=True))
+
+    def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D) under other rows (C, D) and biases (C,) than its own."""
+        return nn.functional.linear(features, weight, bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        return self.logits(features, self.weight, self.bias)
+
+
+class NormalizedHead(LinearHead):
+    """Standardised features times rows of length 1, without biases (APT); a logit is at most sqrt(D).
+
+    >>> head = NormalisedHead(width=4, seed=0).grow(1)
+    >>> bool(torch.isclose(head(torch.ones(1, 4) + head.weight), head(1 + 5 * head.weight), rtol=1e-3))
+    True
+    """
+
+    def replace(self, weight: Tensor, bias: Tensor) -> None:
+        """Take over other rows, whatever their number; biases stay zero."""
+        super().replace(weight, torch.zeros_like(bias))
+        self.bias.requires_grad_(False)
+
+    def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D) under other rows (C, D) than its own; biases play no part."""
+        standard = nn.functional.layer_norm(features, (self.width,))  # (B, D)
+        return nn.functional.linear(standard, nn.functional.normalize(weight, dim=1))
+
+
+MOMENTUM = 0.9
+
+
+LLOYD_STEPS = 300  # at most: k-means has long come to rest by then
+
+
+Key = tuple[randomness.Key, ...]
+
+
+class AlignmentConfig(BaseModel):
+    """How the head is refitted on Gaussian pseudo-features of all classes after each task."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool | None = None
+    """None: where the method takes part, which all do but fine-tuning."""
+    epochs: int = Field(10, ge=1)
+    rate: float = Field(1e-5, gt=0, le=1e36)
+    final_rate: float = Field(1e-6, ge=0)
+    first_rate: float | None = Field(None, gt=0)
+    """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
+    optimiser: Literal["adamw", "sgd"] = "adamw"
+    """``sgd`` has a momentum of 0.9."""
+    schedule: Literal["step", "epoch"] = "step"
+    """How often the rate moves on along its cosine."""
+    weight_decay: float = Field(5e-4, ge=0)
+    batch_ratio: float = Field(4.0, gt=0)
+    """Size of a batch of pseudo-features, as a multiple of the training batch."""
+    centroids: int = Field(1, ge=1)
+    """Gaussians per class, one for each cluster of a k-means; a small class repeats its clusters."""
+    variance_floor: float = Field(1e-4, gt=0)
+    augmented_statistics: bool = True
+    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views; those of
+    features that no training changes always come from evaluation views, in one pass."""
+
+
+@dataclass(frozen=True)
+class ClassStatistics:
+    """Mean and variance of the features of each class seen so far, for each of its K clusters: (C, K, D) each."""
+
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def empty(cls, width: int, device: torch.device, centroids: int = 1) -> Self:
+        """No class yet."""
+        shape = (0, centroids, width)
+        return cls(torch.empty(shape, device=device), torch.empty(shape, device=device))
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    @property
+    def centroids(self) -> int:
+        """How many clusters stand for a class (K)."""
+        return self.mean.shape[1]
+
+    @property
+    def centre(self) -> Tensor:
+        """The mean of what is drawn for each class (C, D): that of its features where K is 1."""
+        return self.mean.mean(dim=1)
+
+    def extended(self, features: Tensor, labels: Tensor, classes: int, key: Key = (0,)) -> "ClassStatistics":
+        """Add the next ``classes`` classes from their features (n, D); labels count all classes seen.
+
+        ``key`` decides where k-means starts.
+        """
+        first = len(self)
+        groups = [features[labels == first + new].double() for new in range(classes)]
+        parts = [self._clusters(group, (*key, "k-means", first + new)) for new, group in enumerate(groups)]
+        mean = torch.stack([torch.stack([cluster.mean(dim=0) for cluster in part]) for part in parts])  # (new, K, D)
+        variance = torch.stack(
+            [torch.stack([cluster.var(dim=0, correction=0) for cluster in part]) for part in parts]
+        )  # (new, K, D)
+        return ClassStatistics(
+            torch.cat([self.mean, mean.to(self.mean)]), torch.cat([self.variance, variance.to(self.variance)])
+        )
+
+    def _clusters(self, group: Tensor, key: Key) -> list[Tensor]:
+        """Split the features of a class (n, D) into K clusters.
+
+        There are no more different ones than half its images, and an image that stands alone is left out unless all
+        do: it has no variance. Where that makes less than K, clusters are repeated, so that all classes are drawn
+        equally often.
+        """
+        count = max(1, min(self.centroids, len(group) // 2))
+        if count == 1:
+            return [group] * self.centroids
+        cluster = k_means(group, count, *key)  # (n,)
+        found = [group[cluster == index] for index in range(count)]
+        found = [part for part in found if len(part) > 1] or [part for part in found if len(part)]
+        return [found[index % len(found)] for index in range(self.centroids)]
+
+    def draw(self, labels: Tensor, floor: float, generator: torch.Generator) -> Tensor:
+        """Pseudo-features (n, D) of these classes, any cluster alike; ``floor`` is added to the variance."""
+        count, device = self.centroids, self.mean.device
+        cluster = torch.zeros_like(labels)  # (n,)
+        if count > 1:
+            cluster = torch.randint(count, labels.shape, device=device, generator=generator)
+        noise = torch.randn(len(labels), self.mean.shape[2], device=device, generator=generator)
+        return self.mean[labels, cluster] + (self.variance[labels, cluster] + floor).sqrt() * noise
+
+
+def k_means(points: Tensor, count: int, *key: randomness.Key) -> Tensor:
+    """Assign each of the points (n, D) to one of ``count`` clusters, (n,), by Lloyd's algorithm in float64.
+
+    It starts from the points that k-means++ chooses by the key. A cluster may end up empty where points coincide.
+
+    >>> k_means(torch.tensor([[0.0], [9.0], [1.0], [8.0]]), 2, 0).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
+    True
+    """
+    wide = points.double().cpu()  # on one kind of device, so that rounding cannot decide between machines
+    centres = _spread_points(wide, count, key)  # (K, D)
+    cluster = torch.cdist(wide, centres).argmin(dim=1)  # (n,)
+    for _ in range(LLOYD_STEPS):
+        members = nn.functional.one_hot(cluster, count).double()  # (n, K)
+        size = members.sum(dim=0)[:, None]  # (K, 1)
+        centres = torch.where(size > 0, members.T @ wide / size.clamp(min=1), centres)
+        before, cluster = cluster, torch.cdist(wide, centres).argmin(dim=1)
+        if torch.equal(before, cluster):
+            break
+    return cluster.to(points.device)
+
+
+def _spread_points(points: Tensor, count: int, key: Key) -> Tensor:
+    """k-means++: each next centre is a point drawn by its squared distance to the nearest centre so far."""
+    draws = randomness.uniform((count,), *key).double()
+    chosen = [int(draws[0] * len(points))]
+    distance = torch.full((len(points),), math.inf, dtype=torch.float64)
+    for draw in draws[1:]:
+        distance = torch.minimum(distance, (points - points[chosen[-1]]).square().sum(dim=1))  # (n,)
+        total = distance.cumsum(dim=0)
+        chosen.append(min(int(torch.searchsorted(total, draw * total[-1], right=True)), len(points) - 1))
+    return points[chosen]
+
+
+def align(
+    head: LinearHead,
+    statistics: ClassStatistics,
+    new_classes: int,
+    settings: AlignmentConfig,
+    batch: int,
+    new_row_rate: float,
+    key: Key,
+) -> None:
+    """Refit the head on all classes seen, with whatever else it trains beside its rows.
+
+    A single new class was never trained: its row is fitted first, with AdamW at ``new_row_rate``, the rest fixed.
+    """
+    old_classes = len(statistics) - new_classes
+    if not old_classes:
+        return
+    size = max(1, round(batch * settings.batch_ratio))
+    if new_classes == 1:
+        alone = settings.model_copy(
+            update={"rate": new_row_rate, "first_rate": None, "optimiser": "adamw", "schedule": "step"}
+        )
+        _refit(head, old_classes, old_classes, statistics, alone, size, (*key, "new row"))
+    _refit(head, 0, old_classes, statistics, settings, size, key)
+
+
+def _refit(
+    head: LinearHead,
+    first_row: int,
+    steps: int,
+    statistics: ClassStatistics,
+    settings: AlignmentConfig,
+    size: int,
+    key: Key,
+) -> None:
+    """Train the rows from ``first_row`` on, so many steps an epoch; the rows before it stay as they are."""
+    weight, bias = (nn.Parameter(rows[first_row:].detach(), rows.requires_grad) for rows in (head.weight, head.bias))
+    beside = [] if first_row else [part for name, part in head.named_parameters() if name not in ("weight", "bias")]
+    learning = [part for part in (weight, bias, *beside) if part.requires_grad]
+    if not learning:
+        return
+    device = head.weight.device
+    optimiser = _optimiser(learning, settings, device)
+
+    def learn(features: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        fixed = head.logits(features, head.weight[:first_row], head.bias[:first_row]).detach()
+        logits = torch.cat([fixed, head.logits(features, weight, bias)], dim=1)  # (b, C)
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(logits, labels).backward()
+        optimiser.step()
+        return ()
+
+    step, seen, rates = Captured(learn, device.type == "cuda"), len(statistics), _rates(settings, steps)
+    for epoch in range(settings.epochs):
+        generator = randomness.generator(device, *key, epoch)
+        mixed = torch.randperm(seen * size, device=device, generator=generator)[: steps * size]
+        for labels in (mixed % seen).split(size):
+            rate = next(rates)
+            for group in optimiser.param_groups:
+                set_rate(group, rate)
+            step(statistics.draw(labels, settings.variance_floor, generator), labels)  # (b, D), (b,)
+    optimiser.zero_grad()
+    with torch.no_grad():
+        head.weight[first_row:] = weight
+        head.bias[first_row:] = bias
+
+
+def _optimiser(
+    parameters: list[nn.Parameter], settings: AlignmentConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if settings.optimiser == "sgd":
+        return make_optimizer(torch.optim.SGD, groups, device, momentum=MOMENTUM, weight_decay=settings.weight_decay)
+    return make_optimizer(torch.optim.AdamW, groups, device, weight_decay=settings.weight_decay)
+
+
+def _rates(settings: AlignmentConfig, steps: int) -> Iterator[float]:
+    """The rate of every step, so many an epoch: half a cosine down, but for the very first one."""
+    base, final, total = settings.rate, settings.final_rate, steps * settings.epochs
+    for done in range(total):
+        along = done - done % steps if settings.schedule == "epoch" else done
+        rate = final + (base - final) * (1 + math.cos(math.pi * along / total)) / 2
+        yield settings.first_rate if settings.first_rate is not None and done == 0 else rate

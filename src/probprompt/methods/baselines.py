@@ -1,0 +1,135 @@
+"""The controls of every table: what the frozen backbone gives with no prompts at all, under one head or another."""
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+
+
+class _Control(Method):
+    """No prompts: only the head learns, on features that never change."""
+
+    needs_query = False
+    learns = False
+
+    def __init__(self, config: MethodConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Inject nothing."""
+        return Prompted()
+
+
+class LinearProbeConfig(MethodConfig):
+    """A linear probe has no settings of its own."""
+
+    name: Literal["linear-probe"] = "linear-probe"
+
+
+@register
+class LinearProbe(_Control):
+    """A linear head, trained task by task."""
+
+    Config = LinearProbeConfig
+    summary = "no prompts: a linear head on the frozen features (control)"
+
+
+class NearestMeanConfig(MethodConfig):
+    """Nearest mean has no settings of its own."""
+
+    name: Literal["nearest-mean"] = "nearest-mean"
+
+
+@register
+class NearestMean(_Control):
+    """The class whose mean feature has the largest cosine."""
+
+    Config = NearestMeanConfig
+    summary = "no prompts, no training: the nearest class mean by cosine (control)"
+    preferred_head = "nearest-mean"
+
+
+class LDAConfig(MethodConfig):
+    """LDA has no settings of its own: its shrinkage is the head's."""
+
+    name: Literal["lda"] = "lda"
+
+
+@register
+class LDA(_Control):
+    """Class means and one shared covariance."""
+
+    Config = LDAConfig
+    summary = "no prompts, no training: linear discriminant analysis (control)"
+    preferred_head = "lda"
+
+
+class RanPACConfig(MethodConfig):
+    """RanPAC has no settings of its own: its projections and ridge are the head's."""
+
+    name: Literal["ranpac"] = "ranpac"
+
+
+@register
+class RanPAC(_Control):
+    """Ridge regression on random projections, without the adaptation of the first task (McDonnell et al., 2023)."""
+
+    Config = RanPACConfig
+    summary = "no prompts, no training: ridge regression on random projections (control)"
+    preferred_head = "ridge"
+
+
+class FineTuningConfig(MethodConfig):
+    """Fine-tuning has no settings of its own."""
+
+    name: Literal["ft"] = "ft"
+
+
+class MaskedFineTuningConfig(MethodConfig):
+    """Fine-tuning has no settings of its own."""
+
+    name: Literal["ft++"] = "ft++"
+
+
+class JointConfig(MethodConfig):
+    """Joint training has no settings of its own."""
+
+    name: Literal["joint"] = "joint"
+
+
+@register
+class FineTuning(Method):
+    """The backbone learns every task, with the logits of all classes seen so far."""
+
+    Config: ClassVar[type[MethodConfig]] = FineTuningConfig
+    summary = "the whole backbone learns, all logits compared: forgets nearly everything (lower bound)"
+    needs_query = False
+    trains_backbone = True
+    masked = False
+    aligned = False
+
+    def __init__(self, config: MethodConfig, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        """Inject nothing."""
+        return Prompted()
+
+
+@register
+class MaskedFineTuning(FineTuning):
+    """The backbone learns every task, with the logits of the task's own classes."""
+
+    Config = MaskedFineTuningConfig
+    summary = "the whole backbone learns, only the task's own logits compared (lower bound)"
+    masked = True
+
+
+@register
+class Joint(FineTuning):
+    """The backbone learns all tasks at once, with all their images: no continual learning."""
+
+    Config = JointConfig
+    summary = "the whole backbone learns all tasks at once (upper bound)"
+    joint = True

@@ -1,0 +1,288 @@
+"""Carrying out a grid's cells: one after another, side by side, or on a Ray cluster, all along one path."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import fmean
+from typing import Protocol
+
+from probprompt.backbones.weights_file import digest
+from probprompt.config import RunConfig
+from probprompt.engine.build import pick_device
+from probprompt.errors import UserError
+from probprompt.progress import ProgressCallback
+from probprompt.runs.grid import FAILED, Cell, Grid, Outcome, describe
+from probprompt.runs.run import Run
+from probprompt.storage import write_error, write_json
+
+# Progress
+
+
+class GridCallback(ProgressCallback):
+    """Receives the progress of a grid's runs as well; this one ignores it."""
+
+    @contextmanager
+    def grid(self, total: int, finished: int) -> Iterator[None]:
+        """Start a grid of ``total`` runs, some of them finished before."""
+        yield
+
+    def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
+        """Called when a run starts, with the estimated seconds for it and for the rest."""
+
+    def end(self, outcome: Outcome, rest: float | None) -> None:
+        """Called when a run has finished or failed, with the estimated seconds for the rest."""
+
+
+SILENT_GRID = GridCallback()
+
+
+class TimeEstimator:
+    """How long cells take, from those that are finished."""
+
+    def __init__(self, outcomes: Iterable[Outcome] = ()) -> None:
+        self._known: dict[tuple[object, ...], list[float]] = {}
+        for outcome in outcomes:
+            self.learn(outcome)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take note of a cell that has ended."""
+        if outcome.seconds is not None:
+            for key in self._keys(outcome.cell):
+                self._known.setdefault(key, []).append(outcome.seconds)
+
+    def expect(self, cells: Iterable[Cell]) -> float | None:
+        """Seconds that these cells may take: each as the cells most like it did; None before any is known."""
+        if not self._known:
+            return None
+        nearest = (next(key for key in self._keys(cell) if key in self._known) for cell in cells)
+        return sum(fmean(self._known[key]) for key in nearest)
+
+    @staticmethod
+    def _keys(cell: Cell) -> tuple[tuple[object, ...], ...]:
+        """What a cell shares with others, from nearly all to nothing."""
+        row = (cell.method, *describe(cell.varied))
+        return (cell.benchmark, cell.preset, row), (cell.benchmark, cell.method), (cell.method,), ()
+
+
+class Start(Protocol):
+    """Carries out a new run."""
+
+    def __call__(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
+        """Give back the finished run."""
+
+
+class Resume(Protocol):
+    """Goes on with a run."""
+
+    def __call__(self, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
+        """Give back the finished run."""
+
+
+@dataclass(frozen=True)
+class RunActions:
+    """How a cell is begun, how it goes on, and on which device."""
+
+    start: Start
+    resume: Resume
+    device: str | None = None
+
+    def carry_out(self, cell: Cell, progress: GridCallback) -> Outcome:
+        """Run a cell from its beginning or its last checkpoint; a failure is recorded in its folder."""
+        try:
+            (cell.folder / FAILED).unlink(missing_ok=True)  # a new run wants an empty folder
+            if cell.run is None:
+                self.start(cell.config, cell.folder, self.device, progress)
+            else:
+                self.resume(cell.folder, self.device, progress)
+        except Exception as problem:  # noqa: BLE001 (whatever happens to one cell, the others go on)
+            return failed(cell, problem)
+        return cell.outcome
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """Where cells are carried out: in this process, in several, or on a Ray cluster."""
+
+    workers: int = 1
+    """Cells that run side by side, each in a process of its own."""
+    on: str | None = None
+    """``ray`` for a cluster on this machine; ``ray:auto``, ``ray:HOST:PORT`` or ``ray://HOST:PORT`` for one that is
+    there."""
+    gpus_per_cell: float | None = None
+    """On Ray; a fraction lets cells share a GPU. One by default, where the cluster has any."""
+    cpus_per_cell: float | None = None
+    """On Ray; one by default."""
+
+    def __post_init__(self) -> None:
+        given = (self.gpus_per_cell, self.cpus_per_cell)
+        if self.on is None and any(number is not None for number in given):
+            raise UserError("GPUs and CPUs per cell are for Ray: name a cluster with --on ray, or leave them away")
+        if self.on is not None and self.workers != 1:
+            raise UserError("a Ray cluster runs as many cells as it has room for: leave --workers away")
+
+
+class Executor(Protocol):
+    """Takes cells, and gives back what became of them."""
+
+    @property
+    def ahead(self) -> float:
+        """How many cells it takes before the first has ended."""
+
+    @property
+    def places(self) -> int:
+        """How many of them run at a time."""
+
+    def submit(self, cell: Cell) -> None:
+        """Have a cell carried out."""
+
+    def receive(self) -> Outcome:
+        """Wait until a cell has ended."""
+
+
+def run_grid(
+    grid: Grid, way: RunActions, progress: GridCallback = SILENT_GRID, where: ExecutionOptions | None = None
+) -> list[Outcome]:
+    """Run what is not finished; a cell that fails is recorded and does not stop the rest."""
+    place = where or ExecutionOptions()
+    if place.on is None:
+        pick_device(way.device)
+    before = grid.outcomes()
+    waiting = [outcome.cell for outcome in before if not outcome.run]
+    if waiting:
+        _refuse_other_weights(before)
+    with progress.grid(len(before), len(before) - len(waiting)):
+        if waiting:
+            with _executor(grid.out, way, place, progress) as executor:
+                carry_out(waiting, executor, progress, TimeEstimator(before))
+    return grid.outcomes()
+
+
+def _refuse_other_weights(outcomes: Sequence[Outcome]) -> None:
+    """Refuse to go on beside finished runs whose file of weights holds others by now: no table could compare them."""
+    hashed = cache(digest)
+    for outcome in outcomes:
+        path = Path(outcome.cell.config.backbone.weights or "")
+        if outcome.run and path.is_file():
+            before, found = outcome.run.record["backbone"]["sha256"], hashed(path)
+            if before != found:
+                raise UserError(
+                    f"{outcome.cell.folder} was run with other weights than {path} holds now (sha256 {before}, now "
+                    f"{found}): put them back, or begin in another folder"
+                )
+
+
+def _executor(
+    out: Path, way: RunActions, where: ExecutionOptions, progress: GridCallback
+) -> AbstractContextManager[Executor]:
+    """What carries out cells; whatever still runs when its block is left is stopped."""
+    if where.on is not None:
+        from probprompt.runs.ray_executor import on_ray  # it builds upon this module, and few need it
+
+        return on_ray(out, way, where, progress)
+    return _side_by_side(way, where.workers) if where.workers > 1 else nullcontext(_OneByOne(way, progress))
+
+
+def carry_out(waiting: list[Cell], executor: Executor, progress: GridCallback, pace: TimeEstimator) -> None:
+    """Hand out cells in their order, and tell of each that has ended."""
+    left, running = list(waiting), list[Cell]()
+    while left or running:
+        while left and len(running) < executor.ahead:
+            running.append(left.pop(0))
+            if executor.ahead == 1:
+                progress.begin(running[0], pace.expect(running), pace.expect(left))
+            executor.submit(running[-1])
+        outcome = executor.receive()
+        running.remove(outcome.cell)
+        pace.learn(outcome)
+        rest = pace.expect([*running, *left])
+        together = max(1, min(executor.places, len(running) + len(left)))
+        progress.end(outcome, None if rest is None else rest / together)
+
+
+class _OneByOne:
+    """Each cell in this process."""
+
+    ahead = places = 1
+
+    def __init__(self, way: RunActions, progress: GridCallback) -> None:
+        self._way, self._progress = way, progress
+
+    def submit(self, cell: Cell) -> None:
+        self._cell = cell
+
+    def receive(self) -> Outcome:
+        return self._way.carry_out(self._cell, self._progress)
+
+
+class _Processes:
+    """A new process per cell: one that dies takes nobody with it."""
+
+    def __init__(self, way: RunActions, workers: int) -> None:
+        self.ahead = self.places = workers
+        self.running: dict[BaseProcess, Cell] = {}
+        self._way = way
+        self._context = multiprocessing.get_context("spawn")  # a copy of this process could not use a GPU
+        self._threads = max(1, (os.cpu_count() or 1) // workers)
+
+    def submit(self, cell: Cell) -> None:
+        process = self._context.Process(target=_carry_out_alone, args=(cell, self._way, self._threads), daemon=True)
+        process.start()
+        self.running[process] = cell
+
+    def receive(self) -> Outcome:
+        ready = connection.wait([process.sentinel for process in self.running])
+        ended = next(process for process in self.running if process.sentinel in ready)
+        ended.join()
+        return _ended(self.running.pop(ended), ended.exitcode)
+
+
+@contextmanager
+def _side_by_side(way: RunActions, workers: int) -> Iterator[Executor]:
+    processes = _Processes(way, workers)
+    try:
+        yield processes
+    finally:
+        for process in processes.running:
+            process.terminate()
+        for process in processes.running:
+            process.join()
+
+
+def _carry_out_alone(cell: Cell, way: RunActions, threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    with suppress(KeyboardInterrupt):  # the process that waits for this one tells what to do
+        way.carry_out(cell, SILENT_GRID)
+
+
+def _ended(cell: Cell, code: int | None) -> Outcome:
+    """What a process left behind; one that was killed has left nothing."""
+    outcome = cell.outcome
+    if outcome.run or outcome.problem:
+        return outcome
+    return failed(cell, RuntimeError(f"its process ended with exit code {code} (killed, or out of memory?)"))
+
+
+def failed(cell: Cell, problem: BaseException) -> Outcome:
+    """Record in a cell's folder what it failed of."""
+    told = {
+        "type": type(problem).__name__,
+        "message": str(problem),
+        "traceback": "".join(traceback.format_exception(problem)),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        cell.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as trouble:
+        raise write_error(cell.folder, trouble) from trouble
+    write_json(cell.folder / FAILED, told)
+    return Outcome(cell, problem=told)

@@ -1,0 +1,388 @@
+"""Audits of what there is: a run, a saved model, or a method, which is trained for it; the proof is written down."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from probprompt import randomness
+from probprompt.backbones.vit import Precision
+from probprompt.config import DataConfig, RunConfig
+from probprompt.data import datasets
+from probprompt.data.datasets import ImageData
+from probprompt.data.image_store import Loaded, load
+from probprompt.data.transforms import Preprocessor, enlarged
+from probprompt.engine.hardware import hardware, versions
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.model import PromptedModel
+from probprompt.engine.saved_model import LoadedModel, load_model
+from probprompt.errors import UserError, shorten
+from probprompt.evaluation.audit import (
+    CHECKS,
+    TOLERANCES,
+    Audit,
+    Check,
+    Tolerance,
+    audit,
+    compare,
+    spread_of,
+)
+from probprompt.progress import SILENT, ProgressCallback
+from probprompt.runs.run import Run, config_hash
+from probprompt.runs.train import TrainingSetup, prepare
+from probprompt.storage import write_json
+
+COMMON_TASKS = 2  # learned before the futures part
+
+
+CLASS_IMAGES = 8  # training images of a class: to leak or not to leak needs no accuracy
+
+
+_FUTURES = ("as it is", "another", "none")
+
+
+_STRANGERS = 16  # images of classes not learned, at most
+
+
+_UNSEEN = -1  # stands for the task of a class not learned
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """An audit, and what it is about."""
+
+    subject: str
+    audit: Audit
+    about: dict[str, Any]
+    """Method, marks, model, images, versions, hardware."""
+    written: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {**self.audit.to_json(), "subject": self.subject, **self.about}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Images to audit with, as the backbone is fed."""
+
+    images: Tensor  # (n, 3, H, W)
+    tasks: Tensor  # (n,)
+    strangers: Tensor | None  # (m, 3, H, W): of classes not learned
+    source: str
+
+
+# A saved model --------------------------------------------------------------------------------------------------
+
+
+def audit_saved(
+    folder: Path,
+    device: torch.device,
+    precision: Precision = "fp32",
+    count: int = 64,
+    data: str | None = None,
+    progress: ProgressCallback = SILENT,
+) -> AuditReport:
+    """Audit the model of a run, or a model's own folder, and write the proof into the record or beside the model.
+
+    The images are those that the run was evaluated on, or of ``data`` (a folder or a benchmark), or else noise.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not the folder of a run or of a model; a method is audited by its name, with --method NAME"
+        )
+    if not (folder / "run.json").is_file():
+        proof = _audit_loaded(folder, device, precision, count, None, data, progress)
+        home = folder if (folder / "model.json").is_file() else folder / "model"
+        write_json(home / "audit.json", proof.to_json())
+        return replace(proof, written=home / "audit.json")
+    run = Run.open(folder)
+    with run.locked():
+        proof = _audit_loaded(folder, device, precision, count, run, data, progress)
+        run.update(audit=proof.to_json())
+    return replace(proof, written=folder / "run.json")
+
+
+def _audit_loaded(
+    folder: Path,
+    device: torch.device,
+    precision: Precision,
+    count: int,
+    run: Run | None,
+    data: str | None,
+    progress: ProgressCallback,
+) -> AuditReport:
+    torch.backends.cudnn.allow_tf32 = False  # as in training
+    loaded = load_model(folder, device)
+    note = loaded.note
+    if data is not None:
+        found = datasets.find(data).load(_stored_side(note))
+        sample = _sample(found, DataConfig(), data, loaded, count, device, progress)
+    elif run is not None:
+        sample = _run_sample(run, loaded, count, device, progress)
+    else:
+        sample = _noise(loaded, count, device)
+    loaded.model.set_precision(precision)
+    with progress.stage("auditing", CHECKS):
+        outcome = audit(
+            loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, progress.advance
+        )
+    about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
+    return AuditReport(str(folder), outcome, {**about, **_circumstances(device)})
+
+
+def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, progress: ProgressCallback) -> Sample:
+    """Images that the run was evaluated on; others than at its time are refused."""
+    config, record = run.config.data, run.record
+    benchmark = datasets.find(config.benchmark, config.test, config.test_fraction, config.root)
+    found = benchmark.load(config.short_side(_stored_side(loaded.note)))
+    if config.validation:
+        found = benchmark.hold_out(found, config.validation)
+    before, now = record["stream"]["split_hash"], found.split_hash()
+    if before != now:
+        raise UserError(
+            f"the images of {config.benchmark} are not those of the run (hash {before[:12]}, now {now[:12]}): "
+            "put them back, or audit with images of another folder (--data FOLDER)"
+        )
+    source = f"{config.benchmark} ({record['evaluated_on']})"
+    return _sample(found, config, source, loaded, count, device, progress)
+
+
+def _sample(
+    data: ImageData,
+    config: DataConfig,
+    source: str,
+    loaded: LoadedModel,
+    count: int,
+    device: torch.device,
+    progress: ProgressCallback,
+) -> Sample:
+    """Choose test images, spread over the tasks learned, and some of classes that were not, and read them."""
+    learned = _task_of(loaded)
+    task_of = [learned.get(name, _UNSEEN) for name in data.class_names]
+    groups: dict[int, list[int]] = {}
+    for row, label in enumerate(data.test.labels.tolist()):
+        groups.setdefault(task_of[label], []).append(row)
+    unseen = groups.pop(_UNSEEN, [])
+    if not groups:
+        raise UserError(
+            f"{source} has no test image of the classes that the model knows ({shorten(loaded.class_names)}): "
+            "name a folder of such images, or leave --data away to audit with noise"
+        )
+    chosen = [row for group in groups.values() for row in _spread(group, -(-count // len(groups)))]
+    others = _spread(unseen, _STRANGERS)
+    with progress.stage("reading images", len(chosen) + len(others)):
+        own, strange = (load(data.test.subset(rows), device, progress.advance) for rows in (chosen, others))
+    unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
+    if unreadable and not config.skip_unreadable:
+        raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
+    view = _viewer(loaded.note["preprocessing"], device)
+    tasks = torch.tensor([task_of[label] for label in own.labels.tolist()], device=device)
+    return Sample(_views(view, own), tasks, _views(view, strange) if len(strange.labels) else None, source)
+
+
+def _noise(loaded: LoadedModel, count: int, device: torch.device) -> Sample:
+    size = loaded.note["preprocessing"]["image_size"]
+    images = randomness.normal((count, 3, size, size), 0, "audit", "images").to(device)
+    return Sample(images, torch.zeros(count, dtype=torch.long, device=device), None, "noise")
+
+
+def _task_of(loaded: LoadedModel) -> dict[str, int]:
+    """The task of each class by its name."""
+    sizes = loaded.note["task_sizes"]
+    tasks = [task for task, size in enumerate(sizes) for _ in range(size)]
+    return dict(zip(loaded.class_names, tasks, strict=True))
+
+
+def _stored_side(note: dict[str, Any]) -> int:
+    return enlarged(int(note["preprocessing"]["image_size"]))
+
+
+def _viewer(preprocessing: dict[str, Any], device: torch.device) -> Preprocessor:
+    size, resized, mean, std = (preprocessing[name] for name in ("image_size", "resized", "mean", "std"))
+    return Preprocessor.of(size, resized, mean, std, preprocessing.get("interpolation", "bilinear"), device)
+
+
+def _views(viewer: Preprocessor, images: Loaded) -> Tensor:
+    return viewer.evaluation(images.store, torch.arange(len(images.labels), device=images.labels.device))
+
+
+def _spread(rows: list[int], count: int) -> list[int]:
+    """At most so many of the rows, evenly from all over them."""
+    places = torch.linspace(0, len(rows) - 1, min(count, len(rows))).round().long().tolist()
+    return [rows[place] for place in places]
+
+
+# A method -------------------------------------------------------------------------------------------------------
+
+
+def audit_method(
+    config: RunConfig,
+    device: torch.device,
+    precision: Precision = "fp32",
+    count: int = 32,
+    progress: ProgressCallback = SILENT,
+) -> AuditReport:
+    """Train a method on the first tasks of a stream, under several futures, and audit what it has become.
+
+    The streams agree in the tasks that are learned. After them come the benchmark's classes; or the same in another
+    order and number of tasks, with other images; or nothing at all. The models must be the same.
+    """
+    models, subject = dict[str, PromptedModel](), config.method.name
+    first = prepare(config, device, SILENT)
+    common = _common(first)
+    futures, other = (_FUTURES if common < len(first.tasks) else _FUTURES[:1]), _with_another_future(first, common)
+    with progress.stage(subject, len(futures) * common + CHECKS):
+        for future in futures:
+            workshop = first if future == _FUTURES[0] else prepare(other, device, SILENT)
+            learner, tasks = _world(workshop, future, common)
+            _learn(learner, tasks, device, progress)
+            models[future] = learner.model
+        sample = _test_sample(first, common, count)
+        known = sum(task.classes for task in first.tasks[:common])
+        same = _future(models, sample, device)
+        model = models[_FUTURES[0]]
+        model.set_precision(precision)
+        outcome = audit(model, sample.images, sample.tasks, known, sample.strangers, progress.advance).also(same)
+        progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
+    about = {
+        "method": config.method.model_dump(mode="json"),
+        "marks": list(config.method.marks()),
+        "config_hash": config_hash(config),
+        "images_of": sample.source,
+    }
+    return AuditReport(subject, outcome, {**about, **_circumstances(device)})
+
+
+def _common(workshop: TrainingSetup) -> int:
+    """How many tasks are learned: all where there is but one."""
+    return max(1, min(COMMON_TASKS, len(workshop.tasks) - 1))
+
+
+def _with_another_future(workshop: TrainingSetup, common: int) -> RunConfig:
+    """Settings whose tasks are others after the common ones."""
+    names = [tuple(workshop.class_names[label] for label in task.classes) for task in workshop.stream]
+    later = [name for group in reversed(names[common:]) for name in reversed(group)]
+    groups = (*names[:common], *map(tuple, _another_number(later, len(names) - common)))
+    data = workshop.config.data.model_copy(update={"tasks": groups})
+    return workshop.config.model_copy(update={"data": data})
+
+
+def _another_number(names: list[str], tasks: int) -> list[list[str]]:
+    """Share classes out over another number of tasks, where no task is then left with one class."""
+    if tasks > 1:
+        return [names]
+    half = len(names) // 2
+    return [names[:half], names[half:]] if half > 1 else [names]
+
+
+def _world(workshop: TrainingSetup, future: str, common: int) -> tuple[Learner, list[TaskImages]]:
+    """A learner that knows of this future, and the tasks before it."""
+    learner, tasks = workshop.learner, [_thinned(task) for task in workshop.tasks[:common]]
+    if future == "another":
+        learner.images = _negatives(learner.images, torch.cat([task.rows for task in workshop.tasks[common:]]))
+    if future == "none":
+        data = workshop.config.data
+        assert isinstance(data.tasks, tuple)
+        config = workshop.config.model_copy(update={"data": data.model_copy(update={"tasks": data.tasks[:common]})})
+        kept = torch.cat([task.rows for task in workshop.tasks[:common]])
+        learner = Learner(learner.model, _only(learner.images, kept), learner.viewer, config)
+        tasks = [_renumbered(task, kept) for task in tasks]
+    return learner, tasks
+
+
+def _thinned(task: TaskImages) -> TaskImages:
+    """The first few images of each class."""
+    labels = range(task.first, task.first + task.classes)
+    few = torch.cat([(task.labels == label).nonzero()[:CLASS_IMAGES, 0] for label in labels])
+    return replace(task, rows=task.rows[few], labels=task.labels[few])
+
+
+def _renumbered(task: TaskImages, kept: Tensor) -> TaskImages:
+    """The task where of all images these rows are left."""
+    places = (task.rows[:, None] == kept).int().argmax(dim=1)  # (n,)
+    return replace(task, rows=places)
+
+
+def _only(images: Loaded, rows: Tensor) -> Loaded:
+    """A set without all other images."""
+    names = tuple(images.names[row] for row in rows.tolist())
+    return Loaded(images.store.only(rows), images.labels[rows], names)
+
+
+def _negatives(images: Loaded, rows: Tensor) -> Loaded:
+    """A set in which these images have become their negatives."""
+    return replace(images, store=images.store.inverted(rows))
+
+
+def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, progress: ProgressCallback) -> None:
+    with _deterministic(device):
+        for task in tasks:
+            learner.begin(task)
+            optimiser = learner.optimiser(task)
+            for epoch in range(learner.epochs(task)):
+                learner.train_epoch(task, epoch, optimiser, lambda _: None)
+            learner.finish(task, lambda _: None)
+            progress.advance(1)
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Ask for kernels that repeat to the bit: on a GPU not all of them do by themselves."""
+    before, lenient = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")  # where there is no such kernel, the comparison has a tolerance
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the gradients of fused attention do not repeat
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=lenient)
+
+
+def _future(models: dict[str, PromptedModel], sample: Sample, device: torch.device) -> Check:
+    """Compare models that learned the same tasks and were to meet other ones: in training precision."""
+    name, question = "future classes", "trained with other tasks to come, and with none"
+    if len(models) < 2:
+        return Check(name, question, note="not applicable: all classes are learned at once")
+    expected, *others = (model.predict(sample.images) for model in models.values())
+    tolerance = Tolerance(0.0) if device.type == "cpu" else TOLERANCES["fp32"]
+    return compare(name, question, others, expected, spread_of(expected), tolerance)
+
+
+def _test_sample(workshop: TrainingSetup, common: int, count: int) -> Sample:
+    """Test images, spread over the tasks learned, and some of the tasks to come."""
+    scorer, tasks = workshop.scorer, workshop.test_tasks
+    joint = len(workshop.tasks) < len(tasks)
+    learned = tasks if joint else tasks[:common]
+    rows = [_spread(task.rows.tolist(), -(-count // len(learned))) for task in learned]
+    numbers = [0 if joint else task for task, group in enumerate(rows) for _ in group]
+    later = [row for task in tasks[len(learned) :] for row in task.rows.tolist()]
+
+    def views(chosen: list[int]) -> Tensor:
+        return scorer.viewer.evaluation(scorer.images.store, torch.tensor(chosen, device=workshop.device))
+
+    strangers = views(_spread(later, _STRANGERS)) if later else None
+    images = views([row for group in rows for row in group])
+    kind = "validation" if workshop.config.data.validation else "test"
+    return Sample(
+        images, torch.tensor(numbers, device=workshop.device), strangers, f"{workshop.config.data.benchmark} ({kind})"
+    )
+
+
+def _circumstances(device: torch.device) -> dict[str, Any]:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"created": created, "versions": versions(), "hardware": hardware(device)}

@@ -1,0 +1,549 @@
+"""Sending a run's numbers to an experiment tracker, where one is wanted."""
+
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from probprompt.backbones.pretrained import LoadedBackbone, find_weights, load_backbone
+from probprompt.backbones.vit import Precision
+from probprompt.config import RunConfig
+from probprompt.data import datasets, verify
+from probprompt.data.cache import ImageCache
+from probprompt.data.datasets import ImageData
+from probprompt.data.image_store import Loaded, load_kept, refuse_unreadable
+from probprompt.data.published import Dataset
+from probprompt.data.stream import Task, build_stream, order_hash
+from probprompt.data.transforms import enlarged
+from probprompt.distributed import ALONE, World, from_environment, join
+from probprompt.engine.build import _build_method, build_model, build_viewer, default_precision, pick_device, release
+from probprompt.engine.hardware import hardware, versions
+from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.loader import queries_of
+from probprompt.engine.model import PromptedModel
+from probprompt.engine.saved_model import disk_sizes, learner_tensors, save_model
+from probprompt.engine.scorer import Scorer
+from probprompt.errors import UserError, shorten, suggest
+from probprompt.evaluation import diagnostics, metrics
+from probprompt.progress import SILENT, ProgressCallback
+from probprompt.runs.checkpoint import Position, Saved, Saving, load_checkpoint, save_checkpoint
+from probprompt.runs.run import Run, config_hash, refuse_used
+from probprompt.storage import write_json
+
+
+class Tracker(Protocol):
+    """Takes named numbers at a step."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send numbers."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class _TensorBoard:
+    def __init__(self, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
+        self._writer = module.SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Project:
+    """trackio and wandb share one interface."""
+
+    def __init__(self, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
+        self._module = module
+        module.init(project="probprompt", name=folder.name, config=dict(config))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+_KNOWN: dict[str, tuple[str, str, Callable[[Any, Path, Mapping[str, Any]], Tracker]]] = {
+    "tensorboard": ("torch.utils.tensorboard", "track", _TensorBoard),
+    "trackio": ("trackio", "trackio", _Project),
+    "wandb": ("wandb", "wandb", _Project),
+}
+
+
+def check_tracker(name: str) -> None:
+    """Refuse a tracker that is not known or not installed, before any work is done."""
+    if name not in _KNOWN:
+        raise UserError(f"no tracker is called {name!r}: {suggest(name, _KNOWN)}")
+    module, extra, _ = _KNOWN[name]
+    try:
+        import_module(module)
+    except ImportError:
+        raise UserError(f"{name} is not installed: pip install 'probprompt[{extra}]'") from None
+
+
+def open_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
+    """Open a tracker by name."""
+    check_tracker(name)
+    module, _, adapter = _KNOWN[name]
+    return adapter(import_module(module), folder, config)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """Everything a run works with, in place."""
+
+    config: RunConfig
+    device: torch.device
+    backbone: LoadedBackbone
+    class_names: tuple[str, ...]
+    stream: tuple[Task, ...]
+    tasks: list[TaskImages]
+    """What is learned, one after the other."""
+    test_tasks: list[TaskImages]
+    """What is evaluated: the same tasks, also where all are learned at once."""
+    learner: Learner
+    scorer: Scorer
+    split_hash: str
+    differences: list[str]
+    """How the images differ from a published dataset, in words."""
+    order_hash: str
+    skipped: list[str]
+    loading_s: float = 0.0
+    """How long it took to put all this in place."""
+    world: World = ALONE
+
+
+def train(
+    config: RunConfig,
+    out: Path,
+    device: str | None = None,
+    progress: ProgressCallback = SILENT,
+    track: str | None = None,
+) -> Run:
+    """Carry out a new run in a new folder; under torchrun, together with the other processes."""
+    progress, writes = _on_main_process(progress), from_environment().writes
+    if writes:
+        refuse_used(out)
+    if track:
+        check_tracker(track)
+    world, place = join(pick_device(device))
+    out = world.agree(out)  # a folder of no name is chosen by what is there
+    precision = world.agree(config.backbone.precision or default_precision(place))  # GPUs may be of several kinds
+    with world.in_turn():
+        workshop = prepare(config, place, progress, None, world, precision)
+    run = Run.create(out, describe(workshop, out.name)) if writes else Run(out)
+    with run.locked() if writes else nullcontext():
+        return _carry_out(run, workshop, None, progress, track)
+
+
+def resume(out: Path, device: str | None = None, progress: ProgressCallback = SILENT, track: str | None = None) -> Run:
+    """Go on with a run from its last checkpoint; a finished one is returned as it is.
+
+    So many processes as torchrun started take part, whatever their number before.
+    """
+    progress = _on_main_process(progress)
+    run = Run.open(out)
+    if track:
+        check_tracker(track)
+    if run.finished:
+        progress.note(f"{out} is finished already")
+        return run
+    with run.locked() if from_environment().writes else nullcontext():
+        record = run.record
+        begun_on = record["hardware"]["device"]
+        world, place = join(pick_device(device or begun_on))
+        with world.in_turn():
+            weights = record["backbone"]
+            precision = weights.get("precision")
+            file = find_weights(run.config.backbone.weights, out)
+            workshop = prepare(run.config, place, progress, weights["sha256"], world, precision, file)
+        if workshop.device.type != begun_on:
+            progress.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
+        workshop.learner.viewer.check_record(record["preprocessing"])
+        _refuse_changed_data(record, workshop)
+        saved = None
+        if run.checkpoint.exists():
+            saved = load_checkpoint(run.checkpoint, config_hash(run.config), workshop.device)
+            saved.restore(workshop.learner, workshop.tasks)
+        position = saved.position if saved else Position()
+        more = {} if world.alone else {"world_size": world.size}
+        if world.writes:
+            run.log("resumed", task=position.task, epoch=position.epoch, device=workshop.device.type, **more)
+        return _carry_out(run, workshop, saved, progress, track)
+
+
+def _stream_of_views(
+    config: RunConfig, backbone: LoadedBackbone, model: PromptedModel, images: str, order: str
+) -> Hashable:
+    """All that decides which views an epoch meets in which order, and what the backbone says to them."""
+    training, chosen = config.training, config.backbone
+    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
+    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    return (weights, images, order, model.method.joint, views)
+
+
+def _on_main_process(progress: ProgressCallback) -> ProgressCallback:
+    """Return the callback on the main process and a silent one elsewhere."""
+    return progress if from_environment().writes else SILENT
+
+
+def prepare(
+    config: RunConfig,
+    device: torch.device,
+    progress: ProgressCallback,
+    expected_sha256: str | None = None,
+    world: World = ALONE,
+    precision: Precision | None = None,
+    weights: str | None = None,
+) -> TrainingSetup:
+    """Load images and backbone, check them, and build what learns. Nothing is written.
+
+    A run that goes on keeps the precision it began in; its ``weights`` may lie elsewhere by now.
+    """
+    begun = time.perf_counter()
+    if device.type == "cuda" and torch.cuda.memory_allocated(device):
+        release(device)  # what an earlier run of this process left may be more than fits beside another
+    torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
+    source = datasets.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
+    chosen = config.backbone
+    backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
+    size = backbone.preprocessing.image_size
+    short_side = enlarged(size)
+    for remark in _open(source, progress):
+        progress.note(remark)
+    data = source.load(config.data.short_side(short_side))
+    differences = verify.differences(source, data) if isinstance(source, Dataset) else []
+    for difference in differences:
+        progress.note(f"{source.name} is not as published: {difference}")
+    if config.data.validation:
+        data = source.hold_out(data, config.data.validation)
+    _refuse_empty_classes(data, config.data.benchmark)
+    tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
+    stream = build_stream(data.class_names, tasks_given, config.seeds.order)
+    train, test = load_kept((data.train, data.test), device, progress, ImageCache.usual())
+    skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
+    model = build_model(config, backbone).to(device)
+    model.set_precision(precision or config.backbone.precision or default_precision(device))
+    viewer = build_viewer(config, backbone, short_side if source.enlarge else size, device)
+    split, order = data.split_hash(), order_hash(stream, data.class_names)
+    seen = _stream_of_views(config, backbone, model, split, order)
+    learner = Learner(model, train, viewer, config, world, queries_of(seen))
+    joint = model.method.joint
+    tasks = _task_images((Task.joined(stream),) if joint else stream, train)
+    for task in tasks:
+        learner.check(task)
+    return TrainingSetup(
+        config=config,
+        device=device,
+        backbone=backbone,
+        class_names=data.class_names,
+        stream=stream,
+        tasks=tasks,
+        test_tasks=_task_images(stream, test),
+        learner=learner,
+        scorer=Scorer(model, test, viewer, config.images_at_a_time(device.type), world),
+        split_hash=split,
+        differences=differences,
+        order_hash=order,
+        loading_s=time.perf_counter() - begun,
+        skipped=skipped,
+        world=world,
+    )
+
+
+def _open(source: datasets.Benchmark, progress: ProgressCallback) -> list[str]:
+    """What a user should know of the images, which may have to be fetched for it."""
+    if not source.remote:
+        return source.notes()
+    with progress.stage("opening data", 1):
+        found = source.notes()
+        progress.advance(1)
+    return found
+
+
+def _refuse_empty_classes(data: ImageData, name: str) -> None:
+    """Refuse classes that nothing could be learned of, or never be tested."""
+    for side, images in (("training", data.train), ("test", data.test)):
+        there = set(images.labels.tolist())
+        empty = [class_name for label, class_name in enumerate(data.class_names) if label not in there]
+        if empty:
+            raise UserError(f"{name} has no {side} images of {shorten(empty)}: add some, or take these classes out")
+
+
+def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
+    """Where the images of each task are, with labels in order of appearance."""
+    order = torch.tensor([label for task in stream for label in task.classes], device=images.labels.device)
+    appearance = torch.empty_like(order)
+    appearance[order] = torch.arange(len(order), device=order.device)
+    labels = appearance[images.labels]  # (n,)
+    found = []
+    for task in stream:
+        rows = ((labels >= task.first) & (labels < task.first + len(task.classes))).nonzero().flatten()
+        found.append(TaskImages(task.index, task.first, len(task.classes), rows, labels[rows]))
+    return found
+
+
+def _names(workshop: TrainingSetup) -> list[list[str]]:
+    """The classes of each task that is learned."""
+    order = [workshop.class_names[label] for task in workshop.stream for label in task.classes]
+    return [order[task.first : task.first + task.classes] for task in workshop.tasks]
+
+
+def describe(workshop: TrainingSetup, name: str) -> dict[str, Any]:
+    """The record of a run before it starts."""
+    config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
+    names = _names(workshop)
+    viewer = workshop.learner.viewer
+    return {
+        "name": name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "status": "running",
+        "config": config.model_dump(mode="json"),
+        "config_hash": config_hash(config),
+        "backbone": {
+            "name": backbone.name,
+            "source": backbone.source,
+            "sha256": backbone.sha256,
+            "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
+            "precision": model.precision,
+        },
+        "preprocessing": {**viewer.record(), "normalisation": config.backbone.normalisation},
+        "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
+        "stream": {
+            "classes": [name for task in names for name in task],
+            "tasks": names,
+            "order_hash": workshop.order_hash,
+            "split_hash": workshop.split_hash,
+            "differences": workshop.differences,
+            "train_images": [len(task) for task in workshop.tasks],
+            "test_images": [len(task) for task in workshop.test_tasks],
+            "test_classes": [task.classes for task in workshop.test_tasks],
+        },
+        "versions": versions(),
+        "hardware": hardware(workshop.device),
+        "world_size": workshop.world.size,
+        "evaluated_on": "validation" if config.data.validation else "test",
+        "head": config.head.kind or model.method.preferred_head,
+        "joint": model.method.joint,
+        "marks": list(config.method.marks()),
+        "skipped": workshop.skipped,
+    }
+
+
+def _refuse_changed_data(record: dict[str, Any], workshop: TrainingSetup) -> None:
+    stream, remedy = record["stream"], "put them back as they were, or start a new run"
+    sides = {"train": workshop.learner.images.sha256, "test": workshop.scorer.images.sha256}
+    pixels = {side: record.get("data", {}).get(side, {}).get("pixels_sha256") for side in sides}
+    for what, before, after in (
+        ("tasks", stream["order_hash"], workshop.order_hash),
+        ("images", stream["split_hash"], workshop.split_hash),
+        # Pixels of files have a hash only where they are kept on disk.
+        *((f"pixels of the {side} images", pixels[side], now) for side, now in sides.items() if now and pixels[side]),
+    ):
+        if before != after:
+            raise UserError(
+                f"the {what} of {workshop.config.data.benchmark} are not those the run began with "
+                f"(hash {before[:12]}, now {after[:12]}): {remedy}"
+            )
+    changed = sorted(set(record["skipped"]) ^ set(workshop.skipped))
+    if changed:
+        raise UserError(f"other images can be read than when the run began ({shorten(changed)}): {remedy}")
+
+
+def _carry_out(
+    run: Run, workshop: TrainingSetup, saved: Saved | None, progress: ProgressCallback, track: str | None
+) -> Run:
+    if workshop.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(workshop.device)
+    settings, wanted = workshop.config.model_dump(mode="json"), track if workshop.world.writes else None
+    tracker = open_tracker(wanted, run.folder, settings) if wanted else None
+    try:
+        Execution(run, workshop, saved, progress, tracker).run_all()
+    finally:
+        if tracker:
+            tracker.close()
+    workshop.world.barrier()  # whoever comes back from here finds the finished run
+    return run
+
+
+class Execution:
+    """A run under way. Of several processes each has one; the first alone writes, and it alone has a tracker."""
+
+    def __init__(
+        self,
+        run: Run,
+        workshop: TrainingSetup,
+        saved: Saved | None,
+        progress: ProgressCallback,
+        tracker: Tracker | None,
+    ) -> None:
+        self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
+        count = len(workshop.tasks)
+        self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
+        self.hash = config_hash(workshop.config)
+        self.writes = workshop.world.writes
+        self._begun = time.perf_counter()
+        self._before = sum(self.position.seconds.values())
+        self._spend("loading_s", workshop.loading_s)
+        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(workshop.learner).values()))
+
+    def run_all(self) -> None:
+        """Learn what is left to learn."""
+        for task in self.workshop.tasks[self.position.task :]:
+            self._learn(task)
+        with self._timed("diagnostics_s"):
+            found = diagnose(self.workshop)
+            if not self.writes:
+                return
+            write_json(self.run.folder / "diagnostics.json", found)
+        timed = sum(self.position.seconds.values()) - self._before - self.workshop.loading_s
+        self._spend("other_s", time.perf_counter() - self._begun - timed)
+        self.run.update(
+            status="finished",
+            time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
+            peak_memory_mb=_peak_memory(self.workshop.device),
+            trainable_parameters=self.workshop.learner.parameters(),
+            model_mb=disk_sizes(self.run.model),
+        )
+
+    def _learn(self, task: TaskImages) -> None:
+        learner, count = self.workshop.learner, len(self.workshop.tasks)
+        if self.position.epoch == 0:
+            learner.begin(task)
+        optimiser = learner.optimiser(task)
+        if self.position.epoch and self.saved:
+            self.saved.restore_optimiser(optimiser)
+        epochs, steps = learner.epochs(task), learner.steps(task)
+        with self.progress.stage(f"task {task.index + 1} of {count}", epochs * steps):
+            self.progress.advance(self.position.epoch * steps)
+            for epoch in range(self.position.epoch, epochs):
+                self._train_epoch(task, epoch, optimiser)
+            with self._timed("alignment_s"):
+                self.progress.describe("aligning the head")
+                learner.finish(task, lambda _: None)
+            with self._timed("evaluation_s"):
+                self.progress.describe("evaluating")
+                scores = self._score(task.index)
+            self.progress.describe(f"average accuracy {np.mean(scores):.1f} %")
+        self._close_task(task, scores)
+
+    def _train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW) -> None:
+        with self._timed("training_s"):
+            result = self.workshop.learner.train_epoch(task, epoch, optimiser, self.progress.advance)
+        self.progress.describe(f"loss {result.loss:.2f}")
+        if self.writes:
+            self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
+        if self.tracker:
+            step = task.index * self.workshop.config.training.epochs + epoch
+            self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
+        self.position.task, self.position.epoch = task.index, epoch + 1
+        if self._saving.due():
+            self._checkpoint(optimiser)
+
+    def _score(self, step: int) -> list[float]:
+        joint = self.workshop.learner.model.method.joint
+        seen = self.workshop.test_tasks[: None if joint else step + 1]
+        scores = [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
+        if self.writes:
+            self.run.log("task", task=step, accuracies=scores)
+        return [float(np.mean(scores))] if joint else scores  # learned at once, there is one number: the average
+
+    def _close_task(self, task: TaskImages, scores: list[float]) -> None:
+        for row, score in enumerate(scores):
+            self.position.matrix[row][task.index] = score
+        matrix = metrics.from_json(self.position.matrix)
+        if self.tracker:
+            step = (task.index + 1) * self.workshop.config.training.epochs - 1
+            self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
+        if self.writes:
+            self.run.write_accuracy(matrix)
+        self.position.task, self.position.epoch = task.index + 1, 0
+        last = task.index + 1 == len(self.workshop.tasks)
+        if not (last or self._saving.due()):
+            return
+        if self.writes:
+            with self._timed("saving_s"):
+                save_model(self.run.model, self.workshop.learner, self._model_note(task), learning=last)
+        self._checkpoint(None)
+
+    def _checkpoint(self, optimiser: torch.optim.Optimizer | None) -> None:
+        if not self.writes:
+            return
+        with self._timed("saving_s"), self._saving.timed():
+            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimiser)
+
+    def _model_note(self, task: TaskImages) -> dict[str, Any]:
+        config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
+        return {
+            "method": config.method.model_dump(mode="json"),
+            "marks": list(config.method.marks()),
+            "head": config.head.model_dump(mode="json"),
+            "seed": config.seeds.init,
+            "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record["backbone"]["sha256"]},
+            "preprocessing": record["preprocessing"],
+            "classes": [name for group in names[: task.index + 1] for name in group],
+            "task_sizes": [len(group) for group in names[: task.index + 1]],
+            "adapted_tasks": sum(self.workshop.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
+        }
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._spend(what, time.perf_counter() - begun)
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self.position.seconds[what] = self.position.seconds.get(what, 0.0) + seconds
+
+
+def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
+    """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
+    model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
+    names = [name for group in _names(workshop) for name in group]
+    one_each = torch.cat(
+        [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
+    )
+    asked = workshop.test_tasks if model.method.needs_query else []
+    # First, and in the batches of the scoring, so that none is asked for in others: the same after a resume.
+    every = [scorer.task_queries(task.rows) for task in asked]  # (n, D) each
+    single = scorer.queries(one_each)  # (C, D)
+    mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
+    if not workshop.world.writes:
+        return {}
+    found: dict[str, Any] = {}
+    if every:
+        found["relevance"] = diagnostics.component_usage(model.method, torch.cat(every))
+    fresh = _build_method(workshop.config, workshop.backbone).to(workshop.device)
+    for task in workshop.tasks:
+        if workshop.learner.adapts(task):
+            fresh.begin_task(task.index, task.classes)
+    found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, single, names)
+    found["queries"] = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _own(task: TaskImages) -> range:
+    return range(task.first, task.first + task.classes)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Megabytes: of the GPU where one is used, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)

@@ -1,1 +1,0 @@
-"""Learning, one task at a time."""
