@@ -3,16 +3,25 @@
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-from probprompt import methods
+from probprompt import heads, methods
 from probprompt.data import datasets
 from probprompt.data.transforms import Augmentation, Kernel
 from probprompt.errors import UserError, suggest
+from probprompt.heads import AnyHeadSettings
 from probprompt.heads.linear import AlignmentConfig
-from probprompt.heads.settings import HeadConfig
 from probprompt.methods import MethodConfig
 
 
@@ -127,12 +136,21 @@ class RunConfig(_Settings):
     method: Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_read_method)] = Field(
         default_factory=lambda: methods.parse_config("probprompt")
     )
-    head: HeadConfig = HeadConfig()
+    head: AnyHeadSettings = Field(default=cast(Any, {}), validate_default=True)
+    """Which head, and its settings; the method's preferred one by default."""
     training: TrainingConfig = TrainingConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     seeds: SeedsConfig = SeedsConfig()
     evaluation_batch: int | None = Field(None, ge=1)
     """Images at a time where nothing is learned. None: 128, and 512 on a GPU."""
+
+    @field_validator("head", mode="before")
+    @classmethod
+    def _complete_head(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        method = info.data.get("method")
+        return heads.complete(value, methods.find(method.name).preferred_head if method else "linear")
 
     def images_at_a_time(self, device: str) -> int:
         """How many images are looked at together on this type of device where nothing is learned."""
@@ -151,7 +169,10 @@ def parse_config(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _explain(error: Any, known: list[str]) -> str:
-    where = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("literal", "function")))
+    place = error["loc"]
+    if place[:1] == ("head",):
+        place = ("head", *place[2:])  # the second part is the kind of head
+    where = ".".join(str(part) for part in place if not str(part).startswith(("literal", "function")))
     if error["type"] == "extra_forbidden":
         return f"no setting is called {where!r}: {suggest(where, known)}"
     if where.startswith("data.tasks"):  # one mistake, told once for each kind of value that is allowed
@@ -192,11 +213,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested settings over others. Naming another method drops the settings of the first."""
+    """Lay nested settings over others. Naming another method or kind of head drops the settings of the first."""
     merged = dict(base)
     for key, value in over.items():
         if key == "method":
             value = _merge_method(merged.get("method"), value)
+        elif key == "head" and isinstance(value, Mapping):
+            value = _merge_head(merged.get("head") or {}, value)
         elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
             value = merge(merged[key], value)
         merged[key] = value
@@ -209,6 +232,13 @@ def _merge_method(base: Any, over: Any) -> dict[str, Any]:
     if "name" in second and second["name"] != first.get("name", "probprompt"):
         return second
     return merge(first, second)
+
+
+def _merge_head(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    kind = over.get("kind")
+    if kind in heads.HEADS and kind != base.get("kind"):
+        base = {name: value for name, value in base.items() if name in heads.setting_names(kind)}
+    return {**base, **over}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -298,7 +328,9 @@ def _field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: st
         inner: Any = field.annotation
         if name == "method" and model is RunConfig:
             inner = methods.find(_method_name(settings.get("method"))).Config
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if name == "head" and model is RunConfig:
+            yield from (f"head.{setting}" for setting in heads.setting_names())
+        elif isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _field_names(inner, settings, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"

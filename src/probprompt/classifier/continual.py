@@ -26,6 +26,7 @@ from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.data.inputs import InputImage, clean_name, decode_ahead, labeled, pictures, same_name
 from probprompt.engine.build import pick_device
 from probprompt.errors import UserError, suggest
+from probprompt.heads.closed_form import ClosedFormSettings
 from probprompt.methods import find
 from probprompt.progress import SILENT, ProgressCallback
 
@@ -275,7 +276,7 @@ class ContinualClassifier:
             "keep_versions": self.keep_versions,
             "backbone": {"name": engine.backbone.name, "sha256": engine.backbone.sha256},
             "preprocessing": engine.viewer.record(),
-            "head": engine.head_kind,
+            "head": engine.config.head.kind,
         }
 
     @classmethod
@@ -410,10 +411,10 @@ def make_config(
 
 
 def _usual_preset(method: str) -> str:
-    find(method)
+
     if method == "probprompt":
         return "flagship"
-    return "matched" if method in (*presets.CONTROLS, *presets.BASELINES) else "ridge"
+    return "ridge" if presets.has_prompts(find(method)) else "matched"
 
 
 def _refuse_run_settings(config: RunConfig) -> None:
@@ -422,5 +423,5 @@ def _refuse_run_settings(config: RunConfig) -> None:
     for name in DataConfig.model_fields:
         if name not in _OWN_DATA and getattr(config.data, name) != getattr(usual, name):
             raise UserError(f"data.{name} is for runs: a classifier learns what each call of learn is given")
-    if config.head.follow:
+    if isinstance(config.head, ClosedFormSettings) and config.head.follow:
         raise UserError("head.follow is for runs: what a classifier keeps of each class does not follow its prompts")

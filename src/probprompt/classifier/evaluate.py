@@ -263,7 +263,7 @@ def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
 
     They are where the head reads them beside the features (``head.with_query``), as in the preset ``flagship``.
     """
-    if not state.classes or not engine.config.head.with_query:
+    if not state.classes or not engine.reads_query:
         return None
     width = engine.backbone.model.width
     queries, names = [], []

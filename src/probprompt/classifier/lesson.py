@@ -122,7 +122,7 @@ def sort_classes(
     if found and not engine.closed_form:
         raise UserError(
             f"{shorten(found)}: a class that is known gets more images only where the head is solved in closed form "
-            f"(ridge, lda, nearest-mean), not under {engine.head_kind!r}, which would need its old images again"
+            f"(ridge, lda, nearest-mean), not under {engine.config.head.kind!r}, which would need its old images again"
         )
     if found and engine.adapts(len(state.tasks)):
         raise UserError(
@@ -256,7 +256,7 @@ def settle(engine: ModelFactory, state: State, rest: Statistics, head: Head, jud
     features = torch.cat(held)  # (h, D)
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
     order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
-    small = engine.head_kind in ("ridge", "nearest-mean")  # logits of about 1
+    small = engine.config.head.kind in ("ridge", "nearest-mean")  # logits of about 1
     logits = judge(features)  # (h, C)
     calibration = calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
     scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
@@ -275,8 +275,8 @@ def forget(engine: ModelFactory, state: State, name: str) -> State:
     """The state that has never learned a class, but for prompts that adapted to it: solved from what remains."""
     if not engine.closed_form:
         raise UserError(
-            f"{name!r} cannot be forgotten exactly: the head {engine.head_kind!r} was trained on it together with "
-            "other classes. Heads in closed form (ridge, lda, nearest-mean) can forget"
+            f"{name!r} cannot be forgotten exactly: the head {engine.config.head.kind!r} was trained on it together "
+            "with other classes. Heads in closed form (ridge, lda, nearest-mean) can forget"
         )
     if engine.adapts(len(state.tasks)):
         raise UserError(

@@ -24,10 +24,8 @@ from probprompt.engine.learner import Learner, adapted_tasks
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import group
 from probprompt.errors import UserError
-from probprompt.heads import HEADS
-from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
+from probprompt.heads.closed_form import ClosedFormHead, ClosedFormSettings, RidgeHead, RidgeSettings
 from probprompt.heads.linear import ClassStatistics
-from probprompt.heads.settings import given_width, untouched_width
 from probprompt.methods import find
 
 STEPS = {"cpu": 160, "cuda": 1600}
@@ -120,14 +118,14 @@ class ModelFactory:
         return self.config.data.short_side(enlarged(self.backbone.preprocessing.image_size))
 
     @property
-    def head_kind(self) -> str:
-        """The name of the head."""
-        return self.config.head.kind or find(self.config.method.name).preferred_head
-
-    @property
     def closed_form(self) -> bool:
         """Whether the head is solved, not trained."""
-        return not HEADS[self.head_kind].trained
+        return isinstance(self.config.head, ClosedFormSettings)
+
+    @property
+    def reads_query(self) -> bool:
+        """Return True if the head reads the query next to the features."""
+        return isinstance(self.config.head, ClosedFormSettings) and self.config.head.with_query
 
     def adapts(self, task: int) -> bool:
         """Whether prompts learn in this task."""
@@ -210,9 +208,9 @@ class ModelFactory:
         """The width of everything that is added up of an image, by name; what the head is solved from comes last."""
         width = self.backbone.model.width
         head = self.config.head
-        if self.head_kind == "ridge" and head.projections:
-            return {"unit": width, "lifted": head.projections + untouched_width(head, width)}
-        return {"unit": width, "plain": given_width(head, width)}
+        if isinstance(head, RidgeSettings) and head.projections:
+            return {"unit": width, "lifted": head.projections + head.unprojected_width(width)}
+        return {"unit": width, "plain": head.input_width(width)}
 
     def views(self, head: object) -> Views:
         """How features are seen by what adds them up."""

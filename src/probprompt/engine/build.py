@@ -13,6 +13,7 @@ from probprompt.engine.hardware import bf16_unit
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError, suggest
 from probprompt.heads import make_head
+from probprompt.heads.closed_form import ClosedFormSettings
 from probprompt.methods import Method, Shape
 
 _NORMALISATIONS = {
@@ -57,9 +58,9 @@ def release(device: torch.device) -> None:
 def build_model(config: RunConfig, backbone: LoadedBackbone) -> PromptedModel:
     """The model before it has learned anything."""
     method = _build_method(config, backbone)
-    if config.head.with_query and not method.needs_query:
+    if isinstance(config.head, ClosedFormSettings) and config.head.with_query and not method.needs_query:
         raise UserError(f"head.with_query needs a method that asks for a query, which {config.method.name} does not")
-    head = make_head(config.head, method.preferred_head, backbone.model.width, config.seeds.init)
+    head = make_head(config.head, backbone.model.width, config.seeds.init)
     return PromptedModel(backbone.model, method, head)
 
 

@@ -19,7 +19,7 @@ from probprompt.engine.loader import Queries
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.step import Inputs, Schedule, look_ahead
 from probprompt.errors import UserError
-from probprompt.heads.closed_form import ClosedFormHead
+from probprompt.heads.closed_form import ClosedFormHead, ClosedFormSettings
 from probprompt.heads.linear import ClassStatistics, LinearHead, align
 from probprompt.kernels.cuda_graphs import Captured, make_optimizer, set_rate
 from probprompt.methods import EVALUATION, Context, Method, TaskSummary
@@ -238,13 +238,17 @@ class Learner:
 
     def _follows(self, task: TaskImages) -> bool:
         """Whether what the head knows has to follow what prompts learn in this task."""
-        known = isinstance(self.model.head, ClosedFormHead) and len(self.model.head) > 0
-        return known and self.config.head.follow and self.adapts(task) and self.epochs(task) > 0
+        follows = self._closed is not None and self._closed.follow and len(self.model.head) > 0
+        return follows and self.adapts(task) and self.epochs(task) > 0
+
+    @property
+    def _closed(self) -> ClosedFormSettings | None:
+        return self.config.head if isinstance(self.config.head, ClosedFormSettings) else None
 
     @property
     def views(self) -> int:
         """How many views of an image a head in closed form learns."""
-        return 2 if self.config.head.with_mirrors else 1
+        return 2 if self._closed and self._closed.with_mirrors else 1
 
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from probprompt import methods
 from probprompt.backbones.pretrained import find_weights, load_backbone
+from probprompt.config import RunConfig
 from probprompt.engine.learner import Learner
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.heads import make_head
 from probprompt.heads.linear import ClassStatistics
-from probprompt.heads.settings import HeadConfig
 from probprompt.methods import Shape
 from probprompt.storage import read_json, read_tensors, write_error, write_json, write_named_by_contents
 
@@ -89,7 +89,8 @@ def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedMod
     method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
     for task, classes in enumerate(note["task_sizes"][: note["adapted_tasks"]]):
         method.begin_task(task, classes)
-    head = make_head(HeadConfig(**note["head"]), method.preferred_head, backbone.width, note["seed"]).to(where)
+    settings = RunConfig.model_validate({"method": note["method"], "head": note["head"]})
+    head = make_head(settings.head, backbone.width, note["seed"]).to(where)
     model = PromptedModel(backbone, method, head)
     try:
         method.load_state_dict(group(tensors, "method"))

@@ -1,39 +1,74 @@
-"""Heads: features to logits over the classes seen so far. Any head goes with any method.
+"""Heads: features to logits over the classes seen so far. Any head goes with any method."""
 
-Trained heads learn by gradient together with the prompts. Closed-form heads add up sums over images, in float64, and
-are solved from them: after any sequence of tasks they equal the head of all those images at once, whatever the order,
-as long as the features of an image stay what they are. No image is kept.
-"""
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from probprompt.errors import UserError
-from probprompt.heads.closed_form import LDAHead, NearestMeanHead, RidgeHead
-from probprompt.heads.linear import Head, LinearHead, NormalizedHead
-from probprompt.heads.settings import HeadConfig
+from pydantic import Field
 
-HEADS: dict[str, type[Head]] = {
-    "linear": LinearHead,
-    "normalised": NormalizedHead,
-    "ridge": RidgeHead,
-    "lda": LDAHead,
-    "nearest-mean": NearestMeanHead,
+from probprompt.heads.closed_form import (
+    ClosedFormSettings,
+    LDAHead,
+    LDASettings,
+    NearestMeanHead,
+    NearestMeanSettings,
+    RidgeHead,
+    RidgeSettings,
+)
+from probprompt.heads.linear import Head, HeadSettings, LinearHead, LinearSettings, NormalizedHead, NormalizedSettings
+
+AnyHeadSettings = Annotated[
+    LinearSettings | NormalizedSettings | RidgeSettings | LDASettings | NearestMeanSettings, Field(discriminator="kind")
+]
+HEADS: dict[str, tuple[type[HeadSettings], type[Head]]] = {
+    "linear": (LinearSettings, LinearHead),
+    "normalised": (NormalizedSettings, NormalizedHead),
+    "ridge": (RidgeSettings, RidgeHead),
+    "lda": (LDASettings, LDAHead),
+    "nearest-mean": (NearestMeanSettings, NearestMeanHead),
 }
-"""All heads by name."""
+"""Settings and class of every head by name."""
 
 
-def make_head(config: HeadConfig, preferred: str, width: int, seed: int) -> Head:
-    """Build the head that is set, or else the preferred one.
+def make_head(settings: HeadSettings, width: int, seed: int) -> Head:
+    """Build a head without any class yet.
 
-    >>> make_head(HeadConfig(projections=5), "ridge", width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
+    >>> import torch
+    >>> make_head(RidgeSettings(projections=5), width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
     torch.Size([2, 3])
     """
-    kind = config.kind or preferred
-    if HEADS[kind].trained:
-        for name in ("with_query", "layers", "mirrored", "with_mirrors"):
-            if getattr(config, name):
-                closed = ", ".join(other for other, head in HEADS.items() if not head.trained)
-                raise UserError(f"head.{name} is for heads in closed form ({closed}), not for {kind!r}: set head.kind")
-    if config.mirrored and config.with_mirrors:
-        raise UserError("head.mirrored takes in mirror images already: set it or head.with_mirrors, not both")
-    head = HEADS[kind].create(config, width, seed)
-    head.layers, head.mirrored = config.layers, config.mirrored
+    head = HEADS[settings.kind][1].create(settings, width, seed)
+    if isinstance(settings, ClosedFormSettings):
+        head.layers, head.mirrored = settings.layers, settings.mirrored
     return head
+
+
+def setting_names(kind: str | None = None) -> list[str]:
+    """Return the settings of one kind of head, or of all.
+
+    >>> setting_names("linear")
+    ['kind']
+    """
+    kinds = HEADS if kind is None else [kind]
+    return list(dict.fromkeys(name for one in kinds for name in HEADS[one][0].model_fields))
+
+
+def complete(given: Mapping[str, Any], preferred: str) -> dict[str, Any]:
+    """Name the kind of head, and drop the settings of other kinds that have their default.
+
+    Until version 0.1 every head recorded the settings of all kinds.
+
+    >>> complete({"kind": None, "projections": 2000}, "linear")
+    {'kind': 'linear'}
+    """
+    kind = given.get("kind") or preferred
+    if kind not in HEADS:
+        raise ValueError(f"kind must be one of {', '.join(HEADS)}, not {kind!r}")
+    settings: dict[str, Any] = {"kind": kind}
+    for name, value in given.items():
+        others = [other for other, (parts, _) in HEADS.items() if name in parts.model_fields]
+        if name != "kind" and others and kind not in others:
+            if value != HEADS[others[0]][0].model_fields[name].default:
+                raise ValueError(f"{name} is a setting of {' and '.join(others)}, not of {kind!r}. Set head.kind")
+        elif name != "kind":
+            settings[name] = value
+    return settings

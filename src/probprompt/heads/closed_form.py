@@ -1,20 +1,19 @@
-"""Heads: features to logits over the classes seen so far. Any head goes with any method.
+"""Heads in closed form: they add up sums over images, in float64, and are solved from them.
 
-Trained heads learn by gradient together with the prompts. Closed-form heads add up sums over images, in float64, and
-are solved from them: after any sequence of tasks they equal the head of all those images at once, whatever the order,
-as long as the features of an image stay what they are. No image is kept.
+After any sequence of tasks they equal the head of all those images at once, whatever the order, as long as the
+features of an image stay the same. No image is kept.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.heads.linear import Head
-from probprompt.heads.settings import HeadConfig, given_width, untouched_width
+from probprompt.heads.linear import Head, HeadSettings
 
 STRENGTHS = tuple(10.0**power for power in range(-6, 10))
 """What the strength of the ridge is chosen from."""
@@ -24,6 +23,78 @@ STRIP = 256  # rows that are saved together of half a matrix
 
 
 CHUNK = 2**23  # numbers of an intermediate result in float64: 64 MB
+
+
+class ClosedFormSettings(HeadSettings):
+    """What all heads in closed form can read of an image."""
+
+    with_query: bool = False
+    """Whether a head in closed form also sees the query, which is computed anyway: what the backbone says without
+    prompts then stands beside what it says with them."""
+    layers: int = Field(0, ge=0)
+    """Of how many blocks before the last a head in closed form also reads the class token and the mean of the patches,
+    under prompts and each normalised."""
+    readings: Literal["beside", "projected"] = "beside"
+    """Whether the ridge head takes them as they are, beside its projections, or projects them with the feature."""
+    mirrored: bool = False
+    """Whether a head in closed form is given the mean of what is read of an image and of its mirror image, wherever it
+    learns or predicts: twice the work of both, and less chance in a feature. The query is the image's own."""
+    with_mirrors: bool = False
+    """Whether a head in closed form also learns the mirror image of every image, as one more image of its class: twice
+    the passes of learning, and no more work at prediction."""
+    follow: bool = False
+    """Whether the sums of a head in closed form follow where prompts that learn in several tasks
+    (``training.adapt_tasks``) move the features: by the linear map from what the head made of the new task's images
+    before to what it makes of them after it."""
+
+    @model_validator(mode="after")
+    def _check_views(self) -> Self:
+        if self.mirrored and self.with_mirrors:
+            raise ValueError("head.mirrored takes in mirror images already: set it or head.with_mirrors, not both")
+        return self
+
+    def input_width(self, width: int) -> int:
+        """Return the width of a feature, the query, then the readings of blocks.
+
+        >>> LDASettings(with_query=True, layers=3).input_width(10)
+        80
+        """
+        return width * (1 + self.with_query + 2 * self.layers)
+
+
+class RidgeSettings(ClosedFormSettings):
+    """Ridge regression on random projections, as RanPAC."""
+
+    kind: Literal["ridge"] = "ridge"
+    projections: int = Field(2000, ge=0)
+    """Random ReLU projections under the ridge head; 0 takes the features as they are."""
+    ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """lambda of the ridge head; None chooses it on held-out images."""
+    ridge_choice: Literal["first", "every"] = "first"
+    """Lambda is chosen once, on a fifth of the first task's images; or anew after every task, on a fifth of the images
+    of all tasks so far, each judged when it came. What is right for a first task of few classes is too much later."""
+
+    def unprojected_width(self, width: int) -> int:
+        """Return the width of the readings that stand next to the projections.
+
+        >>> RidgeSettings(layers=3).unprojected_width(10)
+        60
+        """
+        return 2 * self.layers * width if self.readings == "beside" else 0
+
+
+class LDASettings(ClosedFormSettings):
+    """Linear discriminant analysis with one covariance for all classes."""
+
+    kind: Literal["lda"] = "lda"
+    shrinkage: float = Field(1e-3, gt=0, le=1)
+    """How far the covariance of the LDA head is drawn towards its mean diagonal."""
+
+
+class NearestMeanSettings(ClosedFormSettings):
+    """The class whose mean feature has the smallest angle with the feature."""
+
+    kind: Literal["nearest-mean"] = "nearest-mean"
 
 
 class ClosedFormHead(Head):
@@ -209,11 +280,11 @@ class RidgeHead(ClosedFormHead):
         self.register_buffer("projection", projection, persistent=False)  # (D, L)
 
     @classmethod
-    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
         """Build the head with the projections and the ridge that are set."""
-        untouched = untouched_width(config, width)
-        every = config.ridge_choice == "every"
-        return cls(given_width(config, width), seed, config.projections, config.ridge, untouched, every)
+        assert isinstance(settings, RidgeSettings)
+        untouched, every = settings.unprojected_width(width), settings.ridge_choice == "every"
+        return cls(settings.input_width(width), seed, settings.projections, settings.ridge, untouched, every)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, lambda, and its trials.
@@ -351,9 +422,10 @@ class LDAHead(ClosedFormHead):
         self.shrinkage = shrinkage
 
     @classmethod
-    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
         """Build the head with the shrinkage that is set."""
-        return cls(given_width(config, width), seed, config.shrinkage)
+        assert isinstance(settings, LDASettings)
+        return cls(settings.input_width(width), seed, settings.shrinkage)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and sums (C, D), biases and counts (C,), and the second moment (D, D)."""

@@ -1,9 +1,4 @@
-"""Heads: features to logits over the classes seen so far. Any head goes with any method.
-
-Trained heads learn by gradient together with the prompts. Closed-form heads add up sums over images, in float64, and
-are solved from them: after any sequence of tasks they equal the head of all those images at once, whatever the order,
-as long as the features of an image stay what they are. No image is kept.
-"""
+"""Heads trained by gradient, and their realignment to all classes after a task."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,8 +10,31 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.heads.settings import HeadConfig, given_width
 from probprompt.kernels.cuda_graphs import Captured, make_optimizer, set_rate
+
+
+class HeadSettings(BaseModel):
+    """Settings of a head; a subclass gives ``kind`` its name and adds its own fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+
+    def input_width(self, width: int) -> int:
+        """Return the width of the head's input for features of this width."""
+        return width
+
+
+class LinearSettings(HeadSettings):
+    """A linear layer, trained together with the prompts."""
+
+    kind: Literal["linear"] = "linear"
+
+
+class NormalizedSettings(HeadSettings):
+    """A trained linear layer on normalized features."""
+
+    kind: Literal["normalised"] = "normalised"
 
 
 class Head(nn.Module):
@@ -39,9 +57,9 @@ class Head(nn.Module):
         self.seed = seed
 
     @classmethod
-    def create(cls, config: HeadConfig, width: int, seed: int) -> Self:
+    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
         """Build the head, without any class yet, for features of this width."""
-        return cls(given_width(config, width), seed)
+        return cls(settings.input_width(width), seed)
 
     def __len__(self) -> int:
         return len(self.weight)

@@ -13,13 +13,17 @@ from torch import Tensor, nn
 
 from probprompt import randomness
 from probprompt.methods.base import (
+    NO_ALIGNMENT,
     Blocks,
     Context,
+    Experiment,
     Method,
     MethodConfig,
     Prompted,
+    Settings,
     Shape,
     TaskSummary,
+    TunedRates,
     check_blocks,
     register,
 )
@@ -45,11 +49,30 @@ class APT(Method):
 
     Config = APTConfig
     summary = "one learned shift of the class token's key and value per block"
+    tuned_rates = TunedRates(matched=2.0, ridge=2.0)
     needs_query = False
     preferred_head = "normalised"
 
     merged: Tensor
     has_merged: Tensor
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of the authors' code."""
+        own = {"cifar100": (0.004, 30, 0.7), "cub200": (0.02, 25, 0.7)}
+        rate, epochs, ema = own.get(experiment.protocol, (0.003, 30, 0.8))
+        return {
+            **NO_ALIGNMENT,
+            "method": {"ema": ema},
+            "training": {
+                "epochs": epochs,
+                "batch": 64,
+                "head_rate": rate,
+                "prompt_rate_factor": 1.0,
+                "schedule": "vq-epoch",
+                "augmentation": "autoaugment+crop",
+            },
+        }
 
     def __init__(self, config: APTConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor, nn
@@ -35,6 +37,34 @@ class MethodConfig(BaseModel):
     def marks(self) -> tuple[str, ...]:
         """What must be said beside every result: published behaviour that is wrong, and was asked for by an option."""
         return ()
+
+
+Settings = dict[str, Any]
+"""Nested settings of a run, as far as somebody chose them."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A benchmark on which published settings are requested."""
+
+    protocol: str
+    """Benchmark whose published settings apply: its own, or ImageNet-R where the authors did not run it."""
+    known: bool
+    """Whether it is one of the published benchmarks."""
+    batch: int
+    """Default batch size on this benchmark."""
+    tasks: int | None
+    """Number of tasks, where one is set."""
+
+
+class TunedRates(NamedTuple):
+    """Best learning rates of the prompts on emoji-r, as multiples of the head's, by preset.
+
+    Chosen from 0.02, 0.1, 0.5, 2, 8 (``matched``) and 0.5, 2, 8, 32 (``ridge``) on held-out training images, two seeds.
+    """
+
+    matched: float | None = None
+    ridge: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +151,9 @@ class Method(nn.Module):
     """What decides, beside tensors, which operations a training step consists of: it may change from epoch to epoch."""
     draws: int = 1
     """From so many draws of noise prompts are made at evaluation, and the features that they lead to averaged."""
+    tuned_rates: ClassVar[TunedRates] = TunedRates()
+    matched_rate: ClassVar[float] = 5e-5
+    """Best learning rate on emoji-r where the backbone learns: of 5e-5, 2e-4, 5e-4 and 1e-3, in the same way."""
     sums_loss: bool = False
     """Whether the method's own loss is a sum over the batch (else a mean, or none of the batch's)."""
 
@@ -133,6 +166,11 @@ class Method(nn.Module):
     def create(cls, config: MethodConfig, shape: Shape, seed: int) -> Self:
         """Build the method from its own settings."""
         return cls(config, shape, seed)  # type: ignore[arg-type, call-arg]
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings | None:
+        """Return the settings of the authors, nested as in a run; None if they published none."""
+        return None
 
     def begin_task(self, task: int, classes: int) -> None:
         """Grow or re-initialise for task number ``task`` of so many new classes.
@@ -198,25 +236,98 @@ def cosines(query: Tensor, keys: Tensor) -> Tensor:
     return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)
 
 
+NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
+
+
+def vq_protocol(experiment: Experiment, **method: Any) -> Settings:
+    """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
+    bird = experiment.protocol == "cub200"
+    return {
+        "method": method,
+        "training": {
+            "epochs": 20,
+            "head_rate": 0.0025,
+            "prompt_rate_factor": 5.0,
+            "schedule": "vq-epoch" if bird else "vq",
+            "frozen_epochs": 2 if experiment.protocol == "cifar100" else 1,
+        },
+        "alignment": {"rate": 1e-5, "first_rate": 1e-4, "batch_ratio": 2.0 if bird else 4.0},
+    }
+
+
+def coda_protocol(experiment: Experiment, head_rate: float = 1e-3, **method: Any) -> Settings:
+    """Return the settings of CODA-Prompt's code, which also ran DualPrompt, L2P++, fine-tuning and the joint bound."""
+    return {
+        **NO_ALIGNMENT,
+        "method": method,
+        "training": {
+            "epochs": 20 if experiment.protocol == "cifar100" else 50,
+            "batch": 128 if experiment.known else experiment.batch,
+            "head_rate": head_rate,
+            "prompt_rate_factor": 1.0,
+            "schedule": "vq-epoch",
+        },
+    }
+
+
+def google_protocol(rate: float, batch: int, epochs: int, **method: Any) -> Settings:
+    """Return what L2P, DualPrompt and HiDe-Prompt share: original 21k weights, constant learning rate, clipping."""
+    return {
+        **NO_ALIGNMENT,
+        "method": method,
+        "backbone": {"name": "vit_base_patch16_224.orig_in21k"},
+        "data": {"interpolation": "bicubic"},
+        "training": {
+            "epochs": epochs,
+            "batch": batch,
+            "head_rate": rate * batch / 256,
+            "prompt_rate_factor": 1.0,
+            "schedule": "constant",
+            "clip": 1.0,
+            "crop_scale": (0.05, 1.0),
+        },
+    }
+
+
+ENTRY_POINTS = "probprompt.methods"
+"""Entry point group under which an installed package offers a method: ``name = "module:Class"``."""
 _REGISTRY: dict[str, type[Method]] = {}
+
+
+@cache
+def _load_plugins() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as problem:
+            raise UserError(f"The method {entry.name!r} of {entry.value} cannot be loaded: {problem}.") from problem
 
 
 def register(method: type[Method]) -> type[Method]:
     """Make a method known by the name its settings carry."""
-    name = method.Config.model_fields["name"].default
+    name = method_name(method)
     if name in _REGISTRY:
         raise ValueError(f"two methods are called {name!r}: {_REGISTRY[name]} and {method}")
     _REGISTRY[name] = method
     return method
 
 
+def method_name(method: type[Method]) -> str:
+    """Return the name that the settings of a method carry."""
+    name: str = method.Config.model_fields["name"].default
+    return name
+
+
 def registered() -> Mapping[str, type[Method]]:
-    """All methods by name."""
+    """Return all methods by name, those of other packages included."""
+    _load_plugins()
     return dict(sorted(_REGISTRY.items()))
 
 
 def find(name: str) -> type[Method]:
     """Look a method up by name."""
+    if name not in _REGISTRY:
+        _load_plugins()
     if name not in _REGISTRY:
         raise UserError(f"no method is called {name!r}: {suggest(name, _REGISTRY)}")
     return _REGISTRY[name]

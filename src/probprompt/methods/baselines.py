@@ -4,7 +4,18 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.base import (
+    Context,
+    Experiment,
+    Method,
+    MethodConfig,
+    Prompted,
+    Settings,
+    Shape,
+    coda_protocol,
+    register,
+    vq_protocol,
+)
 
 
 class _Control(Method):
@@ -12,6 +23,11 @@ class _Control(Method):
 
     needs_query = False
     learns = False
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the protocol of VQ-Prompt."""
+        return vq_protocol(experiment)
 
     def __init__(self, config: MethodConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
@@ -79,6 +95,11 @@ class RanPAC(_Control):
     summary = "no prompts, no training: ridge regression on random projections (control)"
     preferred_head = "ridge"
 
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the width that the authors use."""
+        return {"head": {"kind": "ridge", "projections": 10_000}}
+
 
 class FineTuningConfig(MethodConfig):
     """Fine-tuning has no settings of its own."""
@@ -104,10 +125,16 @@ class FineTuning(Method):
 
     Config: ClassVar[type[MethodConfig]] = FineTuningConfig
     summary = "the whole backbone learns, all logits compared: forgets nearly everything (lower bound)"
+    matched_rate = 2e-4
     needs_query = False
     trains_backbone = True
     masked = False
     aligned = False
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of CODA-Prompt's code, which ran these bounds."""
+        return coda_protocol(experiment, head_rate=5e-5)
 
     def __init__(self, config: MethodConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
@@ -132,4 +159,5 @@ class Joint(FineTuning):
 
     Config = JointConfig
     summary = "the whole backbone learns all tasks at once (upper bound)"
+    matched_rate = 5e-4
     joint = True

@@ -17,7 +17,20 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.base import (
+    Blocks,
+    Context,
+    Experiment,
+    Method,
+    MethodConfig,
+    Prompted,
+    Settings,
+    Shape,
+    TunedRates,
+    check_blocks,
+    coda_protocol,
+    register,
+)
 from probprompt.prompts import Prefix
 
 _SMALLEST_NORM = 1e-12  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
@@ -44,8 +57,15 @@ class CodaPrompt(Method):
 
     Config = CodaPromptConfig
     summary = "a sum of components weighed by attention, new ones for every task (CODA-Prompt)"
+    tuned_rates = TunedRates(matched=0.1, ridge=0.5)
 
     anchor: Tensor
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of the authors' code: a hundred components over all tasks."""
+        each = max(1, round(100 / (experiment.tasks or 10)))
+        return coda_protocol(experiment, orthogonality_weight=0.0, components_per_task=each)
 
     def __init__(self, config: CodaPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

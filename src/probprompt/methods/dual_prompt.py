@@ -21,13 +21,17 @@ from torch import Tensor, nn
 from probprompt import randomness
 from probprompt.methods.base import (
     Context,
+    Experiment,
     Method,
     MethodConfig,
     Positive,
     Prompted,
+    Settings,
     Shape,
+    TunedRates,
     check_blocks,
     cosines,
+    google_protocol,
     register,
 )
 from probprompt.prompts import Prefix, Prompt
@@ -85,8 +89,25 @@ class DualPrompt(Method):
 
     Config = DualPromptConfig
     summary = "a general prefix for all tasks and an expert prefix per task, found by its key"
+    tuned_rates = TunedRates(matched=0.5, ridge=8.0)
 
     anchor: Tensor
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of the authors' code. Its lengths count keys and values each, ours both together."""
+        cifar = experiment.protocol == "cifar100"
+        return google_protocol(
+            rate=0.03 if cifar else 0.005,
+            batch=24,
+            epochs=5 if cifar else 50,
+            general_tokens=10,
+            expert_tokens=10 if cifar else 40,
+            shared_keys=True,
+            copy_previous=True,
+            initial="symmetric",
+            key_loss="mean",
+        )
 
     def __init__(self, config: DualPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

@@ -30,14 +30,18 @@ from torch.nn import functional
 
 from probprompt import randomness
 from probprompt.methods.base import (
+    NO_ALIGNMENT,
     Blocks,
     Context,
+    Experiment,
     Method,
     MethodConfig,
     Positive,
     Prompted,
+    Settings,
     Shape,
     TaskSummary,
+    TunedRates,
     check_blocks,
     register,
 )
@@ -75,6 +79,7 @@ class EvoPrompt(Method):
 
     Config = EvoPromptConfig
     summary = "tokens from a small network per block, fused with its past after each task"
+    tuned_rates = TunedRates(matched=0.1, ridge=0.5)
     query_readout = "class before norm"
     needs_summary = True
     needs_prototypes = True
@@ -83,6 +88,24 @@ class EvoPrompt(Method):
     reference_outer: Tensor
     hidden_attribution: Tensor
     token_attribution: Tensor
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of the authors' code."""
+        return {
+            **NO_ALIGNMENT,
+            "backbone": {"name": "vit_base_patch16_224.augreg_in21k_ft_in1k"},
+            "data": {"interpolation": "bicubic"},
+            "training": {
+                "epochs": 20 if experiment.protocol == "cifar100" else 50,
+                "batch": 64,
+                "head_rate": 0.005,
+                "prompt_rate_factor": 1.0,
+                "schedule": "constant",
+                "clip": 1.0,
+                "augmentation": "crop+colour",
+            },
+        }
 
     def __init__(self, config: EvoPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

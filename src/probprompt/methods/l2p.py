@@ -20,13 +20,18 @@ from probprompt import randomness
 from probprompt.methods.base import (
     Blocks,
     Context,
+    Experiment,
     Method,
     MethodConfig,
     Positive,
     Prompted,
+    Settings,
     Shape,
+    TunedRates,
     check_blocks,
+    coda_protocol,
     cosines,
+    google_protocol,
     register,
 )
 from probprompt.prompts import Prefix, Prompt, Tokens
@@ -165,7 +170,13 @@ class L2P(PooledPrompts):
 
     Config = L2PConfig
     summary = "input tokens chosen from a pool by their keys (Learning to Prompt)"
+    tuned_rates = TunedRates(matched=0.1, ridge=8.0)
     readout = "tokens"
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of the authors' code."""
+        return google_protocol(rate=0.03, batch=16, epochs=5)
 
     def __init__(self, config: L2PConfig, shape: Shape, seed: int) -> None:
         super().__init__(config, (0,), shape, seed)
@@ -183,6 +194,11 @@ class PrefixPools(PooledPrompts):
 
     sums_loss = True
     config: PrefixPoolConfig
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of CODA-Prompt's code, which introduced these variants."""
+        return coda_protocol(experiment)
 
     def __init__(self, config: PrefixPoolConfig, shape: Shape, seed: int) -> None:
         super().__init__(config, config.blocks, shape, seed)
@@ -204,6 +220,7 @@ class L2PPlus(PrefixPools):
 
     Config = L2PPlusConfig
     summary = "prefixes of the first block chosen from a pool by their keys (L2P++)"
+    tuned_rates = TunedRates(matched=0.5, ridge=0.5)
 
 
 @register
@@ -212,3 +229,4 @@ class DeepL2PPlus(PrefixPools):
 
     Config = DeepL2PPlusConfig
     summary = "prefixes of the first five blocks, each chosen from a pool of its own (Deep L2P++)"
+    tuned_rates = TunedRates(matched=0.5, ridge=0.5)

@@ -21,13 +21,17 @@ from probprompt.methods.base import (
     EVALUATION,
     Blocks,
     Context,
+    Experiment,
     Method,
     MethodConfig,
     Positive,
     Prompted,
+    Settings,
     Shape,
+    TunedRates,
     check_blocks,
     register,
+    vq_protocol,
 )
 from probprompt.prompts import Prefix
 
@@ -79,12 +83,18 @@ class ProbPrompt(Method):
 
     Config = ProbPromptConfig
     summary = "prompts sampled from a mixture of learned Gaussians (the paper)"
+    tuned_rates = TunedRates(matched=0.5, ridge=8.0)
 
     log_std: Tensor
     cached_mean: Tensor
     cached_log_std: Tensor
     fixed_noise: Tensor
     more_noise: Tensor
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the protocol of VQ-Prompt, which the paper follows."""
+        return vq_protocol(experiment)
 
     def __init__(self, config: ProbPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

@@ -21,13 +21,17 @@ from probprompt import randomness
 from probprompt.methods.base import (
     Blocks,
     Context,
+    Experiment,
     Method,
     MethodConfig,
     Positive,
     Prompted,
+    Settings,
     Shape,
+    TunedRates,
     check_blocks,
     register,
+    vq_protocol,
 )
 from probprompt.prompts import Prefix
 
@@ -62,6 +66,12 @@ class VQPrompt(Method):
 
     Config = VQPromptConfig
     summary = "the nearest prompt of a learned pool, chosen through a soft mixture (VQ-Prompt)"
+    tuned_rates = TunedRates(matched=0.5, ridge=0.5)
+
+    @classmethod
+    def published(cls, experiment: Experiment) -> Settings:
+        """Return the settings of the authors' code."""
+        return vq_protocol(experiment, temperature=5.0 if experiment.protocol == "cub200" else 1.0)
 
     def __init__(self, config: VQPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

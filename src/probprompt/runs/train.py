@@ -175,7 +175,7 @@ def resume(out: Path, device: str | None = None, progress: ProgressCallback = SI
         _refuse_changed_data(record, workshop)
         saved = None
         if run.checkpoint.exists():
-            saved = load_checkpoint(run.checkpoint, config_hash(run.config), workshop.device)
+            saved = load_checkpoint(run.checkpoint, record["config_hash"], workshop.device)
             saved.restore(workshop.learner, workshop.tasks)
         position = saved.position if saved else Position()
         more = {} if world.alone else {"world_size": world.size}
@@ -335,7 +335,7 @@ def describe(workshop: TrainingSetup, name: str) -> dict[str, Any]:
         "hardware": hardware(workshop.device),
         "world_size": workshop.world.size,
         "evaluated_on": "validation" if config.data.validation else "test",
-        "head": config.head.kind or model.method.preferred_head,
+        "head": config.head.kind,
         "joint": model.method.joint,
         "marks": list(config.method.marks()),
         "skipped": workshop.skipped,
@@ -392,7 +392,7 @@ class Execution:
         self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
         count = len(workshop.tasks)
         self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
-        self.hash = config_hash(workshop.config)
+        self.hash = run.record["config_hash"]
         self.writes = workshop.world.writes
         self._begun = time.perf_counter()
         self._before = sum(self.position.seconds.values())
