@@ -46,18 +46,8 @@ def train(
     if epochs is not None:
         named["training"] = {"epochs": epochs}
     given = apply_values(merge(config or {}, named), settings)
-    parsed = parse_config(with_preset(preset, given))
+    parsed = parse_config(presets.resolve(preset, given))
     return start(parsed, Path(out) if out else default_folder(parsed), device, progress, track)
-
-
-def with_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested settings over what a preset says for their method and benchmark; they may name it themselves."""
-    asked = parse_config(given)
-    name = preset or asked.preset
-    if name is None:
-        return dict(given)
-    base = presets.settings(name, asked.method.name, asked.data.benchmark, asked.data.tasks)
-    return merge(merge(base, given), {"preset": name})
 
 
 def start(

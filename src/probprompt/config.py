@@ -163,7 +163,7 @@ def parse_config(settings: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as problem:
-        known = list(_field_names(RunConfig, settings))
+        known = list(field_names(RunConfig, settings))
         mistakes = dict.fromkeys(_explain(error, known) for error in problem.errors())
         raise UserError("\n".join(mistakes)) from None
 
@@ -272,7 +272,7 @@ def apply_values(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict
     """Apply values by their dotted or unambiguous names."""
     result = dict(settings)
     for key, value in values.items():
-        for part in reversed(_resolve(key, list(_field_names(RunConfig, result))).split(".")):
+        for part in reversed(_resolve(key, list(field_names(RunConfig, result))).split(".")):
             value = {part: value}
         result = merge(result, value)
     return result
@@ -322,8 +322,8 @@ def _method_name(value: Any) -> str:
     return value if isinstance(value, str) else "probprompt"
 
 
-def _field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """All dotted field names, those of the chosen method included."""
+def field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield all dotted field names, including those of the chosen method and of every head."""
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
         if name == "method" and model is RunConfig:
@@ -331,6 +331,6 @@ def _field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: st
         if name == "head" and model is RunConfig:
             yield from (f"head.{setting}" for setting in heads.setting_names())
         elif isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _field_names(inner, settings, f"{prefix}{name}.")
+            yield from field_names(inner, settings, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from probprompt import methods
-from probprompt.config import merge
+from probprompt.config import merge, parse_config
 from probprompt.errors import UserError, suggest
 from probprompt.methods.base import NO_ALIGNMENT, Experiment, Method, Settings, method_name
 
@@ -44,6 +44,16 @@ def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> 
 def has_prompts(method: type[Method]) -> bool:
     """Return True if the method learns prompts, and neither only a head nor the backbone."""
     return method.learns and not method.trains_backbone
+
+
+def resolve(preset: str | None, given: Mapping[str, Any]) -> Settings:
+    """Lay nested settings, which may name the preset, over those of a preset for their method and benchmark."""
+    asked = parse_config(given)
+    name = preset or asked.preset
+    if name is None:
+        return dict(given)
+    base = settings(name, asked.method.name, asked.data.benchmark, asked.data.tasks)
+    return merge(merge(base, given), {"preset": name})
 
 
 def of_run(preset: object, config: Mapping[str, Any], tasks: object) -> Settings | None:

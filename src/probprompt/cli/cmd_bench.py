@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from probprompt import api, methods
+from probprompt import methods, presets
 from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_each
 from probprompt.bench.results import (
     differences,
@@ -90,7 +90,7 @@ def bench_config(
     """Return the settings: the preset or the defaults of this device, then the options, then the assignments."""
     options = {name: {key: value for key, value in group.items() if value is not None} for name, group in given.items()}
     settings = apply_assignments({"method": {"name": method}, **options}, assignments)
-    return parse_config(api.with_preset(preset, settings) if preset else merge(DEFAULTS[device.type], settings))
+    return parse_config(presets.resolve(preset, settings) if preset else merge(DEFAULTS[device.type], settings))
 
 
 def _machine(record: Record) -> str:

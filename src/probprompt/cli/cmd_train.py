@@ -43,10 +43,9 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     runs = []
     for method, preset in presets.DEMO:
         screen.title(f"{method}: {methods.find(method).summary}")
-        config = presets.settings(preset, method, "emoji-r")
         target = folder / method
         with _resumable(target):
-            run = api.train(out=target, seed=seed, config=config, device=device, progress=screen)
+            run = api.train("emoji-r", method, preset=preset, out=target, seed=seed, device=device, progress=screen)
         runs.append(run)
     folders = [run.folder for run in runs]
     picture = save_overview(folders, folder / "overview.png")
@@ -90,7 +89,7 @@ def run_train(
             _refuse_changes(resume, given, assignments, config, out)
             folder = resume
         else:
-            parsed = parse_config(api.with_preset(preset, _gather({}, given, assignments, config)))
+            parsed = parse_config(presets.resolve(preset, _gather({}, given, assignments, config)))
             folder = out or api.default_folder(parsed)
         if gpus is not None and distributed.must_launch(gpus, device):
             _launch(gpus, folder, [] if resume or out else ["--out", str(folder)])

@@ -25,6 +25,16 @@ STRIP = 256  # rows that are saved together of half a matrix
 CHUNK = 2**23  # numbers of an intermediate result in float64: 64 MB
 
 
+class _ProjectionSettings(HeadSettings):
+    projections: int = Field(2000, ge=0)
+    """Random ReLU projections under the ridge head; 0 takes the features as they are."""
+    ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """lambda of the ridge head; None chooses it on held-out images."""
+    ridge_choice: Literal["first", "every"] = "first"
+    """Lambda is chosen once, on a fifth of the first task's images; or anew after every task, on a fifth of the images
+    of all tasks so far, each judged when it came. What is right for a first task of few classes is too much later."""
+
+
 class ClosedFormSettings(HeadSettings):
     """What all heads in closed form can read of an image."""
 
@@ -62,17 +72,10 @@ class ClosedFormSettings(HeadSettings):
         return width * (1 + self.with_query + 2 * self.layers)
 
 
-class RidgeSettings(ClosedFormSettings):
+class RidgeSettings(ClosedFormSettings, _ProjectionSettings):  # recorded in the order of the second
     """Ridge regression on random projections, as RanPAC."""
 
     kind: Literal["ridge"] = "ridge"
-    projections: int = Field(2000, ge=0)
-    """Random ReLU projections under the ridge head; 0 takes the features as they are."""
-    ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """lambda of the ridge head; None chooses it on held-out images."""
-    ridge_choice: Literal["first", "every"] = "first"
-    """Lambda is chosen once, on a fifth of the first task's images; or anew after every task, on a fifth of the images
-    of all tasks so far, each judged when it came. What is right for a first task of few classes is too much later."""
 
     def unprojected_width(self, width: int) -> int:
         """Return the width of the readings that stand next to the projections.

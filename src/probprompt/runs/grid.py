@@ -12,9 +12,11 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from probprompt import methods, presets
-from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
+from probprompt.config import RunConfig, field_names, flatten, merge, parse_config, with_absolute_paths
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
+from probprompt.heads import HEADS, setting_names
+from probprompt.runs.files import read_json
 from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_json
 
@@ -124,7 +126,7 @@ def _resolve(key: str, own: Iterable[str], every: Iterable[str]) -> str:
 
 def _fields(method: str) -> list[str]:
     """All settings that a run with this method has."""
-    return list(flatten(parse_config({"method": {"name": method}}).model_dump()))
+    return list(field_names(RunConfig, {"method": {"name": method}}))
 
 
 # Cells
@@ -284,7 +286,10 @@ class Grid:
                 left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
                 left_out[method] = str(problem)
                 return None
-        return merge(base, nest(self._own(self._settings, method)))
+        own = self._own(self._settings, method)
+        kind = own.get("head.kind") or base.get("head", {}).get("kind") or methods.find(method).preferred_head
+        foreign = {f"head.{name}" for name in setting_names() if kind in HEADS and name not in setting_names(kind)}
+        return merge(base, nest({name: value for name, value in own.items() if name not in foreign}))
 
     def _variations(self, method: str) -> Iterator[Varied]:
         """All combinations of the values that are varied for this method: one and empty where none is."""
