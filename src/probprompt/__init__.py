@@ -12,6 +12,7 @@ _HOME = {
     "Run": "probprompt.runs.run",
     "RunConfig": "probprompt.config",
     "UserError": "probprompt.errors",
+    "audit": "probprompt.api",
     "compare": "probprompt.api",
     "load_backbone": "probprompt.backbones.pretrained",
     "load_model": "probprompt.engine.saved_model",
@@ -22,7 +23,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from probprompt.api import compare, resume, train
+    from probprompt.api import audit, compare, resume, train
     from probprompt.backbones.pretrained import load_backbone
     from probprompt.backbones.vit import FrozenViT
     from probprompt.classifier import ContinualClassifier
@@ -40,6 +41,7 @@ __all__ = [
     "RunConfig",
     "UserError",
     "__version__",
+    "audit",
     "compare",
     "load_backbone",
     "load_model",

@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from probprompt import distributed, presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
+from probprompt.engine.build import pick_device
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.report import write_report
 from probprompt.runs import train as runs_train
 from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Grid, GridSpec, Outcome, benchmark_label, parse_spec
 from probprompt.runs.run import Run
+
+if TYPE_CHECKING:
+    from probprompt.runs.leak_audit import AuditReport
 
 
 def train(
@@ -102,6 +106,33 @@ def compare(
     if any(outcome.run for outcome in outcomes):
         write_comparison(gather(grid, outcomes), grid.out)
     return outcomes
+
+
+def audit(
+    target: str | Path = "emoji-r",
+    *,
+    method: str | None = None,
+    data: str | None = None,
+    images: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    progress: ProgressCallback = SILENT,
+) -> "AuditReport":
+    """Check that predictions do not leak information between images.
+
+    ``target`` is the folder of a run or of a model, audited on the images of ``data`` or its own; or, with
+    ``method``, the benchmark that this method is trained on for the audit, with ``config`` over the settings of a short
+    training.
+    """
+    from probprompt.runs import leak_audit
+
+    where = pick_device(device)
+    if method is None:
+        return leak_audit.audit_saved(
+            Path(target), where, count=images or leak_audit.SAVED_IMAGES, data=data, progress=progress
+        )
+    settings = leak_audit.quick_config(method, str(target), config or {})
+    return leak_audit.audit_method(settings, where, count=images or leak_audit.METHOD_IMAGES, progress=progress)
 
 
 def default_folder(config: RunConfig) -> Path:

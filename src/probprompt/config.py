@@ -178,7 +178,8 @@ def _explain(error: Any, known: list[str]) -> str:
     if where.startswith("data.tasks"):  # one mistake, told once for each kind of value that is allowed
         return "data.tasks: must be a number of tasks, sizes such as [4, 4, 2] or lists of class names"
     if error["type"] == "value_error":
-        return f"{where}: {error['msg'].removeprefix('Value error, ')}"
+        message: str = error["msg"].removeprefix("Value error, ")
+        return message if message.startswith(f"{where}.") else f"{where}: {message}"
     return f"{where}: {error['msg']}, not {error['input']!r}"
 
 

@@ -2,32 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.table import Table
 
-from probprompt import methods, presets
+from probprompt import methods
 from probprompt.backbones.vit import Precision
 from probprompt.cli.console import Screen
-from probprompt.config import RunConfig, apply_assignments, merge, parse_config, with_absolute_paths
+from probprompt.config import apply_assignments
 from probprompt.engine.build import pick_device
 from probprompt.errors import UserError
 from probprompt.evaluation.audit import TOLERANCES, Audit, Check
-from probprompt.runs.leak_audit import AuditReport, audit_method, audit_saved
+from probprompt.runs.leak_audit import METHOD_IMAGES, SAVED_IMAGES, AuditReport, audit_method, audit_saved, quick_config
 from probprompt.storage import write_json
 
 LEAK = 1  # exit code
-
-
-SAVED_IMAGES, METHOD_IMAGES = 64, 32
-
-
-_QUICK: dict[str, Any] = {
-    "training": {"epochs": 1, "batch": 8},
-    "alignment": {"epochs": 1},
-    "head": {"kind": None, "projections": 256},
-}
 
 
 _WORDS = {
@@ -67,18 +56,12 @@ def run_audit(
         if method is not None and every:
             raise UserError("--method and --all exclude each other")
         names = list(methods.registered()) if method is None else [method]
-        configs = [_settings(name, target or "emoji-r", assignments) for name in names]
+        configs = [quick_config(name, target or "emoji-r", apply_assignments({}, assignments)) for name in names]
         proofs = [audit_method(config, where, precision, images or METHOD_IMAGES, screen) for config in configs]
     _show(screen, proofs)
     _write(screen, proofs, out)
     if not all(proof.audit.passed for proof in proofs):
         raise typer.Exit(LEAK)
-
-
-def _settings(method: str, benchmark: str, assignments: Sequence[str]) -> RunConfig:
-    """The method in its quickest training that still tells: an epoch of a few images."""
-    settings = merge(presets.settings("matched", method, benchmark), _QUICK)
-    return with_absolute_paths(parse_config(apply_assignments(settings, assignments)))
 
 
 def _show(screen: Screen, proofs: Sequence[AuditReport]) -> None:

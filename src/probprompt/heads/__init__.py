@@ -62,13 +62,14 @@ def complete(given: Mapping[str, Any], preferred: str) -> dict[str, Any]:
     """
     kind = given.get("kind") or preferred
     if kind not in HEADS:
-        raise ValueError(f"kind must be one of {', '.join(HEADS)}, not {kind!r}")
+        raise ValueError(f"head.kind must be one of {', '.join(HEADS)}, not {kind!r}")
     settings: dict[str, Any] = {"kind": kind}
     for name, value in given.items():
         others = [other for other, (parts, _) in HEADS.items() if name in parts.model_fields]
         if name != "kind" and others and kind not in others:
             if value != HEADS[others[0]][0].model_fields[name].default:
-                raise ValueError(f"{name} is a setting of {' and '.join(others)}, not of {kind!r}. Set head.kind")
+                heads = " and ".join(others)
+                raise ValueError(f"head.{name} is a setting of the kinds {heads}, not of {kind!r}: set head.kind")
         elif name != "kind":
             settings[name] = value
     return settings

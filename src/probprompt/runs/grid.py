@@ -16,7 +16,6 @@ from probprompt.config import RunConfig, field_names, flatten, merge, parse_conf
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.heads import HEADS, setting_names
-from probprompt.runs.files import read_json
 from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_json
 

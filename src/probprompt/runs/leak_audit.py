@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from probprompt import randomness
+from probprompt import methods, presets, randomness
 from probprompt.backbones.vit import Precision
-from probprompt.config import DataConfig, RunConfig
+from probprompt.config import DataConfig, RunConfig, merge, parse_config, with_absolute_paths
 from probprompt.data import datasets
 from probprompt.data.datasets import ImageData
 from probprompt.data.image_store import Loaded, load
@@ -40,6 +40,8 @@ from probprompt.runs.run import Run, config_hash
 from probprompt.runs.train import TrainingSetup, prepare
 from probprompt.storage import write_json
 
+SAVED_IMAGES, METHOD_IMAGES = 64, 32
+"""Images to audit a saved model, or a method, with."""
 COMMON_TASKS = 2  # learned before the futures part
 
 
@@ -87,7 +89,7 @@ def audit_saved(
     folder: Path,
     device: torch.device,
     precision: Precision = "fp32",
-    count: int = 64,
+    count: int = SAVED_IMAGES,
     data: str | None = None,
     progress: ProgressCallback = SILENT,
 ) -> AuditReport:
@@ -224,11 +226,20 @@ def _spread(rows: list[int], count: int) -> list[int]:
 # A method -------------------------------------------------------------------------------------------------------
 
 
+def quick_config(method: str, benchmark: str, given: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of the shortest training that an audit of a method needs: an epoch of a few images."""
+    quick: dict[str, Any] = {"training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}, "head": {"kind": None}}
+    if methods.find(method).preferred_head == "ridge":
+        quick["head"]["projections"] = 256
+    settings = merge(presets.settings("matched", method, benchmark), quick)
+    return with_absolute_paths(parse_config(merge(settings, given)))
+
+
 def audit_method(
     config: RunConfig,
     device: torch.device,
     precision: Precision = "fp32",
-    count: int = 32,
+    count: int = METHOD_IMAGES,
     progress: ProgressCallback = SILENT,
 ) -> AuditReport:
     """Train a method on the first tasks of a stream, under several futures, and audit what it has become.
