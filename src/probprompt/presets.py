@@ -17,7 +17,8 @@ from typing import Any
 from probprompt import methods
 from probprompt.config import merge, parse_config
 from probprompt.errors import UserError, suggest
-from probprompt.methods.base import NO_ALIGNMENT, Experiment, Method, Settings, method_name
+from probprompt.methods.base import Method, method_name
+from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Settings
 
 NAMES = ("published", "matched", "ridge", "flagship")
 

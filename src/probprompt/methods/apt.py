@@ -12,21 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import (
-    NO_ALIGNMENT,
-    Blocks,
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Prompted,
-    Settings,
-    Shape,
-    TaskSummary,
-    TunedRates,
-    check_blocks,
-    register,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.methods.settings import NO_ALIGNMENT, Blocks, Experiment, Settings, TunedRates
 from probprompt.prompts import ClassTokenShift
 
 BOUND = 2.0  # of the start's truncated normal, in absolute terms as in the authors' code: a hundred standard deviations

@@ -4,18 +4,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from probprompt.methods.base import (
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Prompted,
-    Settings,
-    Shape,
-    coda_protocol,
-    register,
-    vq_protocol,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.settings import Experiment, Settings, coda_protocol, vq_protocol
 
 
 class _Control(Method):

@@ -17,20 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import (
-    Blocks,
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Prompted,
-    Settings,
-    Shape,
-    TunedRates,
-    check_blocks,
-    coda_protocol,
-    register,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.settings import Blocks, Experiment, Settings, TunedRates, coda_protocol
 from probprompt.prompts import Prefix
 
 _SMALLEST_NORM = 1e-12  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN

@@ -19,21 +19,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import (
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Positive,
-    Prompted,
-    Settings,
-    Shape,
-    TunedRates,
-    check_blocks,
-    cosines,
-    google_protocol,
-    register,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, cosines, register
+from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, google_protocol
 from probprompt.prompts import Prefix, Prompt
 
 

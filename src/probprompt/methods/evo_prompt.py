@@ -29,22 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt import randomness
-from probprompt.methods.base import (
-    NO_ALIGNMENT,
-    Blocks,
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Positive,
-    Prompted,
-    Settings,
-    Shape,
-    TaskSummary,
-    TunedRates,
-    check_blocks,
-    register,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.methods.settings import NO_ALIGNMENT, Blocks, Experiment, Positive, Settings, TunedRates
 from probprompt.prompts import Tokens
 
 CHUNK = 256  # queries whose tokens are held at once when activations are averaged

@@ -29,22 +29,8 @@ from torch.nn import functional
 
 from probprompt import randomness
 from probprompt.heads.linear import AlignmentConfig, ClassStatistics, LinearHead, align
-from probprompt.methods.base import (
-    Blocks,
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Positive,
-    Prompted,
-    Settings,
-    Shape,
-    TaskSummary,
-    TunedRates,
-    check_blocks,
-    google_protocol,
-    register,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
+from probprompt.methods.settings import Blocks, Experiment, Positive, Settings, TunedRates, google_protocol
 from probprompt.prompts import Prefix
 
 

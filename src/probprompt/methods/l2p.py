@@ -17,22 +17,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import (
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, cosines, register
+from probprompt.methods.settings import (
     Blocks,
-    Context,
     Experiment,
-    Method,
-    MethodConfig,
     Positive,
-    Prompted,
     Settings,
-    Shape,
     TunedRates,
-    check_blocks,
     coda_protocol,
-    cosines,
     google_protocol,
-    register,
 )
 from probprompt.prompts import Prefix, Prompt, Tokens
 

@@ -17,22 +17,8 @@ from torch import Tensor, nn
 
 from probprompt import equations, kernels, randomness
 from probprompt.kernels.mixture import drift, mixture
-from probprompt.methods.base import (
-    EVALUATION,
-    Blocks,
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Positive,
-    Prompted,
-    Settings,
-    Shape,
-    TunedRates,
-    check_blocks,
-    register,
-    vq_protocol,
-)
+from probprompt.methods.base import EVALUATION, Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.settings import Blocks, Experiment, Positive, Settings, TunedRates, vq_protocol
 from probprompt.prompts import Prefix
 
 

@@ -18,21 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
 
 from probprompt import randomness
-from probprompt.methods.base import (
-    Blocks,
-    Context,
-    Experiment,
-    Method,
-    MethodConfig,
-    Positive,
-    Prompted,
-    Settings,
-    Shape,
-    TunedRates,
-    check_blocks,
-    register,
-    vq_protocol,
-)
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
+from probprompt.methods.settings import Blocks, Experiment, Positive, Settings, TunedRates, vq_protocol
 from probprompt.prompts import Prefix
 
 

@@ -1,0 +1,99 @@
+"""Settings that methods share: types of fields, tuned learning rates, and the protocols of published code."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, Field
+
+
+def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(blocks)) != len(blocks) or not blocks:
+        raise ValueError(f"blocks must be different and at least one, not {blocks}")
+    return blocks
+
+
+Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
+"""A setting that names blocks of the backbone, counted from 0; whether it has them is for :func:`check_blocks`."""
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+Settings = dict[str, Any]
+"""Nested settings of a run, as far as somebody chose them."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A benchmark on which published settings are requested."""
+
+    protocol: str
+    """Benchmark whose published settings apply: its own, or ImageNet-R where the authors did not run it."""
+    known: bool
+    """Whether it is one of the published benchmarks."""
+    batch: int
+    """Default batch size on this benchmark."""
+    tasks: int | None
+    """Number of tasks, where one is set."""
+
+
+class TunedRates(NamedTuple):
+    """Best learning rates of the prompts on emoji-r, as multiples of the head's, by preset.
+
+    Chosen from 0.02, 0.1, 0.5, 2, 8 (``matched``) and 0.5, 2, 8, 32 (``ridge``) on held-out training images, two seeds.
+    """
+
+    matched: float | None = None
+    ridge: float | None = None
+
+
+NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
+
+
+def vq_protocol(experiment: Experiment, **method: Any) -> Settings:
+    """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
+    bird = experiment.protocol == "cub200"
+    return {
+        "method": method,
+        "training": {
+            "epochs": 20,
+            "head_rate": 0.0025,
+            "prompt_rate_factor": 5.0,
+            "schedule": "vq-epoch" if bird else "vq",
+            "frozen_epochs": 2 if experiment.protocol == "cifar100" else 1,
+        },
+        "alignment": {"rate": 1e-5, "first_rate": 1e-4, "batch_ratio": 2.0 if bird else 4.0},
+    }
+
+
+def coda_protocol(experiment: Experiment, head_rate: float = 1e-3, **method: Any) -> Settings:
+    """Return the settings of CODA-Prompt's code, which also ran DualPrompt, L2P++, fine-tuning and the joint bound."""
+    return {
+        **NO_ALIGNMENT,
+        "method": method,
+        "training": {
+            "epochs": 20 if experiment.protocol == "cifar100" else 50,
+            "batch": 128 if experiment.known else experiment.batch,
+            "head_rate": head_rate,
+            "prompt_rate_factor": 1.0,
+            "schedule": "vq-epoch",
+        },
+    }
+
+
+def google_protocol(rate: float, batch: int, epochs: int, **method: Any) -> Settings:
+    """Return what L2P, DualPrompt and HiDe-Prompt share: original 21k weights, constant learning rate, clipping."""
+    return {
+        **NO_ALIGNMENT,
+        "method": method,
+        "backbone": {"name": "vit_base_patch16_224.orig_in21k"},
+        "data": {"interpolation": "bicubic"},
+        "training": {
+            "epochs": epochs,
+            "batch": batch,
+            "head_rate": rate * batch / 256,
+            "prompt_rate_factor": 1.0,
+            "schedule": "constant",
+            "clip": 1.0,
+            "crop_scale": (0.05, 1.0),
+        },
+    }
