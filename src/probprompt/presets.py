@@ -18,12 +18,12 @@ from probprompt import methods
 from probprompt.config import merge, parse_config
 from probprompt.errors import UserError, suggest
 from probprompt.methods.base import Method, method_name
-from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Settings
+from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Setting, Settings
 
 NAMES = ("published", "matched", "ridge", "flagship")
 
 
-def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> Settings:
+def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> dict[str, Any]:
     """Nested settings of a method on a benchmark (a name or a folder), in its usual number of tasks or another.
 
     Tasks that are given by their sizes or classes, not by their number, are none of a preset's business.
@@ -33,7 +33,7 @@ def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> 
     made = methods.find(method)
     if preset == "flagship" and method != "probprompt":
         raise UserError(f"the preset 'flagship' is for probprompt alone, not for {method}: use 'matched'")
-    base: Settings = {"preset": preset, "data": {"benchmark": benchmark}, "method": {"name": method}}
+    base = {"preset": preset, "data": {"benchmark": benchmark}, "method": {"name": method}}
     if preset == "published":
         chosen = _published(made, benchmark, tasks)
     else:
@@ -47,7 +47,7 @@ def has_prompts(method: type[Method]) -> bool:
     return method.learns and not method.trains_backbone
 
 
-def resolve(preset: str | None, given: Mapping[str, Any]) -> Settings:
+def resolve(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Lay nested settings, which may name the preset, over those of a preset for their method and benchmark."""
     asked = parse_config(given)
     name = preset or asked.preset
@@ -57,7 +57,7 @@ def resolve(preset: str | None, given: Mapping[str, Any]) -> Settings:
     return merge(merge(base, given), {"preset": name})
 
 
-def of_run(preset: object, config: Mapping[str, Any], tasks: object) -> Settings | None:
+def of_run(preset: object, config: Mapping[str, Any], tasks: object) -> dict[str, Any] | None:
     """The same for what a run has recorded as its preset and settings; None where it has no preset of these."""
     if preset not in NAMES:
         return None
@@ -66,13 +66,15 @@ def of_run(preset: object, config: Mapping[str, Any], tasks: object) -> Settings
 
 # What each benchmark asks for -----------------------------------------------------------------------------------
 
-_BENCHMARKS: dict[str, Settings] = {
-    "cifar100": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
-    "imagenet-r": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
-    "cub200": {"data": {"tasks": 10}, "backbone": {"name": "sup21k"}, "training": {"batch": 128}},
-    "tiny-imagenet": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 128}},
-    "tu-berlin": {"data": {"tasks": 10}, "backbone": {"name": "sup1k"}, "training": {"batch": 64}},
+_TASKS = 10
+_BENCHMARKS = {
+    "cifar100": ("sup1k", 128),
+    "imagenet-r": ("sup1k", 64),
+    "cub200": ("sup21k", 128),
+    "tiny-imagenet": ("sup1k", 128),
+    "tu-berlin": ("sup1k", 64),
 }
+"""Backbone and batch size of the published benchmarks, which come in ten tasks."""
 PHOTOS = ("imagenet-r", "cub200")
 """Published code cuts their random crops from the whole photograph, not from a copy of it that is kept smaller."""
 
@@ -93,31 +95,36 @@ _EMOJI_R: Settings = {
 The published rate of the head's refit (1e-5) is made for tens of thousands of images and does nothing here."""
 
 
+def _batch(benchmark: str) -> int:
+    return _BENCHMARKS[benchmark][1] if benchmark in _BENCHMARKS else 16 if benchmark == "emoji-r" else 64
+
+
 def _surroundings(benchmark: str) -> Settings:
     """Return tasks, backbone and batch size; on an unknown benchmark only the defaults of the last two."""
-    if benchmark in _BENCHMARKS:
-        return _BENCHMARKS[benchmark]
-    return {"backbone": {"name": "demo"}, "training": {"batch": 16 if benchmark == "emoji-r" else 64}}
+    known = benchmark in _BENCHMARKS
+    backbone = _BENCHMARKS[benchmark][0] if known else "demo"
+    tasks: Settings = {"data": {"tasks": _TASKS}} if known else {}
+    return {**tasks, "backbone": {"name": backbone}, "training": {"batch": _batch(benchmark)}}
 
 
 def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
-    around = _surroundings(benchmark)
+    known = benchmark in _BENCHMARKS
     experiment = Experiment(
         protocol=benchmark if benchmark in ("cifar100", "imagenet-r", "cub200") else "imagenet-r",
-        known=benchmark in _BENCHMARKS,
-        batch=around["training"]["batch"],
-        tasks=tasks if isinstance(tasks, int) else around.get("data", {}).get("tasks"),
+        known=known,
+        batch=_batch(benchmark),
+        tasks=tasks if isinstance(tasks, int) else _TASKS,
     )
     found = method.published(experiment)
     if found is None:
         raise UserError(f"nobody has published settings for {method_name(method)}: use the preset 'matched'")
-    if not experiment.known:  # the user's benchmark, our weights
+    if not known:  # the user's benchmark, our weights
         found = {name: part for name, part in found.items() if name != "backbone"}
     whole = {"data": {"stored_side": "full"}} if benchmark in PHOTOS else {}
-    return merge(merge(around, {"backbone": {"normalisation": "unit"}, **whole}), found)
+    return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}, **whole}), found)
 
 
-_WIDE: Settings = {"projections": 10_000, "ridge_choice": "every"}
+_WIDE: dict[str, Setting] = {"projections": 10_000, "ridge_choice": "every"}
 """A ridge head for benchmarks of thousands of images, as wide as RanPAC's; its strength suits all classes so far."""
 
 _MATCHED: Settings = {

@@ -52,7 +52,7 @@ class CodaPrompt(Method):
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
         """Return the settings of the authors' code: a hundred components over all tasks."""
-        each = max(1, round(100 / (experiment.tasks or 10)))
+        each = max(1, round(100 / experiment.tasks))
         return coda_protocol(experiment, orthogonality_weight=0.0, components_per_task=each)
 
     def __init__(self, config: CodaPromptConfig, shape: Shape, seed: int) -> None:

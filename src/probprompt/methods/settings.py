@@ -1,7 +1,7 @@
 """Settings that methods share: types of fields, tuned learning rates, and the protocols of published code."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -18,8 +18,9 @@ Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-Settings = dict[str, Any]
-"""Nested settings of a run, as far as somebody chose them."""
+Setting = str | float | bool | tuple[float, ...] | None
+Settings = dict[str, dict[str, Setting]]
+"""Settings of a run by group, as far as somebody chose them."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Experiment:
     """Whether it is one of the published benchmarks."""
     batch: int
     """Default batch size on this benchmark."""
-    tasks: int | None
-    """Number of tasks, where one is set."""
+    tasks: int
+    """Number of tasks."""
 
 
 class TunedRates(NamedTuple):
@@ -49,7 +50,7 @@ class TunedRates(NamedTuple):
 NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
 
 
-def vq_protocol(experiment: Experiment, **method: Any) -> Settings:
+def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
     """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
     bird = experiment.protocol == "cub200"
     return {
@@ -65,7 +66,7 @@ def vq_protocol(experiment: Experiment, **method: Any) -> Settings:
     }
 
 
-def coda_protocol(experiment: Experiment, head_rate: float = 1e-3, **method: Any) -> Settings:
+def coda_protocol(experiment: Experiment, head_rate: float = 1e-3, **method: Setting) -> Settings:
     """Return the settings of CODA-Prompt's code, which also ran DualPrompt, L2P++, fine-tuning and the joint bound."""
     return {
         **NO_ALIGNMENT,
@@ -80,7 +81,7 @@ def coda_protocol(experiment: Experiment, head_rate: float = 1e-3, **method: Any
     }
 
 
-def google_protocol(rate: float, batch: int, epochs: int, **method: Any) -> Settings:
+def google_protocol(rate: float, batch: int, epochs: int, **method: Setting) -> Settings:
     """Return what L2P, DualPrompt and HiDe-Prompt share: original 21k weights, constant learning rate, clipping."""
     return {
         **NO_ALIGNMENT,
