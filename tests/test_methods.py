@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from probprompt.heads.settings import HeadConfig
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -15,11 +16,10 @@ from probprompt import methods, presets
 from probprompt.backbones.pretrained import LoadedBackbone, Preprocessing
 from probprompt.backbones.vit import FrozenViT
 from probprompt.config import RunConfig, parse_config
-from probprompt.engine import saved_model
+from probprompt.engine import build, saved_model
 from probprompt.errors import UserError
 from probprompt.heads import HEADS, make_head
 from probprompt.heads.closed_form import ClosedFormHead
-from probprompt.heads.settings import HeadConfig
 from probprompt.methods import EVALUATION, Context, Prompted, Shape
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
@@ -56,8 +56,7 @@ def kind(request: pytest.FixtureRequest, loading: None) -> str:
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load these backbones by their names."""
-    for module in (train, saved_model):
-        monkeypatch.setattr(module, "load_backbone", lambda name, *_: build_backbone(name))
+    monkeypatch.setattr(build, "load_backbone", lambda name, *_: build_backbone(name))
 
 
 @pytest.fixture(scope="module")

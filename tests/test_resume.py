@@ -149,7 +149,7 @@ class Minefield(ProgressCallback):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the backbone once; a run gets a copy, which it may train."""
     loaded = load_backbone("test_vit", "random", 32)
-    monkeypatch.setattr(train, "load_backbone", lambda *_: copy.deepcopy(loaded))
+    monkeypatch.setattr(build, "load_backbone", lambda *_: copy.deepcopy(loaded))
 
 
 def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeypatch: pytest.MonkeyPatch) -> Run:

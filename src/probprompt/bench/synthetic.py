@@ -14,12 +14,11 @@ from torch import Tensor
 from probprompt import randomness
 from probprompt.backbones import pretrained
 from probprompt.backbones.pretrained import RANDOM, LoadedBackbone, load_backbone
-from probprompt.backbones.vit import DTYPES
 from probprompt.config import BackboneConfig, RunConfig
 from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.data.images import Pixels
-from probprompt.data.transforms import Preprocessor, enlarged
-from probprompt.engine.build import build_model, default_precision
+from probprompt.data.transforms import enlarged
+from probprompt.engine.build import build_model, build_preprocessor
 from probprompt.engine.learner import Learner, TaskImages
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
@@ -155,19 +154,15 @@ def fresh_backbone(name: str, weights: str | None, image_size: int | None) -> Lo
 
 def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -> BenchSetup:
     """Put the engine in place and go through all tasks before the one to measure, without training them."""
-    torch.backends.cudnn.allow_tf32 = False  # as in every run
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     config, scale = measurable(config), scale or Scale.of(config)
     chosen = config.backbone
     backbone = fresh_backbone(chosen.name, chosen.weights, chosen.image_size)
-    size, wanted = backbone.preprocessing.image_size, backbone.preprocessing
-    arrays = random_images(STORED[device.type], config.data.short_side(enlarged(size)) or FULL_SIDE)
+    side = enlarged(backbone.preprocessing.image_size)
+    arrays = random_images(STORED[device.type], config.data.short_side(side) or FULL_SIDE)
     loaded = Loaded(ImageStore.of(arrays, device), torch.zeros(len(arrays), dtype=torch.long, device=device), ())
-    model = build_model(config, backbone).to(device)
-    model.set_precision(chosen.precision or default_precision(device))
-    dtype = DTYPES[model.backbone.precision]
-    viewer = Preprocessor.of(size, enlarged(size), wanted.mean, wanted.std, config.data.interpolation, device, dtype)
-    learner = Learner(model, loaded, viewer, config)
+    model = build_model(config, backbone, device)
+    learner = Learner(model, loaded, build_preprocessor(config, backbone, device, side), config)
     tasks = _tasks(Scale((scale.classes,)) if learner.model.method.joint else scale, len(arrays), device)
     task = _go_to(learner, tasks)
     later, images = scale.classes - task.first - task.classes, sum(array.nbytes for array in arrays)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probprompt.backbones.pretrained import LoadedBackbone, find_weights, load_backbone
+from probprompt.backbones.pretrained import LoadedBackbone
+from probprompt.backbones.vit import Precision
 from probprompt.classifier.confidence import Gaussians, unit
 from probprompt.classifier.statistics import Moments, Statistics, Views, add_up
 from probprompt.classifier.store import State
@@ -19,13 +20,18 @@ from probprompt.config import RunConfig
 from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.data.images import Pixels
 from probprompt.data.transforms import Preprocessor, enlarged
-from probprompt.engine.build import build_model, build_viewer, default_precision
+from probprompt.engine.build import (
+    ModelState,
+    build_model,
+    build_preprocessor,
+    default_precision,
+    load_frozen,
+)
 from probprompt.engine.learner import Learner, adapted_tasks
 from probprompt.engine.model import PromptedModel
-from probprompt.engine.saved_model import group
+from probprompt.engine.saved_model import restore_learning
 from probprompt.errors import UserError
 from probprompt.heads.closed_form import ClosedFormHead, ClosedFormSettings, RidgeHead, RidgeSettings
-from probprompt.heads.linear import ClassStatistics
 from probprompt.methods import find
 
 STEPS = {"cpu": 160, "cuda": 1600}
@@ -89,17 +95,14 @@ class ModelFactory:
             return self._backbone
 
     def _load_backbone(self) -> LoadedBackbone:
-        torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
-        chosen = self.config.backbone
-        weights = find_weights(chosen.weights, self._home) if self._home else chosen.weights
-        loaded = load_backbone(chosen.name, weights, chosen.image_size, self._expected)
+        loaded = load_frozen(self.config.backbone, self._expected, self._home)
         loaded.model.to(self.device)
         if not find(self.config.method.name).trains_backbone:
             loaded.model.set_precision(self.precision)
         return loaded
 
     @property
-    def precision(self) -> Any:
+    def precision(self) -> Precision:
         """What the backbone computes in."""
         return self.config.backbone.precision or default_precision(self.device)
 
@@ -107,7 +110,7 @@ class ModelFactory:
     def viewer(self) -> Preprocessor:
         """How images are prepared."""
         size = self.backbone.preprocessing.image_size
-        viewer = build_viewer(self.config, self.backbone, enlarged(size), self.device)
+        viewer = build_preprocessor(self.config, self.backbone, self.device, enlarged(size))
         if self._prepared is not None:
             viewer.check_record(self._prepared)
         return viewer
@@ -139,25 +142,13 @@ class ModelFactory:
         backbone = self.backbone
         if find(self.config.method.name).trains_backbone:
             backbone = replace(backbone, model=copy.deepcopy(backbone.model))
-        model = build_model(self.config, backbone).to(self.device)
-        if model.method.trains_backbone:
-            model.set_precision(self.precision)
-        for task, classes in enumerate(state.adapted):
-            model.method.begin_task(task, classes)
-        model.method.to(self.device)
+        tensors: dict[str, Tensor] = {}
         if state.method is not None and state.head is not None:
-            self._fill(model, state)
-        return model
-
-    def _fill(self, model: PromptedModel, state: State) -> None:
-        assert state.method is not None and state.head is not None
-        tensors = {name: value.to(self.device) for name, value in state.method.tensors.items()}
+            rows = {f"head.{name}": value for name, value in state.head.tensors.items()}
+            tensors = {**state.method.tensors, **rows}
         try:
-            model.method.load_state_dict(group(tensors, "method"))
-            if model.method.trains_backbone:
-                model.backbone.load_state_dict(group(tensors, "backbone"))
-            model.head.restore({name: value.to(self.device) for name, value in state.head.tensors.items()})
-        except (RuntimeError, ValueError) as problem:
+            return build_model(self.config, backbone, self.device, self.precision, ModelState(state.adapted, tensors))
+        except ValueError as problem:
             raise UserError(f"the classifier is damaged: its tensors do not fit its settings ({problem})") from problem
 
     def predictor(self, state: State) -> Predictor:
@@ -173,17 +164,10 @@ class ModelFactory:
         model = self.build(state)
         learner = Learner(model, images, self.viewer, self._config_for(len(images.labels)))
         if state.later is not None:
-            tensors = {name: value.to(self.device) for name, value in state.later.tensors.items()}
-            self._restore(learner, tensors)
+            restore_learning(learner, {name: value.to(self.device) for name, value in state.later.tensors.items()})
         if isinstance(model.head, ClosedFormHead) and sums is not None:
             self.solve(model.head, sums.solved, state.strength, solve=False)
         return learner
-
-    def _restore(self, learner: Learner, tensors: dict[str, Tensor]) -> None:
-        if learner.trained is not learner.model.head:
-            learner.trained.restore(group(tensors, "trained"))
-        learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
-        learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
 
     def _config_for(self, images: int) -> RunConfig:
         """Settings for so many images: where nobody set them, as many epochs as make :data:`STEPS` steps at most."""

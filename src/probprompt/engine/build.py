@@ -1,13 +1,17 @@
-"""Carrying out a run: learn task after task, score after each, record everything, go on after a stop."""
+"""Assemble models: device, frozen backbone, method and head, preprocessing of images."""
 
 import gc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from probprompt import methods
-from probprompt.backbones.pretrained import LoadedBackbone
+from probprompt.backbones.pretrained import LoadedBackbone, find_weights, load_backbone
 from probprompt.backbones.vit import DTYPES, Precision
-from probprompt.config import RunConfig
+from probprompt.config import BackboneConfig, RunConfig
 from probprompt.data.transforms import Preprocessor
 from probprompt.engine.hardware import bf16_unit
 from probprompt.engine.model import PromptedModel
@@ -55,23 +59,80 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def build_model(config: RunConfig, backbone: LoadedBackbone) -> PromptedModel:
-    """The model before it has learned anything."""
-    method = _build_method(config, backbone)
+@dataclass(frozen=True)
+class ModelState:
+    """What a model has learned."""
+
+    adapted: tuple[int, ...]
+    """Number of classes of each task in which prompts learned."""
+    tensors: Mapping[str, Tensor]
+    """``method.*``, ``head.*`` and ``backbone.*`` as in saved files; empty for a model that is not filled."""
+
+
+def load_frozen(config: BackboneConfig, sha256: str | None = None, home: Path | None = None) -> LoadedBackbone:
+    """Load and check a backbone.
+
+    ``home`` is the folder of a saved model: a weights file that moved along with it is found there.
+    """
+    weights = find_weights(config.weights, home) if home else config.weights
+    return load_backbone(config.name, weights, config.image_size, sha256)
+
+
+def build_method(
+    config: RunConfig, backbone: LoadedBackbone, device: torch.device, adapted: Iterable[int] = ()
+) -> Method:
+    """Build the method as it starts, with room for the classes of tasks in which prompts learned."""
+    shape = Shape(backbone.model.width, backbone.model.depth)
+    method = methods.find(config.method.name).create(config.method, shape, config.seeds.init).to(device)
+    for task, classes in enumerate(adapted):
+        method.begin_task(task, classes)
+    return method.to(device)
+
+
+def build_model(
+    config: RunConfig,
+    backbone: LoadedBackbone,
+    device: torch.device,
+    precision: Precision | None = None,
+    state: ModelState | None = None,
+) -> PromptedModel:
+    """Assemble backbone, method and head on a device; with ``state`` grown task by task and filled as saved.
+
+    Raises ValueError if the state does not fit the settings. Callers that share a backbone pass a copy when the method
+    trains it.
+    """
+    torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
+    method = build_method(config, backbone, device, state.adapted if state else ())
     if isinstance(config.head, ClosedFormSettings) and config.head.with_query and not method.needs_query:
         raise UserError(f"head.with_query needs a method that asks for a query, which {config.method.name} does not")
     head = make_head(config.head, backbone.model.width, config.seeds.init)
-    return PromptedModel(backbone.model, method, head)
+    model = PromptedModel(backbone.model, method, head).to(device)
+    model.set_precision(precision or config.backbone.precision or default_precision(device))
+    if state and state.tensors:
+        fill(model, {name: value.to(device) for name, value in state.tensors.items()})
+    return model
 
 
-def _build_method(config: RunConfig, backbone: LoadedBackbone) -> Method:
-    shape = Shape(backbone.model.width, backbone.model.depth)
-    return methods.find(config.method.name).create(config.method, shape, config.seeds.init)
+def fill(model: PromptedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Load saved tensors into a model that was grown by the same tasks."""
+    try:
+        model.method.load_state_dict(group(tensors, "method"))
+        if model.method.trains_backbone:
+            model.backbone.load_state_dict(group(tensors, "backbone"))
+    except RuntimeError as problem:
+        raise ValueError(problem) from problem
+    model.head.restore(group(tensors, "head"))
 
 
-def build_viewer(config: RunConfig, backbone: LoadedBackbone, resized: int, device: torch.device) -> Preprocessor:
-    """How images are prepared for this backbone; ``resized`` is the short side from which its input is cut."""
+def group(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names start with ``prefix.``, without it."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+
+
+def build_preprocessor(config: RunConfig, backbone: LoadedBackbone, device: torch.device, resize: int) -> Preprocessor:
+    """How images are prepared for this backbone; its input is cropped from images of short side ``resize``."""
     wanted = backbone.preprocessing
     mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
     dtype = DTYPES[backbone.model.precision]
-    return Preprocessor.of(wanted.image_size, resized, mean, std, config.data.interpolation, device, dtype)
+    return Preprocessor.of(wanted.image_size, resize, mean, std, config.data.interpolation, device, dtype)

@@ -4,6 +4,7 @@ Tensors stand in files named after their contents and ``model.json`` is replaced
 holds one whole model. Loading executes no code.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probprompt import methods
-from probprompt.backbones.pretrained import find_weights, load_backbone
 from probprompt.config import RunConfig
+from probprompt.engine.build import ModelState, build_model, fill, group, load_frozen
 from probprompt.engine.learner import Learner
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
-from probprompt.heads import make_head
 from probprompt.heads.linear import ClassStatistics
-from probprompt.methods import Shape
 from probprompt.storage import read_json, read_tensors, write_error, write_json, write_named_by_contents
 
 FORMAT = 2
@@ -82,23 +80,13 @@ def load_model(folder: str | Path, device: torch.device | None = None) -> Loaded
 
 def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedModel:
     tensors, _ = read_tensors(folder / note["tensors"], where)
-    asked = note["backbone"]
-    weights = find_weights(asked["weights"], folder)
-    backbone = load_backbone(asked["name"], weights, asked["image_size"], asked["sha256"]).model.to(where)
-    config = methods.parse_config(note["method"])
-    method = methods.find(config.name).create(config, Shape(backbone.width, backbone.depth), note["seed"]).to(where)
-    for task, classes in enumerate(note["task_sizes"][: note["adapted_tasks"]]):
-        method.begin_task(task, classes)
-    settings = RunConfig.model_validate({"method": note["method"], "head": note["head"]})
-    head = make_head(settings.head, backbone.width, note["seed"]).to(where)
-    model = PromptedModel(backbone, method, head)
-    try:
-        method.load_state_dict(group(tensors, "method"))
-        if method.trains_backbone:
-            backbone.load_state_dict(group(tensors, "backbone"))
-    except RuntimeError as problem:
-        raise ValueError(problem) from problem
-    head.restore(group(tensors, "head"))
+    weights = {name: value for name, value in note["backbone"].items() if name != "sha256"}
+    config = RunConfig.model_validate(
+        {"method": note["method"], "head": note["head"], "backbone": weights, "seeds": {"init": note["seed"]}}
+    )
+    backbone = load_frozen(config.backbone, note["backbone"]["sha256"], folder)
+    state = ModelState(tuple(note["task_sizes"][: note["adapted_tasks"]]), tensors)
+    model = build_model(config, backbone, where, "fp32", state)
     model.fix()
     return LoadedModel(model, tuple(note["classes"]), note)
 
@@ -133,19 +121,14 @@ def saved_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
     """Load what :func:`learner_tensors` gave."""
-    model = learner.model
-    model.method.load_state_dict(group(tensors, "method"))
-    model.head.restore(group(tensors, "head"))
-    if learner.trained is not model.head:
+    fill(learner.model, tensors)
+    restore_learning(learner, tensors)
+
+
+def restore_learning(learner: Learner, tensors: Mapping[str, Tensor]) -> None:
+    """Load what only further learning needs: a trained head next to a closed-form one, and class statistics."""
+    if learner.trained is not learner.model.head:
         learner.trained.restore(group(tensors, "trained"))
-    if model.method.trains_backbone:
-        model.backbone.load_state_dict(group(tensors, "backbone"))
     learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])
     learner.prototypes = tensors.get("statistics.prototypes", learner.prototypes)
     learner.before = tensors.get("before")
-
-
-def group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose names begin so, without that beginning."""
-    start = f"{prefix}."
-    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}

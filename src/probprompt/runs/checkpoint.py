@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probprompt.engine.build import group
 from probprompt.engine.learner import Learner, TaskImages
-from probprompt.engine.saved_model import group, learner_tensors, learning_only, restore_tensors, saved_tensors
+from probprompt.engine.saved_model import learner_tensors, learning_only, restore_tensors, saved_tensors
 from probprompt.errors import UserError
 from probprompt.runs.run import CHECKPOINTS
 from probprompt.storage import read_tensors, write_tensors

@@ -122,7 +122,6 @@ def _audit_loaded(
     data: str | None,
     progress: ProgressCallback,
 ) -> AuditReport:
-    torch.backends.cudnn.allow_tf32 = False  # as in training
     loaded = load_model(folder, device)
     note = loaded.note
     if data is not None:

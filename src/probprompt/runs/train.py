@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from probprompt.backbones.pretrained import LoadedBackbone, find_weights, load_backbone
+from probprompt.backbones.pretrained import LoadedBackbone
 from probprompt.backbones.vit import Precision
 from probprompt.config import RunConfig
 from probprompt.data import datasets, verify
@@ -24,7 +24,15 @@ from probprompt.data.published import Dataset
 from probprompt.data.stream import Task, build_stream, order_hash
 from probprompt.data.transforms import enlarged
 from probprompt.distributed import ALONE, World, from_environment, join
-from probprompt.engine.build import _build_method, build_model, build_viewer, default_precision, pick_device, release
+from probprompt.engine.build import (
+    build_method,
+    build_model,
+    build_preprocessor,
+    default_precision,
+    load_frozen,
+    pick_device,
+    release,
+)
 from probprompt.engine.hardware import hardware, versions
 from probprompt.engine.learner import Learner, TaskImages
 from probprompt.engine.loader import queries_of
@@ -167,8 +175,7 @@ def resume(out: Path, device: str | None = None, progress: ProgressCallback = SI
         with world.in_turn():
             weights = record["backbone"]
             precision = weights.get("precision")
-            file = find_weights(run.config.backbone.weights, out)
-            workshop = prepare(run.config, place, progress, weights["sha256"], world, precision, file)
+            workshop = prepare(run.config, place, progress, weights["sha256"], world, precision, out)
         if workshop.device.type != begun_on:
             progress.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
         workshop.learner.viewer.check_record(record["preprocessing"])
@@ -206,19 +213,17 @@ def prepare(
     expected_sha256: str | None = None,
     world: World = ALONE,
     precision: Precision | None = None,
-    weights: str | None = None,
+    home: Path | None = None,
 ) -> TrainingSetup:
     """Load images and backbone, check them, and build what learns. Nothing is written.
 
-    A run that goes on keeps the precision it began in; its ``weights`` may lie elsewhere by now.
+    A resumed run keeps its precision; its weights file may have moved along with its folder ``home``.
     """
     begun = time.perf_counter()
     if device.type == "cuda" and torch.cuda.memory_allocated(device):
         release(device)  # what an earlier run of this process left may be more than fits beside another
-    torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
     source = datasets.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
-    chosen = config.backbone
-    backbone = load_backbone(chosen.name, weights or chosen.weights, chosen.image_size, expected_sha256)
+    backbone = load_frozen(config.backbone, expected_sha256, home)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
     for remark in _open(source, progress):
@@ -234,9 +239,8 @@ def prepare(
     stream = build_stream(data.class_names, tasks_given, config.seeds.order)
     train, test = load_kept((data.train, data.test), device, progress, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
-    model = build_model(config, backbone).to(device)
-    model.set_precision(precision or config.backbone.precision or default_precision(device))
-    viewer = build_viewer(config, backbone, short_side if source.enlarge else size, device)
+    model = build_model(config, backbone, device, precision)
+    viewer = build_preprocessor(config, backbone, device, short_side if source.enlarge else size)
     split, order = data.split_hash(), order_hash(stream, data.class_names)
     seen = _stream_of_views(config, backbone, model, split, order)
     learner = Learner(model, train, viewer, config, world, queries_of(seen))
@@ -525,10 +529,8 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if every:
         found["relevance"] = diagnostics.component_usage(model.method, torch.cat(every))
-    fresh = _build_method(workshop.config, workshop.backbone).to(workshop.device)
-    for task in workshop.tasks:
-        if workshop.learner.adapts(task):
-            fresh.begin_task(task.index, task.classes)
+    adapted = [task.classes for task in workshop.tasks if workshop.learner.adapts(task)]
+    fresh = build_method(workshop.config, workshop.backbone, workshop.device, adapted)
     found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, single, names)
     found["queries"] = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
     return {name: part for name, part in found.items() if part is not None}
