@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from probprompt import randomness
 from probprompt.config import parse_config
-from probprompt.engine.learner import TaskImages
+from probprompt.engine.loader import TaskImages
 from probprompt.heads.linear import AlignmentConfig, ClassStatistics, LinearHead, NormalizedHead, align, k_means
 from probprompt.progress import SILENT
 from probprompt.runs.train import TrainingSetup, prepare

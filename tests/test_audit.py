@@ -19,7 +19,8 @@ from probprompt.backbones.vit import FrozenViT
 from probprompt.cli.cmd_audit import run_audit
 from probprompt.config import parse_config
 from probprompt.data.image_store import ImageStore, Loaded
-from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.learner import Learner
+from probprompt.engine.loader import TaskImages
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import load_model
 from probprompt.errors import UserError
@@ -494,9 +495,9 @@ def test_a_run_on_held_out_images_is_audited_with_those(pictures: Path, tmp_path
 def test_a_run_that_is_not_finished_meets_its_own_future(pictures: Path, tmp_path: Path) -> None:
     workshop = train.prepare(config_for(pictures, {"name": "nearest-mean"}), CPU, SILENT)
     run = Run.create(tmp_path / "run", train.describe(workshop, "run"))
-    under_way = train.Execution(run, workshop, None, SILENT, None)
+    under_way = train.RunLoop(run, workshop, None, SILENT, None)
     for task in workshop.tasks[:2]:
-        under_way._learn(task)
+        under_way.learn(task)
     outcome = audit_saved(run.folder, CPU).audit
     assert outcome.passed and outcome.classes == 4 and outcome.tasks == 2
     assert by_name(outcome)["unseen classes"].question == "alone, and beside images of classes not learned yet"

@@ -15,7 +15,7 @@ from PIL import Image
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, confidence, statistics
 from probprompt.data.image_store import ImageStore
-from probprompt.heads.closed_form import RidgeHead
+from probprompt.heads.closed_form import RidgeHead, RidgeSettings
 from probprompt.progress import ProgressCallback
 
 Pixels = NDArray[np.uint8]
@@ -582,8 +582,8 @@ def test_what_cannot_be_learned_is_refused_in_words(case: str, tmp_path: Path) -
 def test_the_default_is_the_flagship_on_a_small_real_vit() -> None:
     made = ContinualClassifier(device="cpu")
     settings = made.settings
-    assert (settings.preset, settings.method.name, settings.head.kind) == ("flagship", "probprompt", "ridge")
-    assert settings.head.projections == 2000 and settings.head.with_query
+    assert (settings.preset, settings.method.name) == ("flagship", "probprompt")
+    assert isinstance(settings.head, RidgeSettings) and settings.head.projections == 2000 and settings.head.with_query
     assert settings.backbone.name == "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     assert repr(made) == "<ContinualClassifier version 0: 0 classes, probprompt>"
 

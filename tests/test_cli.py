@@ -444,7 +444,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     monkeypatch.setattr(train, "prepare", interrupt)
     assert probprompt("train", pictures, "--out", "run") == (130, "", "interrupted; nothing was written yet\n")
     monkeypatch.setattr(train, "prepare", prepare)
-    monkeypatch.setattr(train.Execution, "run_all", interrupt)
+    monkeypatch.setattr(train.RunLoop, "run_all", interrupt)
     for arguments in ((pictures, "--tasks", 2, *TINY, "--out", "my run"), ("--resume", "my run")):
         answer = probprompt("train", *arguments)
         assert answer.code == 130 and answer.err.endswith("probprompt train --resume 'my run'\n")

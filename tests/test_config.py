@@ -6,6 +6,7 @@ import pytest
 
 from probprompt.config import apply_assignments, apply_values, merge, parse_config, read_toml, with_absolute_paths
 from probprompt.errors import UserError
+from probprompt.heads.closed_form import RidgeSettings
 from probprompt.methods import find, registered
 from probprompt.methods.probprompt import ProbPromptConfig
 
@@ -21,7 +22,7 @@ def test_defaults_follow_the_paper() -> None:
     training = config.training
     assert (training.epochs, training.batch, training.head_rate, training.prompt_rate_factor) == (20, 128, 0.0025, 5)
     assert (training.adapt_tasks, training.clip, training.augmentation) == (None, None, "crop")
-    assert config.head.kind is None and find(method.name).preferred_head == "linear"
+    assert config.head.kind == find(method.name).preferred_head == "linear"
     assert config.alignment.enabled is None and find(method.name).aligned
     assert config.backbone.normalisation == "backbone" and config.data.interpolation == "bilinear"
     assert config.preset is None and method.marks() == ()
@@ -70,7 +71,7 @@ def test_settings_of_the_head_and_the_method() -> None:
     config = parse_config(
         apply_assignments({}, ["kind=ridge", "projections=7", "ridge=0.5", "adapt_tasks=2", "clip=1"])
     )
-    assert (config.head.kind, config.head.projections, config.head.ridge) == ("ridge", 7, 0.5)
+    assert isinstance(config.head, RidgeSettings) and (config.head.projections, config.head.ridge) == (7, 0.5)
     assert (config.training.adapt_tasks, config.training.clip) == (2, 1.0)
     config = parse_config(apply_assignments({"method": "l2p"}, ["top_k=2", "pull=0.3"]))
     assert config.method.model_dump()["pull"] == 0.3

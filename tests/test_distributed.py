@@ -21,7 +21,8 @@ from torch import Tensor
 from probprompt import methods
 from probprompt.config import parse_config
 from probprompt.distributed import ALONE, World, from_environment, join
-from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.learner import Learner
+from probprompt.engine.loader import TaskImages
 from probprompt.engine.saved_model import learner_tensors
 from probprompt.errors import UserError
 from probprompt.progress import SILENT

@@ -24,13 +24,13 @@ from timm.models.vision_transformer import VisionTransformer
 from page_marks import read_blocks
 from probprompt import ContinualClassifier, __version__, api, load_model, methods
 from probprompt.backbones.vit import FrozenViT
+from probprompt.config import parse_config
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.export import onnx
 from probprompt.export.onnx import BATCHES, Exported, Source, View, export_onnx, metadata, open_source, write_onnx
 from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormHead
-from probprompt.heads.settings import HeadConfig
 
 SIDE, WIDTH = 16, 24
 Command = Callable[..., Any]
@@ -69,7 +69,7 @@ def source(name: str, **more: Any) -> Source:
     method = kind.create(config, methods.Shape(WIDTH, backbone.depth), 0)
     for task in range(2):
         method.begin_task(task, 2)
-    head = make_head(HeadConfig(**HEADS.get(name, {})), method.preferred_head, WIDTH, 0)
+    head = make_head(parse_config({"method": config, "head": HEADS.get(name, {})}).head, WIDTH, 0)
     if isinstance(head, ClosedFormHead):
         features = torch.randn(20, head.width, generator=torch.Generator().manual_seed(1))
         head.learn(features, torch.arange(20) % 4, 4, task_key=0)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from probprompt.config import parse_config
 from probprompt.data.transforms import JITTER_DRAWS, Boxes, Preprocessor, RandomViews
-from probprompt.engine.learner import Drawn, EpochResult, Learner, Prefetcher, TaskImages
+from probprompt.engine.learner import EpochResult, Learner
+from probprompt.engine.loader import Drawn, Prefetcher, TaskImages
 from probprompt.errors import UserError
 from probprompt.heads.closed_form import RidgeHead
 from probprompt.heads.linear import LinearHead
@@ -89,7 +90,7 @@ class Watched:
 
     def __init__(self, learner: Learner) -> None:
         self.viewer, self.batches, self.views = learner.viewer, list[list[int]](), list[RandomViews]()
-        learner.viewer = self  # type: ignore[assignment]
+        learner.loader.viewer = self  # type: ignore[assignment]
 
     @property
     def boxes(self) -> list[Boxes]:
@@ -551,7 +552,7 @@ def colours(settings: dict[str, Any]) -> tuple[list[dict[int, Tensor]], list[dic
         for epoch in range(2):
             watched = Watched(learner)
             learner.train_epoch(task, epoch, learner.optimiser(task), quiet)
-            learner.viewer = watched.viewer
+            learner.loader.viewer = watched.viewer
             both = list(zip(watched.batches, watched.views, strict=True))
             assert all(views.augmentation == "crop+colour" and views.draws is not None for _, views in both)
             draws.append({row: draw for rows, v in both for row, draw in zip(rows, v.draws, strict=True)})  # type: ignore[arg-type]

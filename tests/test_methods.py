@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from probprompt.heads.settings import HeadConfig
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from probprompt.backbones.vit import FrozenViT
 from probprompt.config import RunConfig, parse_config
 from probprompt.engine import build, saved_model
 from probprompt.errors import UserError
-from probprompt.heads import HEADS, make_head
+from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormHead
 from probprompt.methods import EVALUATION, Context, Prompted, Shape
 from probprompt.progress import SILENT, ProgressCallback
@@ -106,12 +105,13 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
         "data": {"benchmark": str(few), "tasks": [3, 1, 2]},
         "backbone": {"name": kind},
         "method": {"name": method},
-        "head": {"projections": 50},
         "training": {"epochs": 2, "batch": 4, "head_rate": 1e-3 if method in BASELINES else 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
     if method == "ft++":  # by itself it cannot learn a class alone
         base["alignment"] = {**base["alignment"], "enabled": True}
+    if groups.get("head", {}).get("kind", methods.find(method).preferred_head) == "ridge":
+        base["head"] = {"projections": 50}
     return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
 
 
@@ -340,7 +340,7 @@ def test_fine_tuning_with_masked_logits_refuses_a_class_alone(few: Path, loading
 @pytest.mark.parametrize("benchmark_name", ("cifar100", "imagenet-r", "cub200", "emoji-r"))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_preset_is_valid(name: str, benchmark_name: str, preset: str) -> None:
-    without_prompts = name in (*presets.BASELINES, *presets.CONTROLS)
+    without_prompts = not presets.has_prompts(methods.find(name))
     if (preset == "flagship" and name != "probprompt") or (preset == "ridge" and without_prompts):
         with pytest.raises(UserError, match=f"the preset '{preset}' is for"):
             presets.settings(preset, name, benchmark_name)
@@ -361,9 +361,9 @@ def test_matched_is_one_protocol_for_all() -> None:
         config = parse_config(presets.settings("matched", name, "emoji-r"))
         training = config.training.model_dump(exclude={"prompt_rate_factor", "head_rate"})
         shared.append((config.data, config.backbone, tuple(sorted(training.items()))))
-        if name not in presets.BASELINES:
+        if name not in BASELINES:
             assert config.alignment == parse_config(presets.settings("matched", "probprompt", "emoji-r")).alignment
-        if name not in presets.CONTROLS:
+        if methods.find(name).learns:
             assert config.head.kind == "linear"
     assert all(one == shared[0] for one in shared)
 
@@ -408,7 +408,7 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
     model.head.mirrored = False
     both = (model.look(images) + model.look(images.flip(-1))) / 2
     seen, apart = workshop.learner.look(task, lambda _: None), model.predict(images)
-    model.head.mirrored, workshop.learner._frozen = True, None
+    model.head.mirrored, workshop.learner.loader._frozen = True, None
     by_hand = model.head(both)
     assert_predicted_everywhere(run, workshop, by_hand)
     torch.testing.assert_close(model.predict(images.flip(-1)), by_hand)
@@ -422,11 +422,12 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
 @pytest.mark.parametrize("head", ("ridge", "lda"))
 def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path, loading: None) -> None:
     """As more images, with their own queries; a prediction looks at the image alone."""
-    wanted = {"kind": head, "ridge": 1.0, "projections": 40, "layers": 1, "with_query": name == "probprompt"}
+    own = {"ridge": 1.0, "projections": 40} if head == "ridge" else {}
+    wanted = {"kind": head, **own, "layers": 1, "with_query": name == "probprompt"}
     workshop = learn(configure(few, "narrow", name, head={**wanted, "with_mirrors": True}))
     learner = workshop.learner
     model, store = learner.model, learner.images.store
-    by_hand = make_head(HeadConfig(**wanted), head, model.backbone.width, workshop.config.seeds.init)
+    by_hand = make_head(workshop.config.head, model.backbone.width, workshop.config.seeds.init)
     assert isinstance(by_hand, ClosedFormHead)
     with torch.no_grad():
         for task in workshop.tasks:
@@ -466,7 +467,7 @@ def test_a_control_is_a_head_on_features_that_never_change(name: str, head: str)
     method, config = methods.find(name), methods.parse_config(name)
     assert method.preferred_head == head and "control" in method.summary
     assert not (method.needs_query or method.needs_summary or method.trains_backbone or method.joint)
-    assert type(make_head(HeadConfig(projections=5), method.preferred_head, 4, 0)) is HEADS[head]
+    assert parse_config({"method": name}).head.kind == head
     built = method.create(config, Shape(width=4, depth=2), seed=0)
     for context in (EVALUATION, Context(training=True, task=0, labels=torch.tensor([0]))):
         built.begin_task(0, 2)

@@ -42,7 +42,7 @@ def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **gro
     }
     workshop = runs_train.prepare(parse_config({**groups, **base}), torch.device("cpu"), ProgressCallback())
     run = Run.create(out, runs_train.describe(workshop, out.name))
-    runs_train.Execution(run, workshop, None, SILENT, None).run_all()
+    runs_train.RunLoop(run, workshop, None, SILENT, None).run_all()
     return Trained(run, workshop.learner)
 
 

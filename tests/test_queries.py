@@ -142,7 +142,7 @@ def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, set
     monkeypatch.delenv(loader.SWITCH)
     assert loader.queries_of("one") is None
     workshop = taught(settings(training={"epochs": 1, "batch": 8}), 1)
-    assert workshop.learner.queries is None
+    assert workshop.learner.loader.queries is None
 
 
 def test_part_of_an_epoch_is_given_as_it_was_kept() -> None:

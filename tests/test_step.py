@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from probprompt.config import parse_config
-from probprompt.engine.step import Inputs, look_ahead
+from probprompt.engine.loader import Inputs
+from probprompt.engine.step import look_ahead
 from probprompt.kernels.cuda_graphs import SWITCH, WARM_UP, Captured
 from probprompt.progress import SILENT
 from probprompt.runs.train import prepare

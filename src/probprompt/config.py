@@ -157,6 +157,13 @@ class RunConfig(_Settings):
         wide = device == "cuda" and not self.method.marks()  # some marked mistakes depend on the batch
         return self.evaluation_batch or (512 if wide else 128)
 
+    def adapts(self, task: int, trained_head: bool) -> bool:
+        """Whether prompts learn in this task, counted from 0."""
+        limit = self.training.adapt_tasks
+        if limit is None and not trained_head:
+            limit = 1  # a solve over all tasks needs features that stay where they are
+        return limit is None or task < limit
+
 
 def parse_config(settings: Mapping[str, Any]) -> RunConfig:
     """Check nested settings; a mistake is told with the field's name and, for a wrong name, the nearest right one."""

@@ -19,7 +19,8 @@ from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.data.images import Pixels
 from probprompt.data.transforms import enlarged
 from probprompt.engine.build import build_model, build_preprocessor
-from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.learner import Learner
+from probprompt.engine.loader import TaskImages
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.heads.closed_form import ClosedFormHead

@@ -189,7 +189,7 @@ def _calls(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> list[tuple[An
     learner, model = setup.learner, setup.model
     return [
         (learner.viewer, "random", "data"),
-        (learner, "_random_views", "data"),
+        (learner.loader, "_random_views", "data"),
         (model.backbone, "embed", "query"),
         (model.backbone, "query", "query"),
         (model.method, "prompts", "prompts"),

@@ -17,7 +17,8 @@ from probprompt.classifier.statistics import VIEWS, Part, Statistics, Views, com
 from probprompt.classifier.store import KnownClass, LearnedTask, State
 from probprompt.data.image_store import Loaded, load
 from probprompt.data.inputs import LabeledImages, refuse_empty, same_name, unreadable
-from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.learner import Learner
+from probprompt.engine.loader import TaskImages
 from probprompt.engine.saved_model import learner_tensors
 from probprompt.errors import UserError, shorten
 from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
@@ -41,8 +42,9 @@ class Lesson:
     refined: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    def task(self, index: int, first: int, rows: Tensor) -> TaskImages:
-        """Some of the images, by their rows, as a task."""
+    def task(self, index: int, first: int, chosen: Tensor) -> TaskImages:
+        """Some of the images (n,), chosen by booleans, as a task."""
+        rows = chosen.nonzero().flatten()
         return TaskImages(index, first, len(self.new), rows, self.labels[rows])
 
 
@@ -167,22 +169,15 @@ def _train(
     Returns what it is given of all images, (n, V, D or more): of each the views that a head in closed form learns.
     What is trained by gradient never sees the held-out images; a head in closed form is solved with them.
     """
-    every = lesson.task(index, first, torch.arange(len(lesson.labels), device=engine.device))
-    seen = lesson.task(index, first, (~lesson.held).nonzero().flatten())
-    learner.begin(seen)
-    epochs = learner.epochs(seen) if lesson.new else 0
-    batches = learner.views * -(-len(every) // engine.config.images_at_a_time(engine.device.type))
-    with progress.stage("learning", epochs * learner.steps(seen) + batches):
-        optimiser = learner.optimiser(seen) if epochs else None
-        for epoch in range(epochs):
-            assert optimiser is not None
-            result = learner.train_epoch(seen, epoch, optimiser, progress.advance)
-            progress.describe(f"loss {result.loss:.2f}")
-        if engine.closed_form:
-            features = learner.finish(every, progress.advance)
+    every = lesson.task(index, first, torch.ones_like(lesson.held))
+    train = lesson.task(index, first, ~lesson.held)
+    if engine.closed_form:
+        with progress.stage("learning", learner.work(train, every)):
+            features = learner.fit(train, solve_on=every, progress=progress)
             assert features is not None
             return features
-        learner.finish(seen, lambda _: None)
+    with progress.stage("learning", learner.work(train) + learner.loader.passes(every)):
+        learner.fit(train, progress=progress)
         return learner.look(every, progress.advance)[:, None]
 
 

@@ -27,7 +27,7 @@ from probprompt.engine.build import (
     default_precision,
     load_frozen,
 )
-from probprompt.engine.learner import Learner, adapted_tasks
+from probprompt.engine.learner import Learner
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import restore_learning
 from probprompt.errors import UserError
@@ -132,8 +132,7 @@ class ModelFactory:
 
     def adapts(self, task: int) -> bool:
         """Whether prompts learn in this task."""
-        limit = adapted_tasks(self.config, not self.closed_form)
-        return limit is None or task < limit
+        return self.config.adapts(task, not self.closed_form)
 
     # Models ---------------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,27 @@
-"""Queries of training views, kept for later runs of the same process that see the same views.
+"""Training images of a task: batches of random views, features of all images, and queries kept between runs.
 
 The backbone is frozen, so the query of a view depends on neither method nor prompts. Views are drawn from the seed, the
-epoch and the image: whoever trains another method, or another variant of one, on the same stream asks for the very same
-queries, which is a third of the work.
+epoch and the image: another method, or another variant of one, asks for the same queries on the same stream. Keeping
+them saves a third of the work.
 """
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from probprompt import randomness
+from probprompt.config import RunConfig
+from probprompt.data.image_store import Loaded
+from probprompt.data.transforms import DRAWS, Boxes, Preprocessor, RandomViews, draws_needed, random_boxes
+from probprompt.distributed import ALONE, World
+from probprompt.engine.model import PromptedModel
+from probprompt.methods import EVALUATION, Context
+from probprompt.progress import SILENT
 
 SWITCH = "PROBPROMPT_QUERIES"
 """The environment variable that has queries kept when it is ``keep``."""
@@ -21,6 +33,32 @@ SHARE = 0.1
 
 ROOM = 2**30
 """Bytes for queries where there is no GPU."""
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class TaskImages:
+    """The training images of a task: their rows in the loaded set, and their labels in order of appearance."""
+
+    index: int
+    first: int  # the label of its first class
+    classes: int
+    rows: Tensor  # (n,)
+    labels: Tensor  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A batch: what is looked at, its labels, and the key of the step's noise as one number."""
+
+    views: tuple[Tensor, ...]  # images (B, 3, H, W), or frozen features (B, D), or what images are cut out by
+    labels: Tensor  # (B,)
+    seed: Tensor  # (1,)
+    query: tuple[Tensor, ...] = ()  # (B, D), where it is known before
 
 
 class Queries:
@@ -65,3 +103,186 @@ def _held_by_all() -> int:
 
 def _room(device: torch.device) -> float:
     return SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else ROOM
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """All that is drawn at random for an epoch, on the host."""
+
+    order: Tensor  # (n,)
+    noise: Tensor  # (steps, 2): the key of each step's noise
+    views: tuple[Tensor, Tensor] | None  # (n, draws) each; none where features are frozen
+
+
+class Prefetcher:
+    """Draws for one epoch while the GPU trains the one before, which would wait for it otherwise."""
+
+    def __init__(self, draw: Callable[[TaskImages, int], Drawn], epochs: int) -> None:
+        self._draw, self._epochs = draw, epochs
+        self._next: tuple[tuple[int, int, int], Future[Drawn]] | None = None
+
+    def take(self, task: TaskImages, epoch: int) -> Drawn:
+        """What was drawn for this epoch, or is now; the next one's is begun."""
+        key, ready = (task.index, len(task), epoch), self._next
+        self._next = None
+        drawn = ready[1].result() if ready and ready[0] == key else self._draw(task, epoch)
+        if epoch + 1 < self._epochs:
+            self._next = ((*key[:2], epoch + 1), _helper().submit(self._draw, task, epoch + 1))
+        return drawn
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    """One thread, for numbers that are drawn ahead."""
+    return ThreadPoolExecutor(1, "drawing")
+
+
+class TaskLoader:
+    """Feeds a model with the images of tasks, in batches for training or all of them once.
+
+    Several processes share every batch and every pass: each loads its own part.
+    """
+
+    def __init__(
+        self,
+        model: PromptedModel,
+        images: Loaded,
+        viewer: Preprocessor,
+        config: RunConfig,
+        world: World = ALONE,
+        queries: Queries | None = None,
+    ) -> None:
+        self.model, self.images, self.viewer, self.config, self.world = model, images, viewer, config, world
+        self.queries = queries
+        """Of training views, kept from run to run."""
+        self.device = images.labels.device
+        self._frozen: tuple[TaskImages, tuple[Tensor, Tensor | None]] | None = None  # of which; features and queries
+        self._ahead = Prefetcher(self._draw, config.training.epochs if self.device.type == "cuda" else 0)
+
+    # Batches ----------------------------------------------------------------------------------------------------------
+
+    def batch(self, task: TaskImages) -> int:
+        """Images per step, over all processes."""
+        return min(self.config.training.batch, len(task))
+
+    def steps(self, task: TaskImages) -> int:
+        """Optimizer steps per epoch; the last, smaller batch is dropped."""
+        return len(task) // self.batch(task)
+
+    def kept_queries(self) -> Queries | None:
+        """Queries kept from run to run, if training needs any."""
+        asks = self.model.method.needs_query and self.world.alone and self.model.embeds_first
+        return self.queries if asks else None
+
+    def batches(self, task: TaskImages, epoch: int, queries: Tensor | None = None) -> Iterator[Inputs]:
+        """The batches of an epoch, in a random order; ``queries`` are those of its images (n, D) in that order."""
+        batch, drawn = self.batch(task), self._ahead.take(task, epoch)
+        order, noise = drawn.order.to(self.device), drawn.noise.to(self.device)[:, :1]  # (n,), (steps, 1)
+        rows, labels = task.rows[order], task.labels[order]  # (n,)
+        if drawn.views is None:
+            views: Tensor | RandomViews = self.evaluation_features(task)
+        else:
+            views = self._random_views(task, drawn.views)
+        views = views[order]
+        own = self.world.part(batch)
+        for step in range(self.steps(task)):
+            part = slice(step * batch + own.start, step * batch + own.stop)
+            known = () if queries is None else (queries[part],)
+            yield Inputs(self._views_of(rows[part], views[part]), labels[part], noise[step], known)
+
+    def _views_of(self, rows: Tensor, view: Tensor | RandomViews) -> tuple[Tensor, ...]:
+        """Features, images, or what images are cut out by: their rows and boxes, which :meth:`show` takes."""
+        if isinstance(view, Tensor):
+            return (view,)
+        if self.viewer.cuts(self.images.store, view.augmentation):
+            return (rows, view.boxes.places, *([] if view.boxes.flip is None else [view.boxes.flip]))
+        return (self.viewer.random(self.images.store, rows, view),)
+
+    def show(self, rows: Tensor, *boxes: Tensor) -> Tensor:
+        """The images (B, 3, H, W) that given boxes cut out; features and images that are ready are given back."""
+        return self.viewer.random(self.images.store, rows, RandomViews(Boxes(*boxes))) if boxes else rows
+
+    def _draw(self, task: TaskImages, epoch: int) -> Drawn:
+        seed, steps = self.config.seeds.data, self.steps(task)
+        order = torch.from_numpy(randomness.permutation(len(task), seed, "order", task.index, epoch))
+        seeds = [randomness.number(seed, "noise", task.index, epoch * steps + step) for step in range(steps)]
+        # Each on a boundary of 16 bytes, as captured tensors are: Triton compiles another kernel for other addresses.
+        noise = torch.tensor([[key, 0] for key in seeds])
+        return Drawn(order, noise, None if self.model.static else self._draw_views(task, "views", epoch))
+
+    def _draw_views(self, task: TaskImages, purpose: str, epoch: int) -> tuple[Tensor, Tensor]:
+        """Numbers (n, draws) for the boxes and for the colors of random views."""
+        key = (self.config.seeds.data, purpose, task.index, epoch)
+        colors = draws_needed(self.config.training.augmentation)
+        return randomness.uniform((len(task), DRAWS), *key), randomness.uniform((len(task), colors), *key, "colour")
+
+    def _random_views(self, task: TaskImages, drawn: tuple[Tensor, Tensor]) -> RandomViews:
+        settings = self.config.training
+        draws, colors = (part.to(self.device) for part in drawn)
+        sizes = self.images.store.sizes[task.rows]  # (n, 2)
+        boxes = random_boxes(sizes, draws, settings.crop_scale, flip=settings.flip)
+        return RandomViews(boxes, settings.augmentation, colors)
+
+    # All images of a task ---------------------------------------------------------------------------------------------
+
+    def passes(self, task: TaskImages) -> int:
+        """How many times :meth:`compute` advances."""
+        return -(-len(self.world.share(task.rows)) // self.config.images_at_a_time(self.device.type))
+
+    def evaluation(self, task: TaskImages, advance: Advance = SILENT.advance) -> tuple[Tensor, Tensor | None]:
+        """Features and queries of the evaluation views; those that nothing changes any more are kept."""
+        if not self.model.static:
+            return self.compute(task, advance)
+        if self._frozen is None or self._frozen[0] is not task:
+            self._frozen = (task, self.compute(task, advance))
+        return self._frozen[1]
+
+    def evaluation_features(self, task: TaskImages, advance: Advance = SILENT.advance) -> Tensor:
+        """Features (n, D) of the evaluation views, without what a head reads of other blocks."""
+        return self.evaluation(task, advance)[0][:, : self.model.backbone.width]
+
+    def augmented_features(self, task: TaskImages, advance: Advance) -> Tensor:
+        """Features (n, D) of one random view of each image."""
+        return self.compute(task, advance, self._random_views(task, self._draw_views(task, "statistics", 0)))[0]
+
+    @torch.no_grad()
+    def compute(
+        self,
+        task: TaskImages,
+        advance: Advance = SILENT.advance,
+        views: RandomViews | None = None,
+        only_queries: bool = False,
+        context: Context | None = None,
+        mirrored: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features of all the task's images with the prompts of evaluation, as the head reads them, and queries.
+
+        Or of their mirror images.
+        """
+        method = self.model.method
+        if context is None:
+            adapts = self.config.adapts(task.index, self.model.head.trained)
+            context = method.statistics_context(task.index) if adapts else EVALUATION
+        features, queries = [], []
+        own = self.world.share(torch.arange(len(task), device=self.device))
+        for rows in own.split(self.config.images_at_a_time(self.device.type)) if len(own) else ():
+            store, indices = self.images.store, task.rows[rows]
+            if views is None:
+                images = self.viewer.evaluation(store, indices)
+            else:
+                images = self.viewer.random(store, indices, views[rows])
+            images = images.flip(-1) if mirrored else images
+            seen = self.model.embed(images)
+            query = self.model.query(seen)
+            if query is not None:
+                queries.append(query)
+            if not only_queries:
+                features.append(self.model.evaluated(images, seen, context, query))
+            advance(1)
+        nothing = torch.empty(0, self.model.backbone.width, device=self.device)
+        found = torch.cat(features) if features else nothing.repeat(1, 1 + 2 * self.model.head.layers)
+        asked = torch.cat(queries) if queries else nothing
+        return (
+            nothing if only_queries else self.world.gather(found, len(task)),
+            self.world.gather(asked, len(task)) if method.needs_query else None,
+        )

@@ -61,6 +61,11 @@ class PromptedModel(nn.Module):
         """Whether the features of an image never change, so that only the head learns."""
         return not any(parameter.requires_grad for parameter in self.adaptable())
 
+    @property
+    def embeds_first(self) -> bool:
+        """Whether images are seen by a frozen backbone before prompts come in."""
+        return not self.static and not self.backbone.learns
+
     def embed(self, images: Tensor) -> Tensor | Embedded:
         """What the passes over the same images share, where the backbone does not learn."""
         return images if self.backbone.learns else self.backbone.embed(images)

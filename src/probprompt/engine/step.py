@@ -1,24 +1,137 @@
-"""Steps on a GPU: captured once per task and then replayed, the frozen pass of the next beside the learning of this."""
+"""One optimizer step; the look-ahead beside it on a GPU; learning rate schedules.
+
+On a GPU steps are captured once per task and then replayed, the frozen pass of the next next to the learning of this.
+"""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from probprompt import kernels
+from probprompt.backbones.vit import Embedded
+from probprompt.engine.loader import Inputs, TaskImages, TaskLoader
+from probprompt.heads.linear import LinearHead
 from probprompt.kernels.cuda_graphs import Captured
+from probprompt.methods import Context, Method
+from probprompt.randomness import Noise
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """A batch: what is looked at, its labels, and the key of the step's noise as one number."""
+class Step:
+    """What is done with a batch of a task: forward, backward, and a step of the optimizer."""
 
-    views: tuple[Tensor, ...]  # images (B, 3, H, W), or frozen features (B, D), or what images are cut out by
-    labels: Tensor  # (B,)
-    seed: Tensor  # (1,)
-    query: tuple[Tensor, ...] = ()  # (B, D), where it is known before
+    def __init__(self, loader: TaskLoader, head: LinearHead, task: TaskImages, optimizer: torch.optim.AdamW) -> None:
+        self.loader, self.model, self.head, self.task, self.optimizer = loader, loader.model, head, task, optimizer
+        self.key = self.model.method.step_key
+        self.first = task.first if self.model.method.masked else 0
+        self.tally = torch.zeros(2, device=loader.device)
+        """Sums over the steps so far: the loss, and the share that was right."""
+        self.batch, self.world = loader.batch(task), loader.world
+        self.own = self.world.part(self.batch)
+        """Which rows of the whole batch are here."""
+        self.weight = (self.own.stop - self.own.start) * self.world.size / self.batch
+        """What a mean over the images here counts in the mean over all processes: 1 where parts are equal."""
+        captured = kernels.usable(loader.device) and self.world.alone  # without kernels noise needs the host
+        looks = self.model.embeds_first
+        self.learn, self._look = Captured(self._learn, captured, 0), Captured(self._see, captured and looks, 1)
+        self._glance = Captured(self._embed, captured and looks, 1)
+        """What is left of looking where queries are known."""
+        # An external event is recorded anew whenever a captured step is replayed.
+        self._pause = torch.cuda.Event(external=True) if captured and looks else None
+
+    def ahead(self, batches: Iterator[Inputs], known: bool = False) -> Iterator[tuple[Tensor, ...]]:
+        """What :attr:`learn` is to be called with, batch by batch; queries may be known."""
+        return look_ahead(batches, self._glance if known else self._look, self.learn, self._pause)
+
+    def _see(self, *views: Tensor) -> tuple[Tensor, ...]:
+        """What the backbone makes of images before any prompt; nothing where it learns, or features are frozen."""
+        model, images = self.model, self.loader.show(*views)
+        if images.ndim == 2 or model.backbone.learns:
+            return (images,)
+        seen = model.backbone.embed(images)
+        return self._given(seen, model.query(seen))
+
+    def _embed(self, *views: Tensor) -> tuple[Tensor, ...]:
+        """The same without the query."""
+        return self._given(self.model.backbone.embed(self.loader.show(*views)))
+
+    def _given(self, seen: Embedded, query: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Those parts of what was seen that there are."""
+        self._parts = (True, seen.qkv is not None, self.model.method.needs_query)
+        return tuple(part for part in (seen.tokens, seen.qkv, query) if part is not None)
+
+    def _learn(self, labels: Tensor, seed: Tensor, *seen: Tensor) -> tuple[Tensor, ...]:
+        noise = Noise(seed, self.own.start, self.batch)
+        context = Context(True, self.task.index, labels, self.task.first, noise)
+        self.model.on_the_way_back = None if self._pause is None else self._note_pause
+        features, loss = self._features(seen, context)
+        self.model.on_the_way_back = None
+        logits = logits_from(self.head, features, self.first)  # (B, new), or (B, C) where old classes are compared with
+        labels = labels - self.first  # (B,)
+        objective = self._weighed(nn.functional.cross_entropy(logits, labels))
+        self.optimizer.zero_grad()
+        (objective if loss is None else objective + loss).backward()
+        self._settle_gradients()
+        self.model.method.before_step()
+        self.optimizer.step()
+        right = self._weighed((logits.argmax(dim=1) == labels).float().mean())
+        self.tally += torch.stack([objective.detach(), right])
+        return ()
+
+    def _note_pause(self) -> None:
+        assert self._pause is not None
+        self._pause.record()
+
+    def _features(self, seen: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor | None]:
+        """Features of a batch, and what the method adds to the loss."""
+        model = self.model
+        if seen[0].ndim == 2:  # frozen features
+            return seen[0], None
+        if model.backbone.learns:
+            features, loss = model.features(seen[0], context)
+        else:
+            parts = iter(seen)
+            tokens, qkv, query = (next(parts) if there else None for there in self._parts)
+            assert tokens is not None
+            features, loss = model.features(Embedded(tokens, qkv), context, query)
+        if loss is not None:
+            loss = self.world.size * loss if model.method.sums_loss else self._weighed(loss)
+        more = self._feature_loss(features, context)
+        return features, loss if more is None else more if loss is None else loss + more
+
+    def _feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
+        """What the method says to the features of the whole batch, which it may compare with each other."""
+        method, world = self.model.method, self.world
+        if world.alone or type(method).feature_loss is Method.feature_loss:
+            return method.feature_loss(features, context)
+        assert context.labels is not None
+        others, labels = (world.gather(part, self.batch) for part in (features, context.labels))
+        every = torch.cat([others[: self.own.start], features, others[self.own.stop :]])  # (B of all, D)
+        loss = method.feature_loss(every, replace(context, labels=labels))
+        # The gradient goes through the features that are here alone, and gradients are averaged, not added.
+        return None if loss is None else world.size * loss
+
+    def _weighed(self, mean: Tensor) -> Tensor:
+        """A mean over the images here, as its part of the mean over all."""
+        return mean if self.weight == 1 else self.weight * mean
+
+    def _settle_gradients(self) -> None:
+        """Average gradients over the processes, then clip them."""
+        limit = self.loader.config.training.clip
+        if self.world.alone and limit is None:
+            return
+        parts = [part for group in self.optimizer.param_groups for part in group["params"] if part.grad is not None]
+        self.world.average([part.grad for part in parts])
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(parts, limit)
+
+
+def logits_from(head: LinearHead, features: Tensor, first: int) -> Tensor:
+    """Logits of the classes from ``first`` on: the rows of others get no gradient (but any weight decay)."""
+    return head.logits(features, head.weight[first:], head.bias[first:])
 
 
 def look_ahead(

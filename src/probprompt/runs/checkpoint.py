@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from probprompt.engine.build import group
-from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.learner import Learner
+from probprompt.engine.loader import TaskImages
 from probprompt.engine.saved_model import learner_tensors, learning_only, restore_tensors, saved_tensors
 from probprompt.errors import UserError
 from probprompt.runs.run import CHECKPOINTS
@@ -40,9 +42,9 @@ class Position:
 
 
 def save_checkpoint(
-    path: Path, config_hash: str, position: Position, learner: Learner, optimiser: torch.optim.Optimizer | None
+    path: Path, config_hash: str, position: Position, learner: Learner, optimizer: Optimizer | None
 ) -> None:
-    """Write a checkpoint; the optimiser goes with one in the middle of a task.
+    """Write a checkpoint; the optimizer goes with one in the middle of a task.
 
     After the last task what only further learning needs, which may be large, stays out: the model's folder has it.
     """
@@ -52,7 +54,7 @@ def save_checkpoint(
         }
     else:
         tensors = saved_tensors(learner)
-    for index, state in optimiser.state_dict()["state"].items() if optimiser else ():
+    for index, state in optimizer.state_dict()["state"].items() if optimizer else ():
         tensors.update({f"optimiser.{index}.{name}": value for name, value in state.items()})
     note = {"config": config_hash, "position": vars(position)}
     write_tensors(path, tensors, note)
@@ -97,13 +99,13 @@ class Saved:
             learner.begin_method(task)
         restore_tensors(learner, self.tensors)
 
-    def restore_optimiser(self, optimiser: torch.optim.Optimizer) -> None:
-        """Give a new optimiser the saved one's moments."""
+    def restore_optimizer(self, optimizer: Optimizer) -> None:
+        """Give a new optimizer the saved one's moments."""
         state: dict[int, dict[str, Any]] = {}
         for name, value in group(self.tensors, "optimiser").items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = value.cpu() if key == "step" else value  # as AdamW keeps it
-        optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def load_checkpoint(path: Path, config_hash: str, device: torch.device) -> Saved:

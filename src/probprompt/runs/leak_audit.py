@@ -21,7 +21,8 @@ from probprompt.data.datasets import ImageData
 from probprompt.data.image_store import Loaded, load
 from probprompt.data.transforms import Preprocessor, enlarged
 from probprompt.engine.hardware import hardware, versions
-from probprompt.engine.learner import Learner, TaskImages
+from probprompt.engine.learner import Learner
+from probprompt.engine.loader import TaskImages
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import LoadedModel, load_model
 from probprompt.errors import UserError, shorten
@@ -254,7 +255,10 @@ def audit_method(
         for future in futures:
             workshop = first if future == _FUTURES[0] else prepare(other, device, SILENT)
             learner, tasks = _world(workshop, future, common)
-            _learn(learner, tasks, device, progress)
+            with _deterministic(device):
+                for task in tasks:
+                    learner.fit(task)
+                    progress.advance(1)
             models[future] = learner.model
         sample = _test_sample(first, common, count)
         known = sum(task.classes for task in first.tasks[:common])
@@ -298,7 +302,7 @@ def _world(workshop: TrainingSetup, future: str, common: int) -> tuple[Learner, 
     """A learner that knows of this future, and the tasks before it."""
     learner, tasks = workshop.learner, [_thinned(task) for task in workshop.tasks[:common]]
     if future == "another":
-        learner.images = _negatives(learner.images, torch.cat([task.rows for task in workshop.tasks[common:]]))
+        learner.loader.images = _negatives(learner.images, torch.cat([task.rows for task in workshop.tasks[common:]]))
     if future == "none":
         data = workshop.config.data
         assert isinstance(data.tasks, tuple)
@@ -331,17 +335,6 @@ def _only(images: Loaded, rows: Tensor) -> Loaded:
 def _negatives(images: Loaded, rows: Tensor) -> Loaded:
     """A set in which these images have become their negatives."""
     return replace(images, store=images.store.inverted(rows))
-
-
-def _learn(learner: Learner, tasks: list[TaskImages], device: torch.device, progress: ProgressCallback) -> None:
-    with _deterministic(device):
-        for task in tasks:
-            learner.begin(task)
-            optimiser = learner.optimiser(task)
-            for epoch in range(learner.epochs(task)):
-                learner.train_epoch(task, epoch, optimiser, lambda _: None)
-            learner.finish(task, lambda _: None)
-            progress.advance(1)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from probprompt.backbones.pretrained import LoadedBackbone
 from probprompt.backbones.vit import Precision
@@ -34,8 +35,8 @@ from probprompt.engine.build import (
     release,
 )
 from probprompt.engine.hardware import hardware, versions
-from probprompt.engine.learner import Learner, TaskImages
-from probprompt.engine.loader import queries_of
+from probprompt.engine.learner import Callbacks, EpochResult, Learner, MidTask
+from probprompt.engine.loader import TaskImages, queries_of
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import disk_sizes, learner_tensors, save_model
 from probprompt.engine.scorer import Scorer
@@ -374,7 +375,7 @@ def _carry_out(
     settings, wanted = workshop.config.model_dump(mode="json"), track if workshop.world.writes else None
     tracker = open_tracker(wanted, run.folder, settings) if wanted else None
     try:
-        Execution(run, workshop, saved, progress, tracker).run_all()
+        RunLoop(run, workshop, saved, progress, tracker).run_all()
     finally:
         if tracker:
             tracker.close()
@@ -382,7 +383,7 @@ def _carry_out(
     return run
 
 
-class Execution:
+class RunLoop(Callbacks):
     """A run under way. Of several processes each has one; the first alone writes, and it alone has a tracker."""
 
     def __init__(
@@ -406,8 +407,8 @@ class Execution:
     def run_all(self) -> None:
         """Learn what is left to learn."""
         for task in self.workshop.tasks[self.position.task :]:
-            self._learn(task)
-        with self._timed("diagnostics_s"):
+            self.learn(task)
+        with self.timed("diagnostics_s"):
             found = diagnose(self.workshop)
             if not self.writes:
                 return
@@ -422,31 +423,20 @@ class Execution:
             model_mb=disk_sizes(self.run.model),
         )
 
-    def _learn(self, task: TaskImages) -> None:
-        learner, count = self.workshop.learner, len(self.workshop.tasks)
-        if self.position.epoch == 0:
-            learner.begin(task)
-        optimiser = learner.optimiser(task)
-        if self.position.epoch and self.saved:
-            self.saved.restore_optimiser(optimiser)
-        epochs, steps = learner.epochs(task), learner.steps(task)
-        with self.progress.stage(f"task {task.index + 1} of {count}", epochs * steps):
-            self.progress.advance(self.position.epoch * steps)
-            for epoch in range(self.position.epoch, epochs):
-                self._train_epoch(task, epoch, optimiser)
-            with self._timed("alignment_s"):
-                self.progress.describe("aligning the head")
-                learner.finish(task, lambda _: None)
-            with self._timed("evaluation_s"):
+    def learn(self, task: TaskImages) -> None:
+        """Learn a task and score all seen so far; a checkpoint in the middle of it is continued."""
+        learner, count, position = self.workshop.learner, len(self.workshop.tasks), self.position
+        resume = MidTask(position.epoch, self.saved.restore_optimizer) if position.epoch and self.saved else None
+        with self.progress.stage(f"task {task.index + 1} of {count}", learner.work(task)):
+            learner.fit(task, resume=resume, progress=self.progress, callbacks=self)
+            with self.timed("evaluation_s"):
                 self.progress.describe("evaluating")
                 scores = self._score(task.index)
             self.progress.describe(f"average accuracy {np.mean(scores):.1f} %")
         self._close_task(task, scores)
 
-    def _train_epoch(self, task: TaskImages, epoch: int, optimiser: torch.optim.AdamW) -> None:
-        with self._timed("training_s"):
-            result = self.workshop.learner.train_epoch(task, epoch, optimiser, self.progress.advance)
-        self.progress.describe(f"loss {result.loss:.2f}")
+    def epoch_done(self, task: TaskImages, epoch: int, result: EpochResult, optimizer: Optimizer) -> None:
+        """Log and track an epoch, and save where it is time to."""
         if self.writes:
             self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
         if self.tracker:
@@ -454,7 +444,7 @@ class Execution:
             self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
         self.position.task, self.position.epoch = task.index, epoch + 1
         if self._saving.due():
-            self._checkpoint(optimiser)
+            self._checkpoint(optimizer)
 
     def _score(self, step: int) -> list[float]:
         joint = self.workshop.learner.model.method.joint
@@ -478,15 +468,15 @@ class Execution:
         if not (last or self._saving.due()):
             return
         if self.writes:
-            with self._timed("saving_s"):
+            with self.timed("saving_s"):
                 save_model(self.run.model, self.workshop.learner, self._model_note(task), learning=last)
         self._checkpoint(None)
 
-    def _checkpoint(self, optimiser: torch.optim.Optimizer | None) -> None:
+    def _checkpoint(self, optimizer: Optimizer | None) -> None:
         if not self.writes:
             return
-        with self._timed("saving_s"), self._saving.timed():
-            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimiser)
+        with self.timed("saving_s"), self._saving.timed():
+            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimizer)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
         config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
@@ -503,10 +493,11 @@ class Execution:
         }
 
     @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase."""
         begun = time.perf_counter()
         yield
-        self._spend(what, time.perf_counter() - begun)
+        self._spend(phase, time.perf_counter() - begun)
 
     def _spend(self, what: str, seconds: float) -> None:
         self.position.seconds[what] = self.position.seconds.get(what, 0.0) + seconds
