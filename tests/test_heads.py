@@ -12,6 +12,7 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.config import parse_config
+from probprompt.errors import UserError
 from probprompt.heads import HEADS, closed_form, make_head
 from probprompt.heads.closed_form import ClosedFormHead, RidgeHead, RidgeSettings
 from probprompt.heads.linear import Head, LinearHead, NormalizedHead
