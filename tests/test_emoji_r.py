@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def dataset() -> Dataset:
 
 @pytest.fixture(scope="module")
 def index() -> dict[str, Any]:
-    return cast("dict[str, Any]", emoji_r.manifest())
+    return emoji_r.manifest()
 
 
 def test_counts_agree_with_the_manifest(dataset: Dataset, index: dict[str, Any]) -> None:
