@@ -34,6 +34,7 @@ from probprompt.data.transforms import (
 
 
 KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
+EDGES = ("top", "left", "height", "width")
 
 
 def _image(height: int, width: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: i
     ours = resample(image.expand(8, -1, -1, -1), boxes, size, kernel) * 255
     assert boxes.flip is not None
     for index in range(8):
-        box = [int(getattr(boxes, name)[index]) for name in ("top", "left", "height", "width")]
+        box = [int(getattr(boxes, name)[index]) for name in EDGES]
         theirs = functional.resized_crop(image, *box, [size, size], mode, antialias=True)
         exact = functional.resized_crop(image.float(), *box, [size, size], mode, antialias=True).clamp(0, 255)
         if boxes.flip[index]:
@@ -85,17 +86,12 @@ def test_boxes_are_distributed_as_torchvisions() -> None:
     count = 4000
     boxes = random_boxes(torch.tensor([[100, 140]]).expand(count, 2), randomness.uniform((count, DRAWS), 0, "boxes"))
     torch.manual_seed(0)
-    theirs = torch.tensor([_torchvision_box() for _ in range(count)]).double()
-    ours = torch.stack([boxes.top, boxes.left, boxes.height, boxes.width], dim=1)
+    found = [v2.RandomResizedCrop(8).make_params([torch.empty(3, 100, 140)]) for _ in range(count)]
+    theirs = torch.tensor([[box[name] for name in EDGES] for box in found]).double()
+    ours = torch.stack([getattr(boxes, name) for name in EDGES], dim=1)
     assert ((ours.mean(0) - theirs.mean(0)).abs() < 2.5).all()
     assert ((ours.std(0) - theirs.std(0)).abs() < 2.5).all()
     assert (boxes.top + boxes.height <= 100).all() and (boxes.left + boxes.width <= 140).all()
-
-
-def _torchvision_box() -> list[int]:
-    crop = v2.RandomResizedCrop(8)
-    parameters = crop.make_params([torch.empty(3, 100, 140)])
-    return [parameters[name] for name in ("top", "left", "height", "width")]
 
 
 def test_extreme_shapes_fall_back_to_the_largest_allowed_box() -> None:
