@@ -360,7 +360,7 @@ def test_the_images_are_those_the_run_was_evaluated_on(folder: Path, monkeypatch
     monkeypatch.setattr(proof, "audit", watched)
     audit_saved(folder, CPU)
     model, images, tasks, classes, strangers, *_ = taken
-    scorer = execute.prepare(Run.open(folder).config, CPU, ProgressCallback()).scorer
+    scorer = execute.prepare(Run.open(folder).config, CPU, SILENT).scorer
     assert torch.equal(images, scorer.viewer.evaluation(scorer.images.store, torch.arange(12)))
     assert tasks.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and classes == 6 and strangers is None
     assert torch.equal(load_model(folder).model.predict(images), model.predict(images))
@@ -387,7 +387,7 @@ def test_runs_of_every_kind_are_audited(
 
 
 def test_a_run_that_is_not_finished_meets_its_own_future(pictures: Path, tmp_path: Path) -> None:
-    workshop = execute.prepare(config_for(pictures, "nearest-mean"), CPU, ProgressCallback())
+    workshop = execute.prepare(config_for(pictures, "nearest-mean"), CPU, SILENT)
     run = Run.create(tmp_path / "run", execute.describe(workshop, "run"))
     under_way = execute.Execution(run, workshop, None, SILENT, None)
     for task in workshop.tasks[:2]:
@@ -406,7 +406,7 @@ def test_changed_images_are_refused_unreadable_ones_skipped(pictures: Path, tmp_
     moved = Path(shutil.copytree(pictures, tmp_path / "pictures"))
     config = config_for(moved, "nearest-mean", data={"skip_unreadable": True})
     run = execute.train(config, tmp_path / "run", "cpu")
-    broken = moved / execute.prepare(run.config, CPU, ProgressCallback()).scorer.images.names[0]
+    broken = moved / execute.prepare(run.config, CPU, SILENT).scorer.images.names[0]
     content = broken.read_bytes()
     broken.write_bytes(b"no image")
     assert audit_saved(run.folder, CPU).audit.images == 11

@@ -257,7 +257,7 @@ main()
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs a system that limits and tells memory")
 def test_too_little_memory_is_told_and_keeps_the_old_version(model: Path, pictures: Path) -> None:
     old = answers(load(model))
-    command = [sys.executable, "-c", LITTLE_MEMORY, model, pictures, str(10**7)]
+    command = [sys.executable, "-c", LITTLE_MEMORY, str(model), str(pictures), str(10**7)]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 1 and "not enough memory" in told.stderr and "Traceback" not in told.stderr, told.stderr
     assert load(model).version == 3 and answers(load(model)) == old
