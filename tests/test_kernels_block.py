@@ -277,8 +277,8 @@ def test_only_low_logits_leave_padded_keys_without_weight() -> None:
     found, expected = run(case, given, 1.0), reference(case, given, 1.0)
     assert float(expected["logsumexp"].max()) < -300
     assert_near(found["mixed"], expected["mixed"], 1e-4)
-    both = [torch.cat([one[part] for part in ("queries", "keys", "values")], 2) for one in (found, expected)]
-    assert_near(*both, 1e-3)
+    one, other = (torch.cat([side[part] for part in ("queries", "keys", "values")], 2) for side in (found, expected))
+    assert_near(one, other, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["two blocks left over", *(["ViT-B/16"] if GPU else [])])

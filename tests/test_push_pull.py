@@ -175,7 +175,7 @@ def test_the_model_of_a_run_travels_with_scores(hub: Hub, settings: Command, tmp
     assert str(pictures) not in card.content
     run.update(evaluated_on="validation")
     chosen = ModelCard(make_card(read_record(run.folder), "me/run", statistics=False))
-    assert chosen.data.to_dict().get("eval_results") is None and "Measured on held-out training images" in chosen.text
+    assert not vars(chosen.data).get("eval_results") and "Measured on held-out training images" in chosen.text
     pull("me/run", tmp_path / "again")
     images = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     loaded, before = load_model(tmp_path / "again"), load_model(run.folder)
@@ -210,8 +210,7 @@ def test_names_of_classes_are_text_and_nothing_else(learned: Path, name: str) ->
     note["state"]["classes"][0]["name"] = name
     content = make_card(replace(record, note=note), "me/birds", statistics=False)
     assert (
-        re.search(r"(?<!\\)<script", content) is None
-        and ModelCard(content).data.to_dict()["library_name"] == "probprompt"
+        re.search(r"(?<!\\)<script", content) is None and vars(ModelCard(content).data)["library_name"] == "probprompt"
     )
     line = next(line for line in content.splitlines() if "class1, class2" in line and not line.startswith("|"))
     assert line.endswith(", class1, class2, class3, class4") and re.search(r"(?<!\\)[|`*\[]", line) is None
