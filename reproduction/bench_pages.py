@@ -75,7 +75,7 @@ def fill_page(text: str, page: Path, records: Sequence[Path]) -> str:
     read = [BenchRecord(path, read_record(path)) for path in sorted(set(records), key=lambda path: (path.name, path))]
     names = [name for name in SECTIONS if _comments(name)[0] in text]
     if not names:
-        names = [name for name, section in SECTIONS.items() if section.make(read, page) is not None]
+        names = [name for name, (_, make) in SECTIONS.items() if make(read, page) is not None]
         text = "\n\n".join([text.rstrip(), *("\n\n".join(_comments(name)) for name in names)]) + "\n"
     for name in names:
         start, end = _comments(name)
@@ -83,7 +83,8 @@ def fill_page(text: str, page: Path, records: Sequence[Path]) -> str:
         _, closed, after = rest.partition(end)
         if not closed:
             raise UserError(f"{page} has the comment {start} without {end} after it: put that where the table ends")
-        table = SECTIONS[name].make(read, page) or f"Not measured: this table needs {SECTIONS[name].needs}."
+        needs, make = SECTIONS[name]
+        table = make(read, page) or f"Not measured: this table needs {needs}."
         text = f"{before}{start}\n\n{table}\n\n{end}{after}"
     return text
 
@@ -414,17 +415,10 @@ def _estimate(record: BenchRecord, results: Sequence[Result]) -> str:
     return "\n\n".join([markdown_table(header, rows), fleet, bullets(notes)])
 
 
-@dataclass(frozen=True)
-class Section:
-    """Tables of one kind: the records they need, and a function that makes them; None without such records."""
-
-    needs: str
-    make: Callable[[Sequence[BenchRecord], Path], str | None]
-
-
-SECTIONS = {
-    "figures": Section("a record of a single method", _figures),
-    "methods": Section("a record of several methods (--methods)", _methods),
-    "growth": Section("a record of how cost grows (scaling)", _growth),
-    "reproduction": Section("a record of all methods of the paper (--methods all)", _reproduction),
+SECTIONS: dict[str, tuple[str, Callable[[Sequence[BenchRecord], Path], str | None]]] = {
+    "figures": ("a record of a single method", _figures),
+    "methods": ("a record of several methods (--methods)", _methods),
+    "growth": ("a record of how cost grows (scaling)", _growth),
+    "reproduction": ("a record of all methods of the paper (--methods all)", _reproduction),
 }
+"""Tables by name: the records they need, and a function that makes them, or None without such records."""

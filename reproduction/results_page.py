@@ -4,10 +4,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from probprompt import presets
 from probprompt.backbones import pretrained
@@ -46,22 +45,13 @@ Cells = dict[str, list[Entry]]
 # Which runs go with which number
 
 
-@dataclass(frozen=True)
-class RowLabel:
+class RowLabel(NamedTuple):
     """What a row of ours is about, and how it differs from the paper's experiment."""
 
-    benchmark: str
-    """If it is not the paper's."""
-    backbone: str
-    sha256: str
-    preset: str
+    text: str
     flags: str
-
-    @property
-    def text(self) -> str:
-        """The label in the table."""
-        parts = ", ".join(filter(None, ("ours", self.benchmark, self.backbone, f"`{self.preset}`")))
-        return f"{parts} {self.flags}".strip()
+    sha256: str
+    """Of the weights: rows may have the same text."""
 
 
 def has_paper_weights(entry: Entry, backbone: str) -> bool:
@@ -147,7 +137,8 @@ def _flags(row: paper.Row, column: paper.Column, entry: Entry) -> str:
 def _label(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> RowLabel:
     flags = _flags(row, column, entry) + (WRONG if entry.content.get("marks") else "")
     benchmark = entry.benchmark if table.study and entry.benchmark != column.benchmark else ""
-    return RowLabel(benchmark, entry.backbone, str(entry.content["backbone"]["sha256"]), entry.preset, flags)
+    parts = ", ".join(filter(None, ("ours", benchmark, entry.backbone, f"`{entry.preset}`")))
+    return RowLabel(f"{parts} {flags}".strip(), flags, str(entry.content["backbone"]["sha256"]))
 
 
 def our_rows(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[RowLabel, Cells]]:

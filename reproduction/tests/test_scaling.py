@@ -25,7 +25,7 @@ def _config(method: str = "probprompt") -> RunConfig:
 
 
 def _fit(axis: str, values: tuple[int, ...], seconds: Callable[[int], float]) -> dict[str, scaling.Exponent]:
-    """The exponents if one image takes so many seconds in training, and half of it in inference."""
+    """The exponents if an image takes these seconds in training, and half of them in inference."""
     points = [Point(value, 1 / seconds(value), 2 / seconds(value), memory=1000 * value) for value in values]
     return scaling.fit_exponents(AXES[axis], points)
 
