@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,9 +132,6 @@ def count_queries(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]
     return watch
 
 
-# A served model -----------------------------------------------------------------------------------------------------
-
-
 def png(pixels: Any) -> bytes:
     """Pixels as a PNG file."""
     written = io.BytesIO()
@@ -144,9 +142,8 @@ def png(pixels: Any) -> bytes:
 @pytest.fixture(scope="session")
 def emoji() -> dict[str, dict[str, list[bytes]]]:
     """The embedded drawings as PNG files, by side (train, test) and class."""
-    pixels, rows = emoji_r.read()
     found: dict[str, dict[str, list[bytes]]] = {"train": {}, "test": {}}
-    for image, row in zip(pixels, rows, strict=True):
+    for image, row in zip(*emoji_r.read(), strict=True):
         own = found[row.split].setdefault(row.label, [])
         if len(own) < 12:
             own.append(png(image))
@@ -224,18 +221,23 @@ class Served:
 
     def form(self, path: str, parts: list[tuple[str, str | bytes]], token: bool = False, **headers: str) -> Reply:
         """Send a form: text, and bytes as files."""
-        lines: list[bytes] = []
+        body = b""
         for number, (name, value) in enumerate(parts):
-            file = isinstance(value, bytes)
-            about = f'; filename="{number}.png"\r\nContent-Type: image/png' if file else ""
-            content = value if isinstance(value, bytes) else value.encode()
-            lines += [
-                f'--edge\r\nContent-Disposition: form-data; name="{name}"{about}\r\n\r\n'.encode(),
-                content,
-                b"\r\n",
-            ]
-        kind = {"Content_Type": "multipart/form-data; boundary=edge"}
-        return self.ask("POST", path, b"".join([*lines, b"--edge--\r\n"]), token, **kind, **headers)
+            about = f'; filename="{number}.png"\r\nContent-Type: image/png' if isinstance(value, bytes) else ""
+            body += f'--edge\r\nContent-Disposition: form-data; name="{name}"{about}\r\n\r\n'.encode()
+            body += (value if isinstance(value, bytes) else value.encode()) + b"\r\n"
+        headers["Content_Type"] = "multipart/form-data; boundary=edge"
+        return self.ask("POST", path, body + b"--edge--\r\n", token, **headers)
+
+    def roll_back(self, to: object) -> Reply:
+        """Ask for a version to become the current one again."""
+        body = json.dumps({"to": to}).encode()
+        return self.ask("POST", "/api/rollback", body, token=True, Content_Type="application/json")
+
+    def teach(self, name: str, images: list[bytes], token: bool = True, **fields: str) -> Reply:
+        """Ask for a class to be learned."""
+        parts: list[tuple[str, str | bytes]] = [("names", name), *fields.items()]
+        return self.form("/api/teach", [*parts, *(("images", image) for image in images)], token)
 
     def predict(self, images: list[bytes], top_k: int = 1) -> Any:
         """Classify images."""
@@ -252,18 +254,30 @@ class Served:
         return job
 
 
-@pytest.fixture
-def serve(small_model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """Starts services, each on a model of its own or on one that is named; they are stopped at the end."""
+@contextmanager
+def services(small_model: Path, root: Path) -> Iterator[Callable[..., Served]]:
+    """Start services, each on a new copy of the model or on a given folder; stop them at the end."""
     running: list[Served] = []
 
     def start(folder: Path | None = None, **more: Any) -> Served:
-        if folder is None:
-            folder = tmp_path / f"model{len(running)}"
-            shutil.copytree(small_model, folder)
+        folder = folder or Path(shutil.copytree(small_model, root / f"model{len(running)}"))
         running.append(Served(folder, **more))
         return running[-1]
 
     yield start
     for served in running:
         served.stop()
+
+
+@pytest.fixture
+def serve(small_model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts services for one test."""
+    with services(small_model, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def served(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A service that no test may change."""
+    with services(small_model, tmp_path_factory.mktemp("served")) as start:
+        yield start()

@@ -117,7 +117,7 @@ def test_prompts_adapt_in_the_first_lesson_and_stay_afterwards(two_tasks: Contin
     assert any(not torch.equal(fresh[name.removeprefix("method.")], value) for name, value in first.items())
 
 
-def test_what_was_learned_is_recognised_and_told_with_probabilities(two_tasks: ContinualClassifier) -> None:
+def test_what_was_learned_is_recognized(two_tasks: ContinualClassifier) -> None:
     fresh = paint("abcde", 4, seed=1)
     answers = two_tasks.predict(flat(fresh), top_k=3)
     truth = [name for name, group in fresh.items() for _ in group]
@@ -157,7 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_method_and_head_learns_twice_and_is_loaded_as_it_was(case: str, tmp_path: Path) -> None:
+def test_any_method_and_head_learns_and_is_loaded_as_it_was(case: str, tmp_path: Path) -> None:
     config = {"alignment": {"epochs": 1}, "head": {"projections": 60}}
     made = ContinualClassifier(**{**TINY, **CASES[case]}, config=config)
     for names in ("abc", "de"):
@@ -231,7 +231,7 @@ def test_a_known_class_is_refused_by_name_with_the_choice(two_tasks: ContinualCl
 
 
 @pytest.mark.parametrize("projections", [0, 60], ids=["kept one by one", "kept as sums"])
-def test_mirror_images_are_learned_refined_and_forgotten_with_their_images(projections: int) -> None:
+def test_mirror_images_follow_their_images(projections: int) -> None:
     made = taught(paint("abc"), paint("de", 6), **{"head.with_mirrors": True, "projections": projections})
     made.learn(paint("b", 7, seed=5), known="refine")
     made.forget("c")
@@ -270,7 +270,7 @@ def test_every_head_in_closed_form_forgets(kind: str) -> None:
     torch.testing.assert_close(weight(made), weight(never), rtol=1e-4, atol=1e-5)
 
 
-def test_large_classes_are_kept_as_sums_and_forgotten_and_refined_as_exactly() -> None:
+def test_large_classes_are_kept_as_sums() -> None:
     made = taught(paint("abc", 180), method="ranpac", projections=0)
     kept = made.predictor.state.classes[0].rest.tensors
     assert "rows" not in kept and int(kept["count"]) == 160
@@ -389,7 +389,7 @@ def test_what_is_no_image_is_refused(two_tasks: ContinualClassifier) -> None:
         two_tasks.predict(paint("a", 1)["a"], top_k=0)
 
 
-def test_probabilities_are_calibrated_on_images_that_the_head_has_not_learned(two_tasks: ContinualClassifier) -> None:
+def test_probabilities_are_calibrated_on_held_out_images(two_tasks: ContinualClassifier) -> None:
     from probprompt.classifier.confidence import UNFITTED, fit_temperature
 
     state, head = two_tasks.predictor.state, two_tasks.predictor.model.head
@@ -446,7 +446,7 @@ def test_evaluation_counts_what_predictions_say(two_tasks: ContinualClassifier) 
         two_tasks.evaluate({"a": ["missing.png"]})
 
 
-def test_forgetting_is_measured_against_the_version_that_had_just_learned_a_task() -> None:
+def test_forgetting_is_measured_since_a_task_was_learned() -> None:
     made = taught(paint("abc", 6))
     test = paint("abc", 8, seed=8)
     then = made.evaluate(test)
@@ -518,7 +518,7 @@ def test_unreadable_files_are_named_and_left_out(tmp_path: Path) -> None:
         ContinualClassifier(**PROBPROMPT).learn(folder)
 
 
-def test_rounding_where_there_is_no_variance_is_not_taken_for_variance() -> None:
+def test_rounding_is_not_taken_for_variance() -> None:
     """Whether one image of each class leaves 0 or 1e-19 depends on the processor."""
     noise = 1e-19 * torch.tensor([[1.0, 2.0], [2.0, 3.0]], dtype=torch.float64)  # with a negative eigenvalue
     assert torch.allclose(confidence._whitening(noise, 0.3), torch.eye(2, dtype=torch.float64))

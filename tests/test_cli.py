@@ -1,7 +1,6 @@
 """The command line as a user meets it: what it prints, what it leaves, and how it answers mistakes."""
 
 import io
-import json
 import re
 import shutil
 import socket
@@ -14,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
 import probprompt as package
@@ -110,7 +108,7 @@ def test_a_folder_of_pictures_is_learned(probprompt: Command, pictures: Path) ->
     assert re.search(rf"^task 3 +{run.matrix[2, 2]:.1f}$", answer.out, re.MULTILINE) and has_row(answer.out, run)
 
 
-def test_tasks_are_a_number_or_sizes_or_a_file(
+def test_tasks_by_number_sizes_or_file(
     probprompt: Command, asked: list[RunConfig], pictures: Path, tmp_path: Path
 ) -> None:
     lines, lists = tmp_path / "tasks.txt", tmp_path / "tasks.json"
@@ -129,9 +127,7 @@ def test_one_seed_sets_all_three_and_each_can_be_set_alone(probprompt: Command, 
     assert found == [(7, 7, 7), (1, 0, 0), (0, 2, 0), (0, 0, 3), (7, 2, 7)]
 
 
-def test_settings_go_over_options_and_options_over_the_file(
-    probprompt: Command, asked: list[RunConfig], tmp_path: Path
-) -> None:
+def test_settings_go_over_options_over_the_file(probprompt: Command, asked: list[RunConfig], tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
         'evaluation_batch = 5\n[training]\nepochs = 3\nbatch = 4\nhead_rate = 0.5\n[data]\ntasks = "2,2,2"\n'
@@ -156,7 +152,7 @@ def test_settings_go_over_options_and_options_over_the_file(
         ("flagship", "probprompt", "emoji-r"),
     ],
 )
-def test_a_preset_gives_its_settings_for_method_and_benchmark(
+def test_presets_of_methods(
     probprompt: Command, asked: list[RunConfig], preset: str, method: str, benchmark: str
 ) -> None:
     assert probprompt("train", benchmark, "--method", method, "--preset", preset).code == 0
@@ -166,7 +162,7 @@ def test_a_preset_gives_its_settings_for_method_and_benchmark(
     assert config != parse_config({"preset": preset, "method": method, "data": {"benchmark": benchmark}})
 
 
-def test_a_preset_comes_from_the_option_or_the_file(
+def test_preset_from_option_or_file(
     probprompt: Command, asked: list[RunConfig], tmp_path: Path, pictures: Path
 ) -> None:
     config = tmp_path / "config.toml"
@@ -212,47 +208,37 @@ def test_coda_prompt_shares_100_components_among_the_tasks() -> None:
 
 
 def test_a_grid_is_run_and_its_runs_are_tabulated_again(probprompt: Command, pictures: Path) -> None:
-    grid = ("--methods", "linear-probe,nearest-mean", "--benchmarks", pictures, "--seeds", "0-1", "--presets", "custom")
+    grid = ("--methods", "linear-probe,nearest-mean", "--benchmarks", pictures, "--seeds", "1", "--presets", "custom")
     settings = ("tasks=2", "backbone.name=test_vit", "weights=random", "image_size=32", "training.epochs=1")
     named = [part for assignment in settings for part in ("--set", assignment)]
     answer = probprompt("compare", *grid, *named, "--out", "grid", "--device", "cpu")
-    assert answer.code == 0 and answer.err == ""
-    assert answer.out.count("linear-probe") > 2 and "[4/4]" in answer.out
+    assert answer.code == 0 and answer.err == "" and "[2/2]" in answer.out
     runs = sorted(path.parent for path in Path("grid").rglob("run.json"))
-    assert len(runs) == 4 and all(Run.open(run).finished for run in runs)
+    assert len(runs) == 2 and all(Run.open(run).finished for run in runs)
     table = answer.out[answer.out.rindex("method ") :]
     again = probprompt("compare", *grid, *named, "--out", "grid", "--no-run")
-    assert again.code == 0 and again.out.endswith(table) and "[4/4]" not in again.out
-    chosen = [part for run in runs for part in ("--from", run)]
-    tables = probprompt("compare", *chosen, "--out", "tables")
+    assert again.code == 0 and again.out.endswith(table) and "[2/2]" not in again.out
+    tables = probprompt("compare", "--from", runs[0], "--from", runs[1], "--out", "tables")
     assert tables.code == 0 and "written: tables" in tables.out
     wrong = probprompt("compare", "--methods", "apd", "--benchmarks", pictures, "--out", "other")
     assert "'apt'" in mistake(wrong) and not Path("other").exists()
 
 
-def test_validation_is_done_on_training_images_and_says_so(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(pictures, tmp_path / "broken"))
+def test_unreadable_images_are_found_or_skipped(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
+    images, broken = (Path(shutil.copytree(pictures, tmp_path / name)) for name in ("images", "broken"))
     for path in broken.rglob("*.png"):
         path.write_text("this is no image")
-    answer = probprompt("train", pictures, "--test", broken, "--validate", "--tasks", 2, *PROBE, "--out", "run")
-    assert answer.code == 0 and "held-out training images" in answer.out
-    record = Run.open(Path("run")).record
-    assert record["evaluated_on"] == "validation" and record["stream"]["test_images"] == [6, 6]
-
-
-def test_unreadable_images_are_found_before_training_or_skipped_and_listed(
-    probprompt: Command, pictures: Path, tmp_path: Path
-) -> None:
-    images = Path(shutil.copytree(pictures, tmp_path / "images"))
     (images / "class2" / "4.png").write_bytes((images / "class2" / "4.png").read_bytes()[:60])
     (images / "class0" / "note.jpg").write_text("no image")
-    arguments = ("train", images, "--tasks", 2, *PROBE, "--out", "run")
+    arguments = ("train", images, "--test", broken, "--validate", "--tasks", 2, *PROBE, "--out", "run")
     message = mistake(probprompt(*arguments))
     assert all(part in message for part in ("--skip-unreadable", "class2/4.png: ", "class0/note.jpg: "))
     assert not Path("run").exists()
     answer = probprompt(*arguments, "--skip-unreadable")
-    assert answer.code == 0 and "skipped, unreadable: class2/4.png" in answer.out
-    assert sorted(Run.open(Path("run")).record["skipped"]) == ["class0/note.jpg", "class2/4.png"]
+    assert answer.code == 0 and "held-out training images" in answer.out
+    assert "skipped, unreadable: class2/4.png" in answer.out
+    record = Run.open(Path("run")).record
+    assert sorted(record["skipped"]) == ["class0/note.jpg", "class2/4.png"] and record["evaluated_on"] == "validation"
 
 
 def test_options_are_recorded_and_runs_are_reported(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
@@ -280,13 +266,7 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
     assert "one" in page and "two" in page
     assert probprompt("report", "two", "--out", "deep/page.html").code == 0
     assert Path("deep/page.html").exists()
-
-
-def test_a_report_on_what_is_no_run_is_refused(probprompt: Command) -> None:
-    Path("empty").mkdir()
-    assert "nowhere does not exist" in mistake(probprompt("report", "nowhere"))
-    assert "run.json" in mistake(probprompt("report", "empty"))
-    assert not Path("empty/report.html").exists()
+    assert "run.json" in mistake(probprompt("report", Path("deep")))
 
 
 @pytest.fixture
@@ -297,7 +277,7 @@ def small_demo(monkeypatch: pytest.MonkeyPatch, pictures: Path) -> None:
     monkeypatch.setattr(presets, "settings", lambda *given: merge(preset(*given), small))
 
 
-def test_the_demonstration_compares_methods_without_a_network(
+def test_the_demo_compares_without_a_network(
     probprompt: Command, small_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -368,73 +348,14 @@ def test_wrong_options_are_answered_with_the_usage(probprompt: Command) -> None:
         assert answer.code == 2 and "Usage" in answer.err and "Traceback" not in answer.err
 
 
-def keep_images(images: Path, count: int) -> None:
-    for path in sorted((images / "class2").iterdir())[count:]:
-        path.unlink()
-
-
-def double_a_class(images: Path) -> None:
-    (images / "class2").rename(images / "CLASS1")
-
-
-def leave_no_class(images: Path) -> None:
-    for path in images.iterdir():
-        shutil.rmtree(path)
-    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(images / "loose.png")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda images: keep_images(images, 0), "class2 holds no image"),
-        (lambda images: keep_images(images, 1), "'class2' has 1 image"),
-        (double_a_class, "'CLASS1' and 'class1'"),
-        (leave_no_class, "one folder per class"),
-    ],
-)
-def test_mistakes_in_the_images_are_answered_in_words(
-    probprompt: Command, pictures: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
-) -> None:
-    images = Path(shutil.copytree(pictures, tmp_path / "images"))
-    spoil(images)
-    assert message in mistake(probprompt("train", images, "--tasks", 2, *TINY, "--out", "run"))
-    assert not Path("run").exists()
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ("class0,class1\nclass1,class2", "'class1' is in task 1 and in task 2"),
-        ("class0,class1\nclass2,clas3", "'class3'"),
-        ("class0,class1\nclass2", "class3, class4, class5"),
-        ("class0\nclass1,class2,class3,class4,class5", "first task has only one class"),
-        ("", "has no tasks"),
-    ],
-)
-def test_mistakes_in_a_file_of_tasks_are_answered_in_words(
-    probprompt: Command, pictures: Path, tasks: str, message: str
-) -> None:
-    Path("tasks.txt").write_text(tasks)
-    assert message in mistake(probprompt("train", pictures, "--tasks", "tasks.txt", *TINY, "--out", "run"))
-    assert not Path("run").exists()
-
-
-def test_divergence_is_answered_in_words(probprompt: Command, pictures: Path) -> None:
-    arguments = ("train", pictures, "--tasks", 3, *TINY, "--set", "samples=2", "--set", "blocks=[0]", "--out", "run")
-    message = mistake(probprompt(*arguments, "--set", "training.head_rate=1e30"))
-    assert "nan in task 1, epoch 1" in message and "training.head_rate (1e+30)" in message
-    events = Path("run/events.jsonl")
-    assert not events.exists() or all(json.loads(line) for line in events.read_text().splitlines())
-
-
-def test_a_mistake_in_a_process_of_its_own_is_answered_without_a_traceback(tmp_path: Path) -> None:
+def test_a_mistake_in_a_process_ends_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "probprompt", "data", "check", "nowhere"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.startswith("error: nowhere")
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_run_says_how_to_go_on(
+def test_interrupts_are_told(
     probprompt: Command, pictures: Path, small_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:

@@ -148,7 +148,7 @@ def test_rows_come_while_images_are_still_read(
     assert len(seen) == 30 and seen[0] < 30 and len(decoded) == 30
 
 
-def test_a_missing_file_is_a_row_and_nothing_at_all_a_mistake(probprompt: Command, saved: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_a_row_and_no_file_a_mistake(probprompt: Command, saved: Path, tmp_path: Path) -> None:
     answer = probprompt("predict", saved, tmp_path / "missing.png")
     assert answer.code == 2 and "not read: " in answer.out and "No such file" in answer.out
     assert "none of 1 file(s)" in answer.err
@@ -158,7 +158,7 @@ def test_a_missing_file_is_a_row_and_nothing_at_all_a_mistake(probprompt: Comman
     assert "holds no classifier" in mistake(probprompt("predict", tmp_path / "nowhere", tmp_path))
 
 
-def test_a_folder_that_cannot_be_opened_is_a_row_among_the_others(
+def test_a_closed_folder_is_a_row(
     probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scan = os.scandir
@@ -175,9 +175,7 @@ def test_a_folder_that_cannot_be_opened_is_a_row_among_the_others(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there may names of files be any bytes")
-def test_names_of_files_that_are_no_text_are_printed_all_the_same(
-    probprompt: Command, saved: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_names_that_are_no_text_are_printed(probprompt: Command, saved: Path, pictures: Path, tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
     shutil.copy(pictures / "class0" / "0.png", path)
     assert "caf\\udce9.png: class" in probprompt("predict", saved, path).out
@@ -250,9 +248,7 @@ def test_settings_are_chosen_once(probprompt: Command, saved: Path, split: Split
     assert load(new).settings.preset == "ridge"
 
 
-def test_an_interrupted_lesson_changes_nothing(
-    probprompt: Command, model: Path, split: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_lesson(probprompt: Command, model: Path, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

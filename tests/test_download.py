@@ -64,15 +64,14 @@ class Server:
     """Serves files, with or without ranges, and cuts connections when told to."""
 
     def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {"/data.bin": CONTENT}
         self.requests: list[Request] = []
         self.cuts: list[int] = []
         """After how many bytes the next answers end."""
         self.failures: list[int] = []
         """The codes of the next answers."""
-        self.ranges = True
+        self.ranges = self.length = True
         self.tag: str | None = '"one"'
-        self.length = True
         self.redirect: str | None = None
         outer = self
 
@@ -95,24 +94,22 @@ class Server:
         if self.failures or content is None:
             to.send_error(self.failures.pop(0) if self.failures else 404)
             return
-        if self.redirect:
-            to.send_response(302)
-            to.send_header("Location", self.redirect)
-            to.end_headers()
-            return
         start = 0
         if wanted and self.ranges and version in (None, self.tag):
             start = int(wanted.removeprefix("bytes=").rstrip("-"))
             if start >= len(content):
                 to.send_error(416)
                 return
-        to.send_response(206 if start else 200)
-        if start:
-            to.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        if self.tag:
-            to.send_header("ETag", self.tag)
-        if self.length:
-            to.send_header("Content-Length", str(len(content) - start))
+        to.send_response(302 if self.redirect else 206 if start else 200)
+        headers = {
+            "Location": self.redirect,
+            "Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}" if start else None,
+            "ETag": self.tag,
+            "Content-Length": str(len(content) - start) if self.length else None,
+        }
+        for name, value in headers.items():
+            if value is not None:
+                to.send_header(name, value)
         to.end_headers()
         end = start + self.cuts.pop(0) if self.cuts else len(content)
         to.wfile.write(content[start:end])
@@ -122,7 +119,6 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     made = Server()
-    made.files["/data.bin"] = CONTENT
     thread = threading.Thread(target=made.web.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield made
@@ -131,28 +127,42 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made.web.server_close()
 
 
-def fetch(server: Server, target: Path, watch: Watch | None = None) -> None:
-    download.download(f"{server.url}/data.bin", target, watch or Watch(), pause=0)
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "sub" / "data.bin"
+
+
+def fetch(server: Server, target: Path, expected: bytes = CONTENT) -> Watch:
+    watch = Watch()
+    download.download(f"{server.url}/data.bin", target, watch, pause=0)
+    assert target.read_bytes() == expected
+    assert [path.name for path in target.parent.iterdir()] == ["data.bin"], "nothing is left beside it"
+    return watch
+
+
+def fetch_part(server: Server, target: Path) -> None:
+    """A command that is not patient, on a line that is cut."""
+    server.cuts = [400_000]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "ATTEMPTS", 1)
+        with pytest.raises(UserError, match=r"0.4 MB are kept, and the same command goes on"):
+            fetch(server, target)
+    assert not target.exists()
 
 
 # Downloads
 
 
 @pytest.mark.parametrize("length", [True, False])
-def test_a_file_is_fetched_whole(server: Server, tmp_path: Path, length: bool) -> None:
+def test_a_file_is_fetched_whole(server: Server, target: Path, length: bool) -> None:
     server.length = length
-    watch = Watch()
-    fetch(server, tmp_path / "sub" / "data.bin", watch)
-    assert (tmp_path / "sub" / "data.bin").read_bytes() == CONTENT
+    watch = fetch(server, target)
     assert watch.moved == len(CONTENT) and watch.begun == [("data.bin", len(CONTENT) if length else None, 0)]
-    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["data.bin"], "nothing is left beside it"
 
 
-def test_a_cut_connection_is_taken_up_where_it_ended(server: Server, tmp_path: Path) -> None:
+def test_a_cut_connection_is_taken_up_where_it_ended(server: Server, target: Path) -> None:
     server.cuts = [300_000, 200_000]
-    watch = Watch()
-    fetch(server, tmp_path / "data.bin", watch)
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
+    watch = fetch(server, target)
     assert [request.range for request in server.requests] == [None, "bytes=300000-", "bytes=500000-"]
     assert [request.version for request in server.requests] == [None, '"one"', '"one"']
     assert watch.moved == len(CONTENT), "no byte came twice"
@@ -161,136 +171,82 @@ def test_a_cut_connection_is_taken_up_where_it_ended(server: Server, tmp_path: P
     assert watch.done == ["data.bin"], "what was cut is not done"
 
 
-def test_what_an_earlier_command_fetched_is_not_fetched_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "ATTEMPTS", 1)
-    server.cuts = [400_000]
-    with pytest.raises(UserError, match=r"0.4 MB are kept, and the same command goes on"):
-        fetch(server, tmp_path / "data.bin")
-    assert not (tmp_path / "data.bin").exists()
-    fetch(server, tmp_path / "data.bin")
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
-    assert server.requests[-1].range == "bytes=400000-"
-
-
 @pytest.mark.parametrize("tag", ['"one"', None, 'W/"weak"'])
-def test_a_server_without_ranges_starts_anew(server: Server, tmp_path: Path, tag: str | None) -> None:
-    server.ranges, server.cuts, server.tag = False, [300_000], tag
-    fetch(server, tmp_path / "data.bin")
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
-
-
-def test_ranges_are_used_without_a_version_too(server: Server, tmp_path: Path) -> None:
-    server.cuts, server.tag = [300_000], None
-    fetch(server, tmp_path / "data.bin")
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
-    assert server.requests[-1] == Request("/data.bin", "bytes=300000-", None)
+@pytest.mark.parametrize("ranges", [True, False])
+def test_what_an_earlier_command_fetched_is_used_where_the_server_can(
+    server: Server, target: Path, tag: str | None, ranges: bool
+) -> None:
+    server.ranges, server.tag = ranges, tag
+    fetch_part(server, target)
+    fetch(server, target)
+    assert server.requests[-1] == Request("/data.bin", "bytes=400000-", '"one"' if tag == '"one"' else None)
 
 
 @pytest.mark.parametrize("tag", ['"two"', None])
+@pytest.mark.parametrize("content", [CONTENT[::-1] + b"more", b"short"])
 def test_parts_of_different_files_are_never_put_together(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str | None
+    server: Server, target: Path, tag: str | None, content: bytes
 ) -> None:
     server.tag = '"one"' if tag else None
-    with monkeypatch.context() as patch:
-        patch.setattr(download, "ATTEMPTS", 1)
-        server.cuts = [400_000]
-        with pytest.raises(UserError):
-            fetch(server, tmp_path / "data.bin")
-    server.tag, server.files["/data.bin"] = tag, CONTENT[::-1] + b"more"
-    fetch(server, tmp_path / "data.bin")
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT[::-1] + b"more"
+    fetch_part(server, target)
+    server.tag, server.files["/data.bin"] = tag, content
+    fetch(server, target, content)
 
 
-def test_a_file_that_became_shorter_is_fetched_anew(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(download, "ATTEMPTS", 1)
-        server.cuts = [400_000]
-        with pytest.raises(UserError):
-            fetch(server, tmp_path / "data.bin")
-    server.files["/data.bin"] = b"short"
-    fetch(server, tmp_path / "data.bin")
-    assert (tmp_path / "data.bin").read_bytes() == b"short"
-
-
-def test_a_server_that_is_busy_is_asked_again_and_one_that_has_nothing_is_not(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_is_busy_is_asked_again_and_one_that_has_nothing_is_not(server: Server, target: Path) -> None:
     server.failures = [503, 500]
-    fetch(server, tmp_path / "data.bin")
+    fetch(server, target)
     assert len(server.requests) == 3
     server.failures = [404]
     with pytest.raises(UserError, match=r"answers 404 Not Found: try a mirror with --url"):
-        fetch(server, tmp_path / "other")
-    assert len(server.requests) == 4 and not (tmp_path / "other").exists()
+        fetch(server, target.with_name("other"))
+    assert len(server.requests) == 4 and not target.with_name("other").exists()
 
 
 UNREACHABLE = [
-    urllib.error.URLError(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")),
-    urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
-    urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")),
-    urllib.error.URLError(OSError(errno.ENETUNREACH, "Network is unreachable")),
-    urllib.error.URLError(OSError(errno.EHOSTUNREACH, "No route to host")),
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+    OSError(errno.ENETUNREACH, "Network is unreachable"),
+    OSError(errno.EHOSTUNREACH, "No route to host"),
 ]
 
 
-def failing(
-    monkeypatch: pytest.MonkeyPatch, *problems: urllib.error.URLError | None, slept: list[float] | None = None
-) -> list[urllib.error.URLError | None]:
-    """Connections fail like this, one after the other, where there is a problem; returns those still to come."""
-    opener, left, waited = urllib.request.OpenerDirector.open, list(problems), [] if slept is None else slept
+def failing(monkeypatch: pytest.MonkeyPatch, *problems: OSError | None) -> list[float]:
+    """Connections fail like this, one after the other, where there is a problem; returns how long was waited."""
+    opener, left, waited = urllib.request.OpenerDirector.open, list(problems), list[float]()
 
     def connect(self: urllib.request.OpenerDirector, *arguments: Any, **options: Any) -> Any:
         if left and (problem := left.pop(0)):
-            raise problem
+            raise urllib.error.URLError(problem)
         return opener(self, *arguments, **options)
 
     monkeypatch.setattr(urllib.request.OpenerDirector, "open", connect)
     monkeypatch.setattr("time.sleep", waited.append)
-    return left
+    return waited
 
 
-def test_a_server_that_cannot_be_reached_is_told(server: Server, tmp_path: Path) -> None:
-    watch = Watch()
-    with pytest.raises(UserError, match=r"cannot be reached \(Connection refused\): nothing was fetched.*network"):
-        download.download("http://127.0.0.1:9/data.bin", tmp_path / "data.bin", watch)
-    assert watch.notes == [], "nothing was cut"
-
-
-@pytest.mark.parametrize("problem", UNREACHABLE, ids=lambda problem: problem.reason.strerror)
-def test_without_a_network_nobody_waits(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: urllib.error.URLError
+@pytest.mark.parametrize("problem", UNREACHABLE, ids=lambda problem: problem.strerror)
+def test_a_network_that_is_lost_is_waited_for_and_one_that_was_never_there_is_not(
+    server: Server, target: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError
 ) -> None:
-    slept: list[float] = []
-    left = failing(monkeypatch, problem, None, slept=slept)
-    watch = Watch()
-    with pytest.raises(UserError, match=r"cannot be reached") as told:
-        fetch(server, tmp_path / "data.bin", watch)
-    assert f"({problem.reason.strerror})" in str(told.value) and "urlopen" not in str(told.value)  # type: ignore[union-attr]
-    assert left == [None] and slept == [] and watch.notes == [], "asked once"
-
-
-@pytest.mark.parametrize("problem", UNREACHABLE, ids=lambda problem: problem.reason.strerror)
-def test_a_network_that_is_lost_on_the_way_is_waited_for(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: urllib.error.URLError
-) -> None:
+    with monkeypatch.context() as patch:
+        waited = failing(patch, problem)
+        with pytest.raises(UserError, match=rf"cannot be reached \({problem.strerror}\): nothing was fetched.*network"):
+            fetch(server, target)
+    assert not waited and not server.requests, "asked once"
     server.cuts = [300_000]
-    failing(monkeypatch, None, problem, problem, None)
-    watch = Watch()
-    fetch(server, tmp_path / "data.bin", watch)
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT and len(watch.notes) == 3
+    waited = failing(monkeypatch, None, problem, problem)
+    watch = fetch(server, target)
+    assert len(watch.notes) == len(waited) == 3
     assert [request.range for request in server.requests] == [None, "bytes=300000-"]
 
 
 def test_a_connection_that_takes_too_long_is_tried_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, urllib.error.URLError(TimeoutError("timed out")), None)
-    watch = Watch()
-    fetch(server, tmp_path / "data.bin", watch)
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
-    assert watch.notes == ["cut after 0.0 MB (timed out): going on"]
+    failing(monkeypatch, TimeoutError("timed out"))
+    assert fetch(server, target).notes == ["cut after 0.0 MB (timed out): going on"]
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "cifar100", ""])
@@ -299,10 +255,10 @@ def test_only_web_addresses_are_fetched(tmp_path: Path, url: str) -> None:
         download.download(url, tmp_path / "x", Watch())
 
 
-def test_redirects_are_followed_to_the_web_alone(server: Server, tmp_path: Path) -> None:
+def test_redirects_are_followed_to_the_web_alone(server: Server, target: Path) -> None:
     server.redirect = "ftp://127.0.0.1/data.bin"
     with pytest.raises(UserError, match=r"leads to ftp://127.0.0.1/data.bin, which is not followed"):
-        fetch(server, tmp_path / "data.bin")
+        fetch(server, target)
     safe, request = download._SafeRedirects(), urllib.request.Request("https://example.org/a")
     with pytest.raises(UserError, match="is not followed"):
         safe.redirect_request(request, io.BytesIO(), 302, "", Message(), "http://example.org/a")
@@ -310,14 +266,12 @@ def test_redirects_are_followed_to_the_web_alone(server: Server, tmp_path: Path)
 
 
 def test_a_disk_without_room_is_told_before_anything_is_moved(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
+    usage = shutil.disk_usage(target.parents[1])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    watch = Watch()
-    with pytest.raises(UserError, match=r"needs 0.07 GB in .* where 0.00 GB are free"):
-        fetch(server, tmp_path / "data.bin", watch)
-    assert watch.moved == 0
+    with pytest.raises(UserError, match=r"needs 0.07 GB in .* where 0.00 GB are free.*--to"):
+        fetch(server, target)
 
 
 def test_the_published_hash_decides(tmp_path: Path) -> None:
@@ -333,26 +287,12 @@ def test_the_published_hash_decides(tmp_path: Path) -> None:
 # Archives
 
 
-def tar_of(path: Path, *members: tuple[str, bytes | None] | tarfile.TarInfo, mode: str = "w:gz") -> Path:
+def tar_of(path: Path, *members: tuple[str, bytes | None], mode: str = "w:gz") -> Path:
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
-        for member in members:
-            if isinstance(member, tarfile.TarInfo):
-                archive.addfile(member)
-                continue
-            info = tarfile.TarInfo(member[0])
-            if member[1] is None:
-                info.type = tarfile.DIRTYPE
-                archive.addfile(info)
-            else:
-                info.size = len(member[1])
-                archive.addfile(info, io.BytesIO(member[1]))
-    return path
-
-
-def zip_of(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members:
-            archive.writestr(name, content)
+            info = tarfile.TarInfo(name)
+            info.type, info.size = (tarfile.DIRTYPE, 0) if content is None else (tarfile.REGTYPE, len(content))
+            archive.addfile(info, io.BytesIO(content or b""))
     return path
 
 
@@ -364,9 +304,11 @@ def test_archives_are_unpacked(tmp_path: Path) -> None:
     files = {"a/b/one.txt": b"1", "a/two.txt": b"22", "three": b""}
     rolled = tar_of(tmp_path / "x.tgz", ("a", None), ("./a/b/", None), *files.items())
     plain = tar_of(tmp_path / "x.tar", *files.items(), mode="w")
-    packed = zip_of(tmp_path / "x.zip", ("a/", b""), *files.items())
     others = [tar_of(tmp_path / f"x.{kind}", *files.items(), mode=f"w:{kind}") for kind in ("bz2", "xz")]
-    for number, archive in enumerate((rolled, plain, packed, *others)):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in (("a/", b""), *files.items()):
+            packed.writestr(name, content)
+    for number, archive in enumerate((rolled, plain, tmp_path / "x.zip", *others)):
         watch = Watch()
         unpack(archive, tmp_path / f"out{number}", watch)
         assert everything(tmp_path / f"out{number}") == files and watch.moved == 3

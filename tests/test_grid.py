@@ -1,4 +1,4 @@
-"""A grid of runs: what it holds, what it refuses, and that nothing finished is run twice."""
+"""A grid of runs: its content, what it rejects, and that nothing finished is run twice."""
 
 import hashlib
 import importlib
@@ -42,9 +42,12 @@ TINY: dict[str, Any] = {
 }
 
 
+Spec = Callable[..., grids.GridSpec]
+
+
 @pytest.fixture
-def spec(pictures: Path) -> Callable[..., grids.GridSpec]:
-    """A small grid; entries given by name go over it."""
+def spec(pictures: Path) -> Spec:
+    """Build a small grid; entries given by name go over it."""
 
     def build(**entries: Any) -> grids.GridSpec:
         base = {"methods": ["probprompt", "linear-probe"], "benchmarks": [str(pictures)], "seeds": [0, 1]}
@@ -53,11 +56,8 @@ def spec(pictures: Path) -> Callable[..., grids.GridSpec]:
     return build
 
 
-Spec = Callable[..., grids.GridSpec]
-
-
 class Worker:
-    """Carries out runs by writing what they would leave, and remembers which; some fail, some are interrupted."""
+    """Writes what runs would leave, and records which; some fail, some are interrupted."""
 
     def __init__(self, fail: str = "", interrupt: str = "", seconds: float = 2.0) -> None:
         self.started: list[str] = []
@@ -95,7 +95,7 @@ def names(grid: Grid) -> list[str]:
     return [cell.name for cell in grid.cells]
 
 
-def test_a_grid_does_not_go_on_with_other_weights(spec: Spec, tmp_path: Path) -> None:
+def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> None:
     weights = tmp_path / "mine.safetensors"
     weights.write_bytes(b"as it was")
     settings = merge(TINY, {"backbone": {"weights": str(weights)}})
@@ -107,16 +107,13 @@ def test_a_grid_does_not_go_on_with_other_weights(spec: Spec, tmp_path: Path) ->
         outcome.run.update(backbone={"sha256": before})
     weights.write_bytes(b"another")
     more = Grid(spec(settings=settings, seeds=[0, 1]), tmp_path / "grid")
-    with pytest.raises(UserError, match=rf"was run with other weights than .*mine.safetensors holds now .*{before}"):
+    with pytest.raises(UserError, match=rf"mine.safetensors holds now .*{before}"):
         worker.run(more)
     weights.write_bytes(b"as it was")
     assert all(outcome.run for outcome in worker.run(more))
 
 
-# What a grid holds
-
-
-def test_a_grid_holds_all_combinations_seed_by_seed(spec: Spec, tmp_path: Path) -> None:
+def test_grid_holds_all_combinations_by_seed(spec: Spec, tmp_path: Path) -> None:
     grid = Grid(spec(vary={"components": [4, 8], "training.epochs": [1, 2]}), tmp_path)
     rows = [f"probprompt,components={n},epochs={e}" for n in (4, 8) for e in (1, 2)]
     rows += [f"linear-probe,epochs={e}" for e in (1, 2)]  # it has no components: they are not varied
@@ -127,7 +124,7 @@ def test_a_grid_holds_all_combinations_seed_by_seed(spec: Spec, tmp_path: Path) 
     assert third.config.method.model_dump()["components"] == 8 and third.config.training.epochs == 1
 
 
-def test_settings_go_over_the_preset_and_variations_over_both(spec: Spec, pictures: Path, tmp_path: Path) -> None:
+def test_settings_override_presets_and_variations_both(spec: Spec, pictures: Path, tmp_path: Path) -> None:
     chosen = {"training": {"batch": 16, "epochs": 5}, "method.samples": 2, "flip": False}
     asked = spec(presets=["matched"], seeds=[3], settings=chosen, vary={"training.epochs": [7]})
     for cell in Grid(asked, tmp_path).cells:
@@ -139,31 +136,25 @@ def test_settings_go_over_the_preset_and_variations_over_both(spec: Spec, pictur
         assert cell.preset == cell.config.preset == "matched"
 
 
-def test_what_a_preset_does_not_offer_is_left_out_and_said(spec: Spec, tmp_path: Path) -> None:
+def test_methods_without_the_preset_are_left_out(spec: Spec, tmp_path: Path) -> None:
     grid = Grid(spec(presets=["flagship", "custom"], seeds=[0]), tmp_path)
     row = "pictures/{}/{}/seed-0".format
     assert names(grid) == [row("flagship", "probprompt"), row("custom", "probprompt"), row("custom", "linear-probe")]
     assert grid.left_out.startswith("flagship on pictures for linear-probe (the preset 'flagship' is for probprompt")
-    with pytest.raises(UserError, match=r"the grid has no cell: flagship on pictures for linear-probe"):
+    with pytest.raises(UserError, match="the grid has no cell: flagship on pictures"):
         Grid(spec(presets=["flagship"], methods=["linear-probe"]), tmp_path)
 
 
-def test_names_of_folders_are_readable_safe_and_apart(spec: Spec, tmp_path: Path) -> None:
-    values: list[Any] = ["a/b", "a b", "../up", "x" * 200, [0, 1], None, True]
-    grid = Grid(spec(vary={"backbone.weights": values[:4]}, seeds=[0], methods=["linear-probe"]), tmp_path)
+def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Path) -> None:
+    values: list[Any] = ["a/b", "a b", "../up", "x" * 200]
+    grid = Grid(spec(vary={"backbone.weights": values}, seeds=[0], methods=["linear-probe"]), tmp_path)
     parts = [name.split("/") for name in names(grid)]
     assert {len(part) for part in parts} == {4} and len({part[2] for part in parts}) == 4
     assert all(len(part[2]) < 100 and ".." not in part for part in parts)
     assert parts[0][2].startswith("linear-probe,weights=a-b~")
-    assert [grids.brief(value) for value in values[4:]] == ["[0,1]", "none", "true"]
-    assert grids.describe((("data.tasks", 2), ("training.x", 1), ("alignment.x", 3))) == [
-        "tasks=2",
-        "training.x=1",
-        "alignment.x=3",
-    ]
-
-
-# What a grid refuses, before anything runs
+    assert [grids.brief(value) for value in ([0, 1], None, True)] == ["[0,1]", "none", "true"]
+    varied = (("data.tasks", 2), ("training.x", 1), ("alignment.x", 3))
+    assert grids.describe(varied) == ["tasks=2", "training.x=1", "alignment.x=3"]
 
 
 @pytest.mark.parametrize(
@@ -171,19 +162,9 @@ def test_names_of_folders_are_readable_safe_and_apart(spec: Spec, tmp_path: Path
     [
         (
             {"methods": ["probpromt"], "benchmarks": ["emojir"], "presets": ["mached"]},
-            [
-                "no method is called 'probpromt': did you mean 'probprompt'",
-                "'emojir' is neither a benchmark nor a folder: did you mean 'emoji-r'?",
-                "no preset is called 'mached': did you mean 'matched'?",
-            ],
+            ["'probpromt': did you mean 'probprompt'", "'emoji-r'?", "'mached': did you mean 'matched'?"],
         ),
-        (
-            {"settings": {"training": {"epoch": 1}, "smaples": 2}},
-            [
-                "no setting is called 'training.epoch': did you mean 'training.epochs'",
-                "no setting is called 'smaples'",
-            ],
-        ),
+        ({"settings": {"training": {"epoch": 1}, "smaples": 2}}, ["'training.epochs'", "'smaples'"]),
         ({"vary": {"rates": [1]}, "settings": {}}, ["no setting is called 'rates'"]),
         ({"vary": {"enabled": [True]}, "methods": "linear-probe", "settings": {"epochs": 2}}, ["'epochs' could be "]),
         ({"settings": {"seeds": {"order": 1}}}, ["seeds.order is no setting of a grid: name them in its seeds"]),
@@ -194,39 +175,33 @@ def test_names_of_folders_are_readable_safe_and_apart(spec: Spec, tmp_path: Path
             [f"pictures/custom/{name},epochs=0: training.epochs: " for name in ("probprompt", "linear-probe")],
         ),
         ({"vary": {"training.epochs": [2, 2]}}, ["would lie in pictures/custom/probprompt,epochs=2/seed-0: name a"]),
-        ({"method": []}, ["a grid has no entry 'method': did you mean 'methods'?"]),
-        ({"methods": []}, ["the grid names no methods: give at least one"]),
-        ({"seeds": [-1]}, ["seeds.0: Input should be greater than or equal to 0, not -1"]),
+        ({"method": []}, ["'method': did you mean 'methods'?"]),
+        ({"methods": []}, ["the grid names no methods"]),
+        ({"seeds": [-1]}, ["seeds.0: "]),
         ({"vary": {"training": {"epochs": 3}}}, ["vary.training.epochs: "]),
     ],
 )
-def test_all_mistakes_are_told_before_anything_runs(
+def test_all_errors_are_reported_before_anything_runs(
     spec: Spec, tmp_path: Path, entries: dict[str, Any], messages: list[str]
 ) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         Grid(spec(**entries), tmp_path / "out")
-    assert all(message in str(told.value) for message in messages), str(told.value)
-    assert str(told.value).count("\n") == len(messages) - 1
+    assert all(message in str(error.value) for message in messages), str(error.value)
+    assert str(error.value).count("\n") == len(messages) - 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_device_is_refused_once_and_not_by_every_cell(spec: Spec, tmp_path: Path) -> None:
+def test_wrong_device_and_equal_names_are_rejected(spec: Spec, pictures: Path, tmp_path: Path) -> None:
     worker = Worker()
-    with pytest.raises(UserError, match="no device is called 'gpu'"):
+    with pytest.raises(UserError, match="'gpu'"):
         run_grid(Grid(spec(), tmp_path), RunActions(worker.start, worker.resume, "gpu"))
     assert worker.started == []
-
-
-def test_two_benchmarks_of_one_name_are_refused(spec: Spec, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "pictures" / "a").mkdir(parents=True)
     with pytest.raises(UserError, match=r"pictures have one name, rename one"):
         Grid(spec(benchmarks=[str(pictures), str(tmp_path / "pictures")]), tmp_path / "out")
 
 
-# Running
-
-
-def test_finished_cells_are_never_run_again(spec: Spec, tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated(spec: Spec, tmp_path: Path) -> None:
     first, second = Worker(), Worker()
     outcomes = first.run(Grid(spec(seeds=[0]), tmp_path))
     assert first.started == ["probprompt/seed-0", "linear-probe/seed-0"] and all(o.run for o in outcomes)
@@ -235,7 +210,7 @@ def test_finished_cells_are_never_run_again(spec: Spec, tmp_path: Path) -> None:
     assert len(outcomes) == 4 and all(outcome.run for outcome in outcomes)
 
 
-def test_a_folder_with_other_settings_is_refused_with_the_difference(spec: Spec, tmp_path: Path) -> None:
+def test_folder_with_other_settings_is_rejected(spec: Spec, tmp_path: Path) -> None:
     worker = Worker(interrupt="probprompt/seed-1")
     worker.run(Grid(spec(seeds=[0]), tmp_path))
     with pytest.raises(KeyboardInterrupt):
@@ -249,22 +224,22 @@ def test_a_folder_with_other_settings_is_refused_with_the_difference(spec: Spec,
     assert worker.started == before and worker.resumed == []
 
 
-def test_a_failed_cell_is_recorded_does_not_stop_the_rest_and_is_tried_again(spec: Spec, tmp_path: Path) -> None:
+def test_failed_run_is_recorded_and_tried_again(spec: Spec, tmp_path: Path) -> None:
     grid, worker = Grid(spec(), tmp_path), Worker(fail="probprompt/seed-0")
     outcomes = worker.run(grid)
     assert worker.started == [_name(cell.folder) for cell in grid.cells]
     assert [bool(outcome.run) for outcome in outcomes] == [False, True, True, True]
     assert outcomes[0].reason == "RuntimeError: no luck with probprompt"
-    told = json.loads((grid.cells[0].folder / "failed.json").read_text())
-    assert told["type"] == "RuntimeError" and told["message"] == "no luck with probprompt"
-    assert told["traceback"].startswith("Traceback") and "in start" in told["traceback"]
+    failed = json.loads((grid.cells[0].folder / "failed.json").read_text())
+    assert failed["type"] == "RuntimeError" and failed["message"] == "no luck with probprompt"
+    assert failed["traceback"].startswith("Traceback") and "in start" in failed["traceback"]
     again = Worker()
     outcomes = again.run(grid)
     assert again.started == ["probprompt/seed-0"] and all(outcome.run for outcome in outcomes)
     assert not (grid.cells[0].folder / "failed.json").exists()
 
 
-def test_an_interruption_stops_the_grid_and_the_next_call_goes_on(spec: Spec, tmp_path: Path) -> None:
+def test_interrupted_grid_is_resumed(spec: Spec, tmp_path: Path) -> None:
     grid, worker = Grid(spec(), tmp_path), Worker(interrupt="linear-probe/seed-0")
     with pytest.raises(KeyboardInterrupt):
         worker.run(grid)
@@ -277,7 +252,7 @@ def test_an_interruption_stops_the_grid_and_the_next_call_goes_on(spec: Spec, tm
     assert later.started == ["probprompt/seed-1", "linear-probe/seed-1"]
 
 
-def test_the_time_left_is_that_of_the_cells_most_alike(spec: Spec, tmp_path: Path) -> None:
+def test_time_left_is_that_of_similar_runs(spec: Spec, tmp_path: Path) -> None:
     grid = Grid(spec(vary={"components": [4, 8]}), tmp_path)
     assert TimeEstimator(grid.outcomes()).expect(grid.cells) is None
     four, eight, probe, *later = grid.cells
@@ -294,7 +269,7 @@ def test_the_time_left_is_that_of_the_cells_most_alike(spec: Spec, tmp_path: Pat
 
 
 class Diary(GridCallback):
-    """Writes down what it is told."""
+    """Records what a grid reports."""
 
     def __init__(self) -> None:
         self.lines: list[object] = []
@@ -306,7 +281,7 @@ class Diary(GridCallback):
         self.lines.append(("end", bool(outcome.run), rest))
 
 
-def test_a_watcher_is_told_of_each_cell_and_the_time_left(spec: Spec, tmp_path: Path) -> None:
+def test_watcher_gets_each_run_and_the_time_left(spec: Spec, tmp_path: Path) -> None:
     diary, worker = Diary(), Worker(fail="linear-probe/seed-0")
     worker.run(Grid(spec(), tmp_path), diary)
     assert diary.lines[:4] == [
@@ -319,7 +294,7 @@ def test_a_watcher_is_told_of_each_cell_and_the_time_left(spec: Spec, tmp_path: 
 
 
 class TwoAtATime:
-    """Ends the older of two cells that are under way."""
+    """Ends the older of two runs."""
 
     ahead = places = 2
 
@@ -335,7 +310,7 @@ class TwoAtATime:
         return RunActions(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), SILENT_GRID)
 
 
-def test_the_time_left_is_shared_by_the_cells_that_run_side_by_side(spec: Spec, tmp_path: Path) -> None:
+def test_time_left_of_concurrent_runs(spec: Spec, tmp_path: Path) -> None:
     grid, diary, two = Grid(spec(seeds=[0, 1, 2]), tmp_path), Diary(), TwoAtATime(Worker(fail="linear-probe/seed-1"))
     carry_out(grid.cells, two, diary, TimeEstimator())
     assert two.most == 2 and not two.running
@@ -346,68 +321,55 @@ def test_the_time_left_is_shared_by_the_cells_that_run_side_by_side(spec: Spec, 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"gpus_per_cell": 0.5}, "GPUs and CPUs per cell are for Ray: name a cluster with --on ray"),
-        ({"cpus_per_cell": 2}, "GPUs and CPUs per cell are for Ray"),
-        ({"on": "ray", "workers": 2}, "runs as many cells as it has room for: leave --workers away"),
+        ({"gpus_per_cell": 0.5}, "--on ray"),
+        ({"cpus_per_cell": 2}, "--on ray"),
+        ({"on": "ray", "workers": 2}, "leave --workers away"),
     ],
 )
-def test_places_that_contradict_each_other_are_refused(asked: dict[str, Any], message: str) -> None:
+def test_contradictory_places_are_rejected(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ExecutionOptions(**asked)
-
-
-# The command
 
 
 def options(**given: Any) -> dict[str, Any]:
     return {"methods": None, "benchmarks": None, "seeds": None, "presets": None, **given}
 
 
-def test_a_grid_comes_from_a_file_and_options_go_over_it(tmp_path: Path, pictures: Path) -> None:
+def test_options_override_the_file(tmp_path: Path, pictures: Path) -> None:
     file = tmp_path / "grid.toml"
     file.write_text(
         'methods = ["probprompt", "l2p"]\nbenchmarks = "emoji-r"\nseeds = 4\n'
         "[settings.training]\nepochs = 3\nbatch = 8\n[vary]\nmethod.components = [5, 10]\n"
     )
     read = read_spec(file, options(), [], [])
-    assert (read.methods, read.benchmarks, read.seeds, read.presets) == (
-        ("probprompt", "l2p"),
-        ("emoji-r",),
-        (4,),
-        ("matched",),
-    )
-    assert read.vary == {"method.components": (5, 10)}
+    found = (read.methods, read.benchmarks, read.seeds, read.presets, read.vary)
+    vary = {"method.components": (5, 10)}
+    assert found == (("probprompt", "l2p"), ("emoji-r",), (4,), ("matched",), vary)
     given = options(methods=["apt,ft++", "ft++"], seeds=["0-2,7"], benchmarks=[str(pictures)])
     assignments = ["training.epochs=1", "weights=none"]
     read = read_spec(file, given, assignments, ["samples=1,3", "blocks=[0],[0,2]", "backbone.name=demo,x"])
     assert (read.methods, read.seeds, read.benchmarks) == (("apt", "ft++"), (0, 1, 2, 7), (str(pictures),))
     assert flatten(read.settings) == {"training.epochs": 1, "training.batch": 8, "weights": None}
-    assert read.vary == {
-        "method.components": (5, 10),
-        "samples": (1, 3),
-        "blocks": ([0], [0, 2]),
-        "backbone.name": ("demo", "x"),
-    }
+    assert read.vary == vary | {"samples": (1, 3), "blocks": ([0], [0, 2]), "backbone.name": ("demo", "x")}
     assert "probprompt" in read_spec(None, options(methods=["all"], benchmarks=["emoji-r"]), [], []).methods
 
 
 @pytest.mark.parametrize(
     ("given", "assignments", "vary", "message"),
     [
-        ({"seeds": ["a"]}, [], [], "--seeds takes numbers such as 0,1,2 or a range such as 0-4, not 'a'"),
+        ({"seeds": ["a"]}, [], [], "not 'a'"),
         ({"seeds": ["4-1"]}, [], [], "not '4-1'"),
         ({}, ["epochs"], [], "--set takes key=value, not 'epochs'"),
         ({}, [], ["epochs="], "--vary takes key=value, not 'epochs='"),
         ({}, [], [], "the grid names no methods: give at least one\nthe grid names no benchmarks"),
     ],
 )
-def test_mistakes_in_options_are_told(given: Any, assignments: Any, vary: Any, message: str) -> None:
-    with pytest.raises(UserError) as told:
+def test_errors_in_options(given: Any, assignments: Any, vary: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read_spec(None, options(**given), assignments, vary)
-    assert message in str(told.value)
 
 
-def test_the_example_is_a_grid(tmp_path: Path) -> None:
+def test_example_is_a_grid(tmp_path: Path) -> None:
     read = read_spec(ROOT / "examples" / "compare.toml", options(), [], [])
     grid = Grid(read, tmp_path)
     assert len(grid.cells) == 3 * (len(read.methods) + 1)
@@ -415,14 +377,14 @@ def test_the_example_is_a_grid(tmp_path: Path) -> None:
 
 
 def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any) -> None:
-    """The command on a grid of which one cell diverges."""
+    """Run the command on a grid of which one run diverges."""
     assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
     vary = ["head_rate=0.01,1e30"]
     run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)
 
 
-def test_a_real_grid_is_run_once_and_a_failure_is_told_in_the_end(
+def test_grid_is_run_once_and_failures_are_reported(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[str] = []
@@ -452,21 +414,13 @@ def test_a_real_grid_is_run_once_and_a_failure_is_told_in_the_end(
     assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and len(began) == 2
 
 
-def test_an_interrupted_command_says_how_to_go_on(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(interrupt="linear-probe,")
     monkeypatch.setattr(api, "start", worker.start)
-    with pytest.raises(Interrupted, match=r"interrupted; 2 of 4 cells are finished; go on with the same command"):
+    with pytest.raises(Interrupted, match=r"2 of 4 cells are finished; go on with the same command"):
         compare(tmp_path, pictures)
-
-
-def test_runs_and_a_grid_cannot_be_asked_for_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--from takes runs that are there"):
         run_compare(None, options(methods=["apt"]), [], [], [tmp_path], None, None, False)
-
-
-# What the screen shows
 
 
 @pytest.fixture
@@ -476,7 +430,7 @@ def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
     yield made, shown
 
 
-def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
+def test_terminal_shows_the_grid_and_the_stage(
     screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
 ) -> None:
     progress, shown = screen
@@ -500,9 +454,7 @@ def test_a_terminal_shows_the_whole_grid_and_the_stage_of_the_cell(
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
 
 
-def test_the_time_left_counts_down_while_cells_run_side_by_side(
-    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
-) -> None:
+def test_time_left_counts_down(screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path) -> None:
     progress, _ = screen
     cell = Grid(spec(), tmp_path).cells[0]
     with progress.grid(3, 0):
@@ -531,27 +483,28 @@ def resume(out, device, progress):
 """
 
 
-def test_cells_run_side_by_side_and_one_that_is_killed_takes_nobody_with_it(
+def test_concurrent_runs_of_which_one_is_killed(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "grid_workers.py").write_text(WORKERS)
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    diary = tmp_path / "diary"
+    modules, diary = tmp_path / "modules", tmp_path / "diary"
+    modules.mkdir()
     diary.mkdir()
+    (modules / "grid_workers.py").write_text(WORKERS)
+    monkeypatch.syspath_prepend(str(modules))
     monkeypatch.setenv("PROBPROMPT_DIARY", str(diary))
     module = importlib.import_module("grid_workers")
-    names = ["nearest-mean", "lda", "ranpac"]
-    settings = {"backbone": {"name": "test_vit", "weights": "random", "image_size": 32}, "data": {"tasks": 2}}
-    asked = parse_spec({"methods": names, "benchmarks": [str(pictures)], "seeds": [0], "settings": settings})
-    grid = Grid(asked, tmp_path / "grid")
-    two = ExecutionOptions(workers=2)
-    outcomes = {o.cell.method: o for o in run_grid(grid, RunActions(module.start, module.resume, "cpu"), where=two)}
-    assert outcomes["nearest-mean"].run and outcomes["ranpac"].run
-    assert "its process ended with exit code -9" in outcomes["lda"].reason
-    assert len(list(diary.iterdir())) == 2, "a process for each cell, and not this one"
-    assert str(os.getpid()) not in {path.name for path in diary.iterdir()}
+    settings = {"backbone": TINY["backbone"], "data": {"tasks": 2}}
+    asked = {"methods": ["nearest-mean", "lda"], "benchmarks": [str(pictures)], "seeds": [0], "settings": settings}
+    grid = Grid(parse_spec(asked), tmp_path / "grid")
+    kept, killed = run_grid(
+        grid, RunActions(module.start, module.resume, "cpu"), SILENT_GRID, ExecutionOptions(workers=2)
+    )
+    assert kept.run and "its process ended with exit code -9" in killed.reason
+    (process,) = diary.iterdir()
+    assert process.name != str(os.getpid())  # each run has its process
     alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
     assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
-    again = {o.cell.method: o for o in run_grid(grid, RunActions(api.start, api.resume, "cpu"), where=two)}
-    assert again["lda"].run and len(list(diary.iterdir())) == 2, "what is finished is not run again"
+    before = kept.run.folder.joinpath("run.json").read_bytes()
+    again = run_grid(grid, RunActions(api.start, api.resume, "cpu"), SILENT_GRID, ExecutionOptions(workers=2))
+    assert all(outcome.run for outcome in again)
+    assert kept.run.folder.joinpath("run.json").read_bytes() == before  # what is finished is not run again

@@ -4,9 +4,6 @@ They run on a GPU or, without one, in Triton's interpreter.
 """
 
 import math
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,28 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from probprompt import randomness
+from kernel_helpers import DEVICE, GPU, HALF, assert_near, compile_for_a_gpu, numbers
 from probprompt.errors import UserError
 
 pytest.importorskip("triton")
-
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-# The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
-HALF = torch.bfloat16 if GPU else torch.float16
-
-
-def numbers(*shape: int, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers by name, rounded to a dtype."""
-    return randomness.normal(shape, 0, key).to(DEVICE, dtype)
-
-
-def assert_near(found: Tensor, expected: Tensor, digits: float) -> None:
-    """No further apart than this, where the largest number is 1."""
-    assert found.shape == expected.shape
-    assert torch.isfinite(found).all()
-    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-    assert error <= digits, f"{float(error):.2e} apart"
 
 
 def precision(dtype: torch.dtype) -> float:
@@ -81,11 +60,8 @@ for table, kernel, own in (
 
 
 def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter runs what the compiler refuses; products must reach the tensor cores' own instruction."""
-    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment = {**outside, "TRITON_CACHE_DIR": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
+    """Products must reach the tensor cores' own instruction."""
+    compile_for_a_gpu(COMPILE, tmp_path)
 
 
 # Norms
@@ -196,12 +172,14 @@ class Inputs(NamedTuple):
     prefix: tuple[Tensor, Tensor] | None
 
 
-class Outcome(NamedTuple):
-    mixed: Tensor
-    logsumexp: Tensor
-    qkv: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
+Outcome = dict[str, Tensor]
+
+
+def named(mixed: Tensor, logsumexp: Tensor, qkv: Tensor | None, key: Tensor | None, value: Tensor | None) -> Outcome:
+    """What attention and its gradients gave, by name: those of the packed projection part by part."""
+    parts = zip(("queries", "keys", "values"), (None,) * 3 if qkv is None else qkv.chunk(3, 2), strict=True)
+    found = {"mixed": mixed, "logsumexp": logsumexp, **dict(parts), "prefix key": key, "prefix value": value}
+    return {name: part for name, part in found.items() if part is not None}
 
 
 def inputs(case: Case) -> Inputs:
@@ -219,7 +197,7 @@ def run(case: Case, given: Inputs, scale: float, own: bool = True) -> Outcome:
 
     mixed, logsumexp = attention(given.qkv, case.heads, scale, given.prefix)
     back = attention_backward(given.grad, given.qkv, mixed, logsumexp, case.heads, scale, given.prefix, own)
-    return Outcome(mixed, logsumexp, *back)
+    return named(mixed, logsumexp, *back)
 
 
 def reference(case: Case, given: Inputs, scale: float) -> Outcome:
@@ -234,7 +212,8 @@ def reference(case: Case, given: Inputs, scale: float) -> Outcome:
     mixed = functional.scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2).flatten(2)
     mixed.backward(given.grad.double())
     logsumexp = (query @ key.mT * scale).logsumexp(3) / math.log(2)
-    return Outcome(mixed.detach(), logsumexp.detach(), qkv.grad, *([part.grad for part in prefix] or (None, None)))
+    key_grad, value_grad = [part.grad for part in prefix] or (None, None)
+    return named(mixed.detach(), logsumexp.detach(), qkv.grad, key_grad, value_grad)
 
 
 @cache
@@ -246,56 +225,23 @@ def outcome(name: str) -> tuple[Outcome, Outcome]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention(name: str) -> None:
-    found, expected = outcome(name)
-    dtype = CASES[name].dtype
-    assert found.mixed.dtype == dtype
-    assert found.mixed.is_contiguous()
-    assert_near(found.mixed, expected.mixed, precision(dtype))
-    assert found.logsumexp.dtype == torch.float32
-    assert_near(found.logsumexp, expected.logsumexp, 1e-5)
+def test_attention_and_its_gradients(name: str) -> None:
+    case, (found, expected) = CASES[name], outcome(name)
+    assert found.keys() == expected.keys() and found["mixed"].is_contiguous()
+    for part, right in expected.items():
+        assert found[part].dtype == (torch.float32 if part.split()[0] in ("logsumexp", "prefix") else case.dtype)
+        assert_near(found[part], right, 1e-5 if part == "logsumexp" else precision(case.dtype))
 
 
-@pytest.mark.parametrize("part", ["queries", "keys", "values"])
-@pytest.mark.parametrize("name", CASES)
-def test_gradient_of_the_packed_projection(name: str, part: str) -> None:
-    found, expected = outcome(name)
-    dtype = CASES[name].dtype
-    assert found.qkv is not None
-    assert expected.qkv is not None
-    assert found.qkv.dtype == dtype
-    index = ["queries", "keys", "values"].index(part)
-    assert_near(found.qkv.chunk(3, 2)[index], expected.qkv.chunk(3, 2)[index], precision(dtype))
-
-
-@pytest.mark.parametrize("part", ["key", "value"])
-@pytest.mark.parametrize("name", PREFIXED)
-def test_gradient_of_the_prefix(name: str, part: str) -> None:
-    found, expected = (getattr(side, part) for side in outcome(name))
-    assert found.dtype == torch.float32
-    assert_near(found, expected, precision(CASES[name].dtype))
-
-
-def test_without_a_prefix_it_has_no_gradient() -> None:
-    assert outcome("less than a block")[0][3:] == (None, None)
-
-
-@pytest.mark.parametrize("name", PREFIXED)
-def test_the_prefix_alone(name: str) -> None:
+@pytest.mark.parametrize("name", [*PREFIXED, "less than a block"])
+def test_the_gradient_of_the_prefix_alone_or_none(name: str) -> None:
     case, (found, expected) = CASES[name], outcome(name)
     alone = run(case, inputs(case), case.scale, own=False)
-    assert alone.qkv is None
-    for part, whole, right in zip(alone[3:], found[3:], expected[3:], strict=True):
-        assert part is not None
-        assert whole is not None
-        assert right is not None
-        assert_near(part, right, precision(case.dtype))
-        assert_near(part, whole.double(), precision(case.dtype))
-
-
-def test_nothing_is_asked_nothing_is_computed() -> None:
-    case = CASES["less than a block"]
-    assert run(case, inputs(case), case.scale, own=False)[2:] == (None, None, None)
+    prefix = ["prefix key", "prefix value"] if case.prefix else []
+    assert list(alone) == ["mixed", "logsumexp", *prefix]
+    for part in prefix:
+        assert_near(alone[part], expected[part], precision(case.dtype))
+        assert_near(alone[part], found[part].double(), precision(case.dtype))
 
 
 def test_a_shared_prefix_is_read_in_place() -> None:
@@ -305,10 +251,8 @@ def test_a_shared_prefix_is_read_in_place() -> None:
     # Only the keys are shared, and the values part of something wider: each has strides of its own.
     given = given._replace(prefix=(given.prefix[0][:1].expand(3, -1, -1), given.prefix[1].repeat(1, 1, 2)[..., :32]))
     found, expected = run(case, given, case.scale), reference(case, given, case.scale)
-    for part, right in zip(found, expected, strict=True):
-        assert part is not None
-        assert right is not None
-        assert_near(part, right, 1e-5)
+    for part, right in expected.items():
+        assert_near(found[part], right, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -316,13 +260,11 @@ def test_large_logits_stay_finite(dtype: torch.dtype) -> None:
     case = Case(1, 5, 1, 16, prefix=1, dtype=dtype)
     given = inputs(case)
     found, expected = run(case, given, 50.0), reference(case, given, 50.0)
-    assert float(expected.logsumexp.abs().max()) > 300  # no exponential of this fits float32
-    for part, right in zip(found, expected, strict=True):
-        assert part is not None
-        assert right is not None
+    assert float(expected["logsumexp"].abs().max()) > 300  # no exponential of this fits float32
+    for part, right in expected.items():
         # Weights are nearly 0 and 1 here, and most gradients vanish: measure against the gradient that comes in.
-        assert torch.isfinite(part).all()
-        assert float((part.double() - right).abs().max()) <= 50 * precision(dtype) * float(right.abs().max() + 1)
+        assert torch.isfinite(found[part]).all()
+        assert float((found[part].double() - right).abs().max()) <= 50 * precision(dtype) * float(right.abs().max() + 1)
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of padded keys' gradients, which go nowhere
@@ -333,33 +275,30 @@ def test_only_low_logits_leave_padded_keys_without_weight() -> None:
     packed = torch.cat([torch.full((1, 5, 16), 5.0), torch.full((1, 5, 16), -5.0), torch.zeros(1, 5, 16)], 2).to(DEVICE)
     given = given._replace(qkv=packed + 0.01 * given.qkv)
     found, expected = run(case, given, 1.0), reference(case, given, 1.0)
-    assert float(expected.logsumexp.max()) < -300
-    assert_near(found.mixed, expected.mixed, 1e-4)
-    assert found.qkv is not None
-    assert expected.qkv is not None
-    assert_near(found.qkv, expected.qkv, 1e-3)
+    assert float(expected["logsumexp"].max()) < -300
+    assert_near(found["mixed"], expected["mixed"], 1e-4)
+    one, other = (torch.cat([side[part] for part in ("queries", "keys", "values")], 2) for side in (found, expected))
+    assert_near(one, other, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["two blocks left over", *(["ViT-B/16"] if GPU else [])])
 def test_every_run_gives_the_same_bits(name: str) -> None:
     case = CASES[name]
-    for first, second in zip(outcome(name)[0], run(case, inputs(case), case.scale), strict=True):
-        assert first is not None
-        assert second is not None
-        assert torch.equal(first, second)
+    again = run(case, inputs(case), case.scale)
+    assert all(torch.equal(part, again[name]) for name, part in outcome(name)[0].items())
 
 
 def test_what_the_kernel_cannot_read_is_refused() -> None:
     from probprompt.kernels.attention import attention
 
+    packed, turned = torch.zeros(1, 4, 96, device=DEVICE), torch.zeros(1, 32, 2, device=DEVICE).mT
     with pytest.raises(UserError, match="cannot cut 480 columns"):
         attention(torch.zeros(1, 4, 480, device=DEVICE), 1, 1.0)
     with pytest.raises(UserError, match="cannot cut 100 columns"):
         attention(torch.zeros(1, 4, 100, device=DEVICE), 2, 1.0)
     with pytest.raises(UserError, match="lie in order"):
-        attention(torch.zeros(4, 1, 96, device=DEVICE).expand(4, 2, 96), 2, 1.0)
+        attention(packed[:, :1].expand(4, 2, 96), 2, 1.0)
     with pytest.raises(UserError, match="above 0"):
-        attention(torch.zeros(1, 4, 96, device=DEVICE), 2, 0.0)
-    turned = torch.zeros(1, 32, 2, device=DEVICE).mT
+        attention(packed, 2, 0.0)
     with pytest.raises(UserError, match="side by side"):
-        attention(torch.zeros(1, 4, 96, device=DEVICE), 2, 1.0, (turned, turned))
+        attention(packed, 2, 1.0, (turned, turned))

@@ -1,10 +1,6 @@
 """ProbPrompt's kernels against its equations, gradients included; without a GPU in Triton's interpreter."""
 
-import doctest
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_helpers import DEVICE, assert_near, compile_for_a_gpu
 from probprompt import equations
 from probprompt.errors import UserError
 from probprompt.kernels import mixture as mixture_module
@@ -27,7 +24,6 @@ pytest.importorskip("triton")
 from probprompt.kernels import gaussians as kernels_gaussians
 from probprompt.kernels.gaussians import noise, sampled_prompt
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = 0x1234_5678_9ABC_DEF0
 Moments = tuple[Tensor, Tensor, Tensor]
 
@@ -46,10 +42,11 @@ def gradients(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[
     return torch.autograd.grad(outputs, inputs, slopes)
 
 
-def close(found: Tensor, exact: Tensor, tolerance: float) -> None:
-    """Compare with what is exact, in parts of its largest number."""
-    assert found.shape == exact.shape
-    assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
+def check_gradients(
+    found: tuple[Tensor, ...], exact: tuple[Tensor, ...], inputs: tuple[Tensor, ...], tolerance: float
+) -> None:
+    for one, other in zip(gradients(found, inputs), gradients(exact, inputs), strict=True):
+        assert_near(one, other.double(), tolerance)
 
 
 # Noise
@@ -134,24 +131,14 @@ def plain_prompt(mean: Tensor, std: Tensor, query: Tensor, drawn: Tensor, equal:
     return equations.sampled_prompt(mean, std, query, drawn)
 
 
-@pytest.mark.parametrize(("width", "count"), [(24, 6), (16, 1), (5, 8)])
-def test_fused_prompts_equal_the_equations_on_the_same_noise(width: int, count: int) -> None:
+@pytest.mark.parametrize(("width", "count", "equal"), [(24, 6, False), (16, 1, False), (5, 8, False), (12, 6, True)])
+def test_fused_prompts_equal_the_equations_on_the_same_noise(width: int, count: int, equal: bool) -> None:
     mean, std, query = gaussians(2, 2, width)
-    found = sampled_prompt(mean, std, query, key(), count, first=3)
-    exact = plain_prompt(mean, std, query, noise(2, 2, count, width, key(), first=3))
+    found = sampled_prompt(mean, std, query, key(), count, 3, equal)
+    exact = plain_prompt(mean, std, query, noise(2, 2, count, width, key(), first=3), equal)
     assert found.dtype == torch.float32
-    close(found, exact, 2e-6)
-    for one, other in zip(gradients((found,), (mean, std)), gradients((exact,), (mean, std)), strict=True):
-        close(one, other.double(), 5e-6)
-
-
-def test_equal_weights() -> None:
-    mean, std, query = gaussians(2, 2, 12)
-    found = sampled_prompt(mean, std, query, key(), 6, 1, True)
-    exact = plain_prompt(mean, std, query, noise(2, 2, 6, 12, key(), first=1), equal=True)
-    close(found, exact, 2e-6)
-    for one, other in zip(gradients((found,), (mean, std)), gradients((exact,), (mean, std)), strict=True):
-        close(one, other.double(), 5e-6)
+    assert_near(found, exact, 2e-6)
+    check_gradients((found,), (exact,), (mean, std), 5e-6)
 
 
 @pytest.mark.parametrize("zero", ["query", "samples", "both"])
@@ -163,9 +150,7 @@ def test_zero_vectors(zero: str) -> None:
     found = sampled_prompt(mean, std, query, key(), 3)
     exact = equations.sampled_prompt(mean, std, query, noise(1, 2, 3, 7, key()))
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-7)
-    for one, other in zip(gradients((found,), (mean, std)), gradients((exact,), (mean, std)), strict=True):
-        assert one.isfinite().all()
-        close(one, other.double(), 1e-5)
+    check_gradients((found,), (exact,), (mean, std), 1e-5)
 
 
 def test_a_batch_in_parts_gives_the_same_prompts() -> None:
@@ -223,19 +208,15 @@ def test_mixtures_equal_the_equations(way: str, temperature: float, top_k: int |
     exact = plain_mixture(query, mean, log_std, temperature, top_k)
     for one, other in zip(found, exact, strict=True):
         assert one.dtype == torch.float32 and one.is_contiguous()
-        close(one, other, 1e-7)
-    inputs = (mean, log_std)
-    for one, other in zip(gradients(found, inputs), gradients(exact, inputs), strict=True):
-        close(one, other.double(), 1e-6)
+        assert_near(one, other, 1e-7)
+    check_gradients(found, exact, (mean, log_std), 1e-6)
 
 
 @pytest.mark.parametrize("index", range(3), ids=["weights", "center", "std"])
 def test_gradients_of_each_result_alone(way: str, index: int) -> None:
     query, (mean, log_std) = normal(2, 4), pool(1, 3, 4)
     found, exact = mixture(query, mean, log_std)[index], plain_mixture(query, mean, log_std)[index]
-    inputs = (mean, log_std)
-    for one, other in zip(gradients((found,), inputs), gradients((exact,), inputs), strict=True):
-        close(one, other.double(), 1e-6)
+    check_gradients((found,), (exact,), (mean, log_std), 1e-6)
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
@@ -247,9 +228,8 @@ def test_gradients_of_mixtures(top_k: int | None) -> None:
 
 def test_only_the_means_may_be_learned(way: str) -> None:
     query, (mean, log_std) = normal(3, 4), pool(2, 3, 4)
-    (found,) = gradients(mixture(query, mean, log_std.detach()), (mean,))
-    (exact,) = gradients(plain_mixture(query, mean, log_std), (mean,))
-    close(found, exact.double(), 1e-6)
+    found, exact = mixture(query, mean, log_std.detach()), plain_mixture(query, mean, log_std)
+    check_gradients(found, exact, (mean,), 1e-6)
 
 
 def narrow(features: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,9 +271,7 @@ def test_mixtures_at_the_ends_of_their_range(
     assert (found[0] - exact_weights).abs().max() < 1e-6
     torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-6, atol=0)
     torch.testing.assert_close(found[2].double(), exact[2], rtol=1e-6, atol=0)
-    inputs = (mean, log_std)
-    for one, other in zip(gradients(found, inputs), gradients(exact, inputs), strict=True):
-        close(one, other.double(), 1e-4)
+    check_gradients(found, exact, (mean, log_std), 1e-4)
 
 
 @pytest.mark.parametrize("level", [-10.0, 5.0])
@@ -352,11 +330,6 @@ def test_what_mixtures_refuse() -> None:
         mixture(query.requires_grad_(), mean, log_std)
 
 
-def test_doctests() -> None:
-    result = doctest.testmod(mixture_module)
-    assert result.attempted and not result.failed
-
-
 # What the interpreter cannot see
 
 
@@ -391,11 +364,7 @@ build(crop._crop, size=224, radius=2, rows=1, columns=crop.PIXELS)
 
 
 def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter runs what the compiler refuses."""
-    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment = {**outside, "TRITON_CACHE_DIR": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
+    compile_for_a_gpu(COMPILE, tmp_path)
 
 
 def test_kernels_here_are_the_ones_that_are_meant() -> None:

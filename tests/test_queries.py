@@ -10,7 +10,6 @@ from torch import Tensor
 from probprompt.backbones.vit import FrozenViT
 from probprompt.config import parse_config
 from probprompt.engine import loader
-from probprompt.engine.loader import Queries
 from probprompt.progress import SILENT
 from probprompt.runs.train import TrainingSetup, prepare
 
@@ -62,26 +61,19 @@ def same(one: TrainingSetup, other: TrainingSetup) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("method", [None, CODA], ids=["same method", "another"])
 def test_a_second_run_asks_nothing_and_learns_the_same(
-    settings: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch
+    settings: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch, method: dict[str, Any] | None
 ) -> None:
     chosen = settings(training={"epochs": 2, "batch": 8})
-    first = taught(chosen)
+    taught(chosen)
     assert sum(asked) == 2 * 2 * 16  # two tasks of 16 images, two epochs
     asked.clear()
-    assert same(taught(chosen), first) and not asked
-    monkeypatch.delenv(loader.SWITCH)
-    assert same(taught(chosen), first) and sum(asked) == 2 * 2 * 16
-
-
-def test_another_method_profits(settings: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = settings(training={"epochs": 2, "batch": 8})
-    taught(chosen)
-    asked.clear()
-    other = taught({**chosen, "method": CODA})
+    again = {**chosen, "method": method or chosen["method"]}
+    second = taught(again)
     assert not asked
     monkeypatch.delenv(loader.SWITCH)
-    assert same(taught({**chosen, "method": CODA}), other)
+    assert same(taught(again), second) and sum(asked) == 2 * 2 * 16
 
 
 @pytest.mark.parametrize(
@@ -109,32 +101,24 @@ def test_other_views_or_weights_are_asked_about_anew(
     assert asked[-2:] == [8, 8]  # whatever a method asks before an epoch begins
 
 
-def test_more_images_of_an_epoch_than_are_known_are_asked_about(settings: Settings, asked: list[int]) -> None:
+def test_images_and_epochs_that_are_not_known_are_asked_about(settings: Settings, asked: list[int]) -> None:
     """The last, smaller batch is dropped: another size of batches may need more of the same order."""
-    taught(settings(training={"epochs": 1, "batch": 6}), 1)
-    assert sum(asked) == 12
-    asked.clear()
-    taught(settings(training={"epochs": 1, "batch": 8}), 1)
-    assert sum(asked) == 16
-    asked.clear()
-    taught(settings(training={"epochs": 1, "batch": 6}), 1)
-    assert not asked
-
-
-def test_a_longer_run_asks_for_the_epochs_that_are_new(settings: Settings, asked: list[int]) -> None:
-    taught(settings(training={"epochs": 1, "batch": 8}), 1)
-    asked.clear()
-    taught(settings(training={"epochs": 3, "batch": 8}), 1)
-    assert sum(asked) == 2 * 16
+    for epochs, batch, expected in ((1, 6, 12), (1, 8, 16), (1, 6, 0), (3, 8, 2 * 16)):
+        asked.clear()
+        taught(settings(training={"epochs": epochs, "batch": batch}), 1)
+        assert sum(asked) == expected
 
 
 def test_nothing_is_kept_beyond_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "ROOM", 100)
     one, other = loader.queries_of("one"), loader.queries_of("other")
     assert one is not None and other is not None and loader.queries_of("one") is one
-    one.keep(0, 0, torch.zeros(5, 4))  # 80 bytes
+    kept = torch.arange(20.0).view(5, 4)  # 80 bytes
+    one.keep(0, 0, kept)
     other.keep(0, 0, torch.zeros(2, 4))
-    assert one.get(0, 0, 5) is not None and other.get(0, 0, 2) is None
+    part = one.get(0, 0, 3)
+    assert part is not None and torch.equal(part, kept[:3])
+    assert one.get(0, 0, 6) is None and one.get(0, 1, 1) is None and other.get(0, 0, 2) is None
     assert one.nbytes == 80 and other.nbytes == 0
 
 
@@ -143,10 +127,3 @@ def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, set
     assert loader.queries_of("one") is None
     workshop = taught(settings(training={"epochs": 1, "batch": 8}), 1)
     assert workshop.learner.loader.queries is None
-
-
-def test_part_of_an_epoch_is_given_as_it_was_kept() -> None:
-    found = Queries()
-    found._held[1, 2] = torch.arange(12.0).view(6, 2)
-    assert torch.equal(found.get(1, 2, 4), torch.arange(8.0).view(4, 2))  # type: ignore[arg-type]
-    assert found.get(1, 2, 7) is None and found.get(2, 1, 1) is None

@@ -8,12 +8,11 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -26,6 +25,7 @@ from PIL import Image
 from page_marks import read_blocks
 from probprompt.classifier import ContinualClassifier, changing
 from probprompt.classifier.store import Store
+from probprompt.errors import UserError
 from probprompt.serve.batching import Room
 from probprompt.serve.jobs import JobStore
 from probprompt.serve.lessons import title_of
@@ -35,8 +35,11 @@ Emoji = dict[str, dict[str, list[bytes]]]
 Serve = Callable[..., Any]
 
 
-def lesson(name: str, images: list[bytes], **fields: str) -> list[tuple[str, str | bytes]]:
-    return [("names", name), *fields.items(), *(("images", image) for image in images)]
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
 
 
 def bomb(side: int) -> bytes:
@@ -45,18 +48,13 @@ def bomb(side: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
-# Predictions
-
-
-def test_answers_are_those_of_the_classifier_itself(serve: Serve, small_model: Path, emoji: Emoji) -> None:
+def test_answers_are_those_of_the_classifier_itself(served: Any, small_model: Path, emoji: Emoji) -> None:
     images = [emoji["test"][name][i] for name in ("ball", "bird", "heart") for i in range(3)]
-    found = serve().predict(images, top_k=3)
+    found = served.predict(images, top_k=3)
     expected = ContinualClassifier.load(small_model).predict([Image.open(io.BytesIO(i)) for i in images], top_k=3)
     assert found["version"] == 2 and len(found["predictions"]) == len(images)
     for given, right in zip(found["predictions"], expected, strict=True):
@@ -64,6 +62,9 @@ def test_answers_are_those_of_the_classifier_itself(serve: Serve, small_model: P
         assert given["probability"] == pytest.approx(right.probability, abs=1e-5)
         assert [entry["label"] for entry in given["top"]] == [label for label, _ in right.top]
         assert given["novelty"] == pytest.approx(right.novelty, abs=1e-4)
+    answer = served.ask("POST", "/api/predict?top_k=2", images[0], Content_Type="image/png")  # as the whole body
+    assert answer.status == 200 and len(answer.json["predictions"][0]["top"]) == 2
+    assert answer.json["predictions"][0]["label"] == expected[0].label
 
 
 def test_an_answer_does_not_depend_on_who_else_is_asking(serve: Serve, emoji: Emoji) -> None:
@@ -72,72 +73,52 @@ def test_an_answer_does_not_depend_on_who_else_is_asking(serve: Serve, emoji: Em
     alone = [served.predict([image], top_k=4)["predictions"][0] for image in images]
     with ThreadPoolExecutor(24) as crowd:
         together = list(crowd.map(lambda image: served.predict([image], top_k=4)["predictions"][0], images))
-    assert served.service.metrics.text().count("probprompt_batch_images_bucket") > 0
-    assert "probprompt_predicted_images_total 48" in served.get("/metrics").body.decode()
-    batches = float(served.service.metrics.text().split("probprompt_batch_images_count ")[1].split()[0])
+    metrics = served.get("/metrics").body.decode()
+    assert "probprompt_batch_images_bucket" in metrics and "probprompt_predicted_images_total 48" in metrics
+    batches = int(metrics.split("probprompt_batch_images_count ")[1].split()[0])
     assert batches < 48, "no batch was formed across requests"
     for one, other in zip(alone, together, strict=True):
         assert one["label"] == other["label"] and one["unknown"] == other["unknown"]
-        assert [e["label"] for e in one["top"]] == [e["label"] for e in other["top"]]
-        assert [e["probability"] for e in one["top"]] == pytest.approx(
-            [e["probability"] for e in other["top"]], abs=1e-5
-        )
+        assert [entry["label"] for entry in one["top"]] == [entry["label"] for entry in other["top"]]
+        probabilities = [entry["probability"] for entry in other["top"]]
+        assert [entry["probability"] for entry in one["top"]] == pytest.approx(probabilities, abs=1e-5)
 
 
-def test_one_image_may_be_the_whole_body(serve: Serve, emoji: Emoji) -> None:
-    served, image = serve(), emoji["test"]["ball"][0]
-    answer = served.ask("POST", "/api/predict?top_k=2", image, Content_Type="image/png")
-    assert answer.status == 200 and len(answer.json["predictions"][0]["top"]) == 2
-    assert answer.json["predictions"][0]["label"] == served.predict([image])["predictions"][0]["label"]
-
-
-def test_a_file_that_is_no_image_has_its_reason_and_others_their_answers(serve: Serve, emoji: Emoji) -> None:
+def test_a_file_that_is_no_image_has_its_reason(served: Any, emoji: Emoji) -> None:
     good = emoji["test"]["ball"][0]
-    harmful = [
-        b"",
-        b"no image",
-        good[: len(good) // 2],
-        bomb(60_000),
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-    ]
-    served = serve()
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"
+    harmful = [b"", b"no image", good[: len(good) // 2], bomb(60_000), postscript]
     rows = served.predict([good, *harmful, good])["predictions"]
     assert [row["error"] is None for row in rows] == [True, *[False] * len(harmful), True]
     assert rows[0]["label"] == rows[-1]["label"] and rows[1]["label"] is None
-    assert "more than 64000000 pixels" in rows[4]["error"]
+    assert "64000000 pixels" in rows[4]["error"]
     assert all("/" not in row["error"] and "Traceback" not in row["error"] for row in rows if row["error"])
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "status", "words"),
+    ("body", "kind", "words"),
     [
-        (b"{}", "application/json", 400, "multipart/form-data"),
-        (b"", "", 400, "of no type"),
-        (b"--edge--\r\n", "multipart/form-data; boundary=edge", 400, "no image"),
-        (b"anything", "multipart/form-data", 400, "boundary"),
+        (b"{}", "application/json", "multipart/form-data"),
+        (b"", "", "of no type"),
+        (b"--edge--\r\n", "multipart/form-data; boundary=edge", "no image"),
+        (b"anything", "multipart/form-data", "boundary"),
     ],
 )
-def test_a_question_without_images_is_told_what_to_send(
-    serve: Serve, body: bytes, kind: str, status: int, words: str
-) -> None:
-    answer = serve().ask("POST", "/api/predict", body, **({"Content_Type": kind} if kind else {}))
-    assert answer.status == status and words in answer.json["error"]
-
-
-# Limits
+def test_a_question_without_images_is_told_what_to_send(served: Any, body: bytes, kind: str, words: str) -> None:
+    answer = served.ask("POST", "/api/predict", body, **({"Content_Type": kind} if kind else {}))
+    assert answer.status == 400 and words in answer.json["error"]
 
 
 def test_size_count_and_pixels_are_limited(serve: Serve, emoji: Emoji) -> None:
     served = serve(limits=Limits(pixels=5000, image_bytes=20_000, images=3, upload_bytes=60_000))
     image = emoji["test"]["ball"][0]
-    assert served.form("/api/predict", [("images", image)] * 3).status == 200
-    assert served.form("/api/predict", [("images", image)] * 4).status == 413
-    assert served.form("/api/predict", [("images", bytes(20_001))]).status == 413
-    assert served.ask("POST", "/api/predict", bytes(20_001), Content_Type="image/png").status == 413
-    assert served.ask("POST", "/api/predict", bytes(60_001), Content_Type="image/png").status == 413
+    for images, status in (([image] * 3, 200), ([image] * 4, 413), ([bytes(20_001)], 413)):
+        assert served.form("/api/predict", [("images", one) for one in images]).status == status
+    for size in (20_001, 60_001):
+        assert served.ask("POST", "/api/predict", bytes(size), Content_Type="image/png").status == 413
     large = io.BytesIO()
     Image.new("RGB", (100, 51)).save(large, "PNG")
-    assert "5100" in str(100 * 51) and "more than 5000" in served.predict([large.getvalue()])["predictions"][0]["error"]
+    assert "5000" in served.predict([large.getvalue()])["predictions"][0]["error"]
     assert served.get("/api/model").status == 200
 
 
@@ -168,7 +149,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve, emoji: Emoji, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", write)
-    answer = served.form("/api/teach", lesson("heart", emoji["train"]["heart"]), token=True)
+    answer = served.teach("heart", emoji["train"]["heart"])
     assert answer.status == 507 and "the disk is full" in answer.json["error"]
     assert list((served.service.folder / "serve" / "jobs").iterdir()) == []
     monkeypatch.setattr(SpooledTemporaryFile, "write", write)
@@ -176,11 +157,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve, emoji: Emoji, monk
     assert asked.status == 507 and asked.json == {"error": "the disk is full: make room on it"}
 
 
-# Who may do what
-
-
-def test_on_this_machine_asking_is_open_and_teaching_needs_the_token(serve: Serve, emoji: Emoji) -> None:
-    served, images = serve(), emoji["train"]["heart"][:3]
+def test_on_this_machine_asking_is_open_and_teaching_needs_the_token(served: Any, emoji: Emoji) -> None:
     for path in ("/", "/app.js", "/style.css", "/api/model", "/api/history", "/api/jobs", "/metrics", "/openapi.json"):
         assert served.get(path).status == 200, path
     for method, path in (("POST", "/api/teach"), ("POST", "/api/rollback"), ("DELETE", "/api/jobs/1")):
@@ -188,7 +165,7 @@ def test_on_this_machine_asking_is_open_and_teaching_needs_the_token(serve: Serv
         assert answer.status == 401 and "token is needed" in answer.json["error"], path
         wrong = served.ask(method, path, b"{}", Content_Type="application/json", Authorization="Bearer wrong")
         assert wrong.status == 401 and "not the right one" in wrong.json["error"], path
-    assert served.form("/api/teach", lesson("heart", images)).status == 401
+    assert served.teach("heart", emoji["train"]["heart"][:3], token=False).status == 401
     assert served.service.jobs.all() == []
 
 
@@ -201,69 +178,43 @@ def test_any_other_address_needs_the_token_for_everything(serve: Serve) -> None:
     assert served.get("/").status == 200 and served.get("/health").status == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "192.0.2.1", "["])
-def test_a_name_that_is_not_ours_is_refused(serve: Serve, host: str) -> None:
-    answer = serve().get("/api/model", Host=host)
-    assert answer.status == 421 and host in answer.json["error"]
-
-
-def test_pages_of_others_are_refused(serve: Serve) -> None:
-    served = serve()
+def test_other_hosts_and_origins_are_refused(served: Any) -> None:
+    for host in ("evil.example", "evil.example:8000", "192.0.2.1", "["):
+        answer = served.get("/api/model", Host=host)
+        assert answer.status == 421 and host in answer.json["error"]
     assert served.get("/api/model", Origin="https://evil.example", token=True).status == 403
     assert served.get("/api/model", Origin="http://[").status == 403
     assert served.get("/api/model", Origin=served.address).status == 200
 
 
-def test_browsers_are_told_to_trust_nothing_else(serve: Serve) -> None:
-    served = serve()
+def test_browsers_are_told_to_trust_nothing_else(served: Any) -> None:
     for path in ("/", "/api/model", "/nothing", "/api/jobs/7"):
         headers = served.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'"), path
-        assert "unsafe" not in headers["content-security-policy"]
+        assert "unsafe" not in headers["content-security-policy"] and "server" not in headers
         assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
-        assert "server" not in headers
 
 
-@pytest.mark.parametrize(
-    "path", ["/../current.json", "/%2e%2e/current.json", "/page/../app.py", "//etc/passwd", "/serve/jobs"]
-)
-def test_no_path_reaches_the_disk(serve: Serve, path: str) -> None:
-    assert serve().get(path).status == 404
+def test_no_path_reaches_the_disk(served: Any) -> None:
+    for path in ("/../current.json", "/%2e%2e/current.json", "/page/../app.py", "//etc/passwd", "/serve/jobs"):
+        assert served.get(path).status == 404, path
 
 
-# Teaching
-
-
-def test_a_lesson_is_learned_while_predictions_go_on_then_switches_and_can_be_undone(
-    serve: Serve, emoji: Emoji
-) -> None:
-    served = serve()
-    versions: set[int] = set()
-    stop, failures = threading.Event(), list[object]()
-
-    def keep_asking() -> None:
-        while not stop.is_set():
-            try:
-                answer = served.predict([emoji["test"]["ball"][0], emoji["test"]["boat"][0]])
-                versions.add(answer["version"])
-                time.sleep(0.05)
-            except (AssertionError, OSError) as problem:
-                failures.append(problem)
-
-    asking = threading.Thread(target=keep_asking)
-    asking.start()
+def test_a_lesson_is_learned_between_predictions_and_undone(serve: Serve, emoji: Emoji) -> None:
+    served, train = serve(), emoji["train"]
     parts: list[tuple[str, str | bytes]] = [("names", "Ball"), ("names", "../../heart <b>"), ("known", "refine")]
     for place, name in enumerate(("ball", "heart")):
-        for image in emoji["train"][name][:6]:
+        for image in train[name][:6]:
             parts += [("images", image), ("of", str(place))]
     accepted = served.form("/api/teach", parts, token=True)
     assert accepted.status == 202 and accepted.json["state"] == "waiting"
     assert accepted.json["classes"][0] == {"name": "ball", "images": 6}  # in the spelling in which it is known
+    versions = set[int]()
+    while served.get(f"/api/jobs/{accepted.json['id']}").json["state"] in ("waiting", "running"):
+        versions.add(served.predict([emoji["test"]["ball"][0], emoji["test"]["boat"][0]])["version"])
     job = served.finished(accepted.json["id"])
-    after = served.predict([emoji["train"]["heart"][0]])
-    stop.set()
-    asking.join()
-    assert failures == [] and 2 in versions and versions <= {2, 3}
+    after = served.predict([train["heart"][0]])
+    assert 2 in versions and versions <= {2, 3}
     assert (job["state"], job["before"], job["version"]) == ("done", 2, 3)
     assert job["report"]["images"] == 12 and job["report"]["classes"] == ["../../heart <b>", "ball"]
     assert all(0 <= risk["share"] <= 1 for risk in job["report"]["retention"])
@@ -273,8 +224,7 @@ def test_a_lesson_is_learned_while_predictions_go_on_then_switches_and_can_be_un
     files = [path for path in (served.service.folder / "serve" / "jobs").rglob("*") if path.is_file()]
     assert [path.name for path in files] == ["job.json"], "the images of a finished lesson are still there"
 
-    body = json.dumps({"to": job["before"]}).encode()
-    undone = served.ask("POST", "/api/rollback", body, token=True, Content_Type="application/json")
+    undone = served.roll_back(job["before"])
     assert undone.status == 202 and served.finished(undone.json["id"])["version"] == 4
     assert served.get("/api/model").json["classes"] == ["ball", "boat", "bird", "fruit"]
     assert ContinualClassifier.load(served.service.folder).version == 4
@@ -282,85 +232,63 @@ def test_a_lesson_is_learned_while_predictions_go_on_then_switches_and_can_be_un
     assert 'probprompt_jobs_total{kind="teach",state="done"} 1' in jobs and "probprompt_model_version 4" in jobs
 
 
-def test_a_known_class_is_not_taught_again_unasked(serve: Serve, emoji: Emoji) -> None:
-    served = serve()
-    again = served.form("/api/teach", lesson("Ball", emoji["train"]["ball"][:3]), token=True)
-    assert again.status == 409 and "known=refine" in again.json["error"]
-    assert served.get("/api/jobs").json == {"jobs": []}
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ([("images", b"x")], "name each class once"),
-        ([("names", "a"), ("names", "A"), ("images", b"x")], "name each class once"),
-        ([("names", " \n"), ("images", b"x")], "0 characters"),
-        ([("names", "a\u202eb"), ("images", b"x")], "printable"),
-        ([("names", "x" * 101), ("images", b"x")], "101 characters"),
+def test_what_makes_no_sense_is_told_why(served: Any, emoji: Emoji) -> None:
+    image = ("images", b"x")
+    two = [("names", "a"), ("names", "b"), image]
+    for parts, words in (
+        ([image], "name each class once"),
+        ([("names", "a"), ("names", "A"), image], "name each class once"),
+        ([("names", " \n"), image], "0 characters"),
+        ([("names", "a\u202eb"), image], "printable"),
+        ([("names", "x" * 101), image], "101 characters"),
         ([("names", "a")], "no image"),
-        ([("names", "a"), ("names", "b"), ("images", b"x")], "field 'of'"),
-        ([("names", "a"), ("names", "b"), ("images", b"x"), ("of", "2")], "field 'of'"),
-        ([("names", "a"), ("names", "b"), ("images", b"x"), ("of", "0")], "no image of 'b'"),
-        ([("names", "a"), ("images", b"x"), ("known", "maybe")], "allowed: refuse, refine"),
-        ([("names", "a"), ("images", b"x")], "no image of 'a' can be used"),
-    ],
-)
-def test_a_lesson_that_makes_no_sense_is_told_why(
-    serve: Serve, parts: list[tuple[str, str | bytes]], words: str
-) -> None:
-    served = serve()
-    answer = served.form("/api/teach", parts, token=True)
-    assert answer.status == 400 and words in answer.json["error"], answer
+        (two, "field 'of'"),
+        ([*two, ("of", "2")], "field 'of'"),
+        ([*two, ("of", "0")], "no image of 'b'"),
+        ([("names", "a"), image, ("known", "maybe")], "refuse, refine"),
+        ([("names", "a"), image], "no image of 'a' can be used"),
+    ):
+        answer = served.form("/api/teach", parts, token=True)
+        assert answer.status == 400 and words in answer.json["error"], answer
+    again = served.teach("Ball", emoji["train"]["ball"][:3])
+    assert again.status == 409 and "known=refine" in again.json["error"]
+    for to, words in ((9, "version 9 is not kept"), ("x", "to"), (None, "to")):
+        answer = served.roll_back(to)
+        assert answer.status == 400 and words in answer.json["error"]
     assert served.get("/api/jobs").json == {"jobs": []}
     assert list((served.service.folder / "serve" / "jobs").iterdir()) == []
-
-
-def test_going_back_to_what_is_not_kept_is_refused(serve: Serve) -> None:
-    served = serve()
-    for body, words in ((b'{"to": 9}', "version 9 is not kept"), (b'{"to": "x"}', "to"), (b'{"path": "/etc"}', "to")):
-        answer = served.ask("POST", "/api/rollback", body, token=True, Content_Type="application/json")
-        assert answer.status == 400 and words in answer.json["error"]
     assert served.get("/api/jobs/1").status == 404 and served.get("/api/jobs/x").status == 400
 
 
 def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
     served = serve()
     with Store(served.service.folder).locked():  # the first lesson waits, so that there is time to give it up
-        first = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:3]), token=True).json["id"]
-        second = served.form("/api/teach", lesson("moon", emoji["train"]["moon"][:3]), token=True).json["id"]
+        first, second = (served.teach(name, emoji["train"][name][:3]).json["id"] for name in ("heart", "moon"))
         assert served.ask("DELETE", f"/api/jobs/{second}", token=True).json["state"] == "cancelled"
         served.ask("DELETE", f"/api/jobs/{first}", token=True)
         assert served.finished(first)["state"] == "cancelled"
     assert served.get("/api/model").json["version"] == 2
 
 
-def test_a_process_that_is_dead_before_it_is_told_anything_says_nothing(serve: Serve) -> None:
-    command = [sys.executable, "-c", ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def test_a_process_that_is_dead_before_it_is_told_anything_says_nothing(served: Any) -> None:
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.wait()
-        assert serve().service.school._listen(None, process, {"images": {}}) is None
+        assert served.service.school._listen(None, process, {"images": {}}) is None
 
 
-# Stopping
-
-
-def test_no_accepted_lesson_is_lost_when_the_service_stops_or_is_killed(
-    small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji
-) -> None:
+def test_no_accepted_lesson_is_lost_when_killed(small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji) -> None:
     folder = shutil.copytree(small_model, tmp_path / "model")
     served = serve(folder)
     with Store(folder).locked():  # the lesson lasts until the service is stopped
-        number = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:5]), token=True).json["id"]
-        while served.get(f"/api/jobs/{number}").json["state"] == "waiting":
-            time.sleep(0.01)
+        number = served.teach("heart", emoji["train"]["heart"][:5]).json["id"]
+        wait_until(lambda: served.get(f"/api/jobs/{number}").json["state"] != "waiting")
         served.stop()  # in the middle of it
         assert json.loads((folder / "serve/jobs/1/job.json").read_text())["state"] == "running"
         command = [sys.executable, "-u", "-m", "probprompt", "serve", str(folder), "--port", "0"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
             assert service.stdout is not None
             address = service.stdout.readline().split()[-1]
-            while json.load(urlopen(f"{address}/api/jobs/1"))["progress"] is None:
-                time.sleep(0.05)
+            wait_until(lambda: json.load(urlopen(f"{address}/api/jobs/1"))["progress"] is not None)
             service.kill()  # in the middle of it again
     assert ContinualClassifier.load(folder).version == 2
     again = serve(folder)
@@ -368,92 +296,59 @@ def test_no_accepted_lesson_is_lost_when_the_service_stops_or_is_killed(
     assert again.get("/api/model").json["classes"][-1] == "heart"
 
 
-def test_a_lesson_that_was_saved_just_before_the_end_is_not_learned_twice(
-    small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji
+@pytest.mark.parametrize("kind", ["teach", "rollback"])
+def test_a_saved_job_is_not_done_twice(
+    small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji, kind: str
 ) -> None:
-    folder = shutil.copytree(small_model, tmp_path / "model")
+    folder, images = shutil.copytree(small_model, tmp_path / "model"), emoji["train"]["heart"][:4]
     draft = JobStore(folder / "serve" / "jobs").draft()
-    for number, image in enumerate(emoji["train"]["heart"][:4]):
-        draft.add_image(0, number, image)
-    job = draft.accept(kind="teach", state="running", classes=[{"name": "heart", "images": 4}])
-    classifier = ContinualClassifier.load(folder)
-    images = [Image.open(io.BytesIO(image)) for image in emoji["train"]["heart"][:4]]
-    classifier.learn({"heart": images}, name=title_of(job))
-    classifier.save(folder)  # and here the service was killed
-    served = serve(folder)
+    with changing(folder) as classifier:
+        if kind == "teach":
+            for number, image in enumerate(images):
+                draft.add_image(0, number, image)
+            job = draft.accept(kind="teach", state="running", classes=[{"name": "heart", "images": 4}])
+            classifier.learn({"heart": [Image.open(io.BytesIO(image)) for image in images]}, name=title_of(job))
+        else:
+            job = draft.accept(kind="rollback", state="running", to=1)
+            classifier.rollback(1)
+    served = serve(folder)  # the service had been killed here
     assert served.finished(job.id)["version"] == served.get("/api/model").json["version"] == 3
 
 
-def test_a_second_service_on_the_same_model_is_refused(
-    serve: Serve, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from probprompt.errors import UserError
-    from probprompt.serve import service
-
-    served = serve()
-    monkeypatch.setattr(service, "LOCK_SECONDS", 0.2)
+def test_a_second_service_on_a_model_is_refused(served: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("probprompt.serve.service.LOCK_SECONDS", 0.2)
     with pytest.raises(UserError, match="another service"):
         serve(served.service.folder)
 
 
 def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    from probprompt.serve import lessons
-
-    monkeypatch.setattr(lessons, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("probprompt.serve.lessons.IDLE_SECONDS", 0.05)
     served = serve()
-    other = ContinualClassifier.load(served.service.folder)
-    other.rename("ball", "sphere")
-    other.save(served.service.folder)
-    until = time.monotonic() + 10
-    while (model := served.get("/api/model").json)["version"] == 2 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert model["version"] == 3 and model["classes"][0] == "sphere"
+    with changing(served.service.folder) as other:
+        other.rename("ball", "sphere")
+    wait_until(lambda: served.get("/api/model").json["version"] == 3)
+    assert served.get("/api/model").json["classes"][0] == "sphere"
 
 
-def test_a_lesson_and_an_undoing_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: Emoji) -> None:
+def test_jobs_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: Emoji) -> None:
     served = serve()
     with changing(served.service.folder) as other:  # as `probprompt rename` at the same time
         other.rename("ball", "sphere")
-        number = served.form("/api/teach", lesson("heart", emoji["train"]["heart"][:5]), token=True).json["id"]
-        until = time.monotonic() + 30
-        while "another process" not in str(served.get(f"/api/jobs/{number}").json["progress"]):
-            assert time.monotonic() < until, served.get(f"/api/jobs/{number}").json
-            time.sleep(0.05)
+        number = served.teach("heart", emoji["train"]["heart"][:5]).json["id"]
+        wait_until(lambda: "another process" in str(served.get(f"/api/jobs/{number}").json["progress"]))
     job = served.finished(number)
     assert (job["state"], job["before"], job["version"]) == ("done", 3, 4)
     assert served.get("/api/model").json["classes"] == ["sphere", "boat", "bird", "fruit", "heart"]
-
-    def undo() -> int:
-        body = json.dumps({"to": 3}).encode()
-        answer = served.ask("POST", "/api/rollback", body, token=True, Content_Type="application/json")
-        return int(answer.json["id"])
-
     with Store(served.service.folder).locked():
-        given_up, waiting = undo(), undo()
-        while served.get(f"/api/jobs/{given_up}").json["state"] == "waiting":
-            time.sleep(0.01)
+        given_up, waiting = (served.roll_back(3).json["id"] for _ in range(2))
+        wait_until(lambda: served.get(f"/api/jobs/{given_up}").json["state"] != "waiting")
         served.ask("DELETE", f"/api/jobs/{given_up}", token=True)
         assert served.finished(given_up)["state"] == "cancelled"
     job = served.finished(waiting)
     assert (job["state"], job["before"], job["version"]) == ("done", 4, 5)
 
 
-def test_an_undoing_that_was_saved_just_before_the_end_is_not_done_twice(
-    small_model: Path, tmp_path: Path, serve: Serve
-) -> None:
-    folder = shutil.copytree(small_model, tmp_path / "model")
-    job = JobStore(folder / "serve" / "jobs").draft().accept(kind="rollback", state="running", to=1)
-    with changing(folder) as classifier:
-        classifier.rollback(1)  # and here the service was killed
-    served = serve(folder)
-    assert served.finished(job.id)["version"] == served.get("/api/model").json["version"] == 3
-
-
-# What people see
-
-
-def test_history_accuracy_and_prompts(serve: Serve) -> None:
-    served = serve()
+def test_history_accuracy_and_prompts(served: Any) -> None:
     newest, oldest = served.get("/api/history").json["versions"]
     assert (newest["what"], newest["classes"], newest["current"]) == ("learned", ["bird", "fruit"], True)
     assert (oldest["number"], oldest["images"], oldest["known"], oldest["current"]) == (1, 24, 2, False)
@@ -465,8 +360,8 @@ def test_history_accuracy_and_prompts(serve: Serve) -> None:
     assert "Mean similarity" in figures["note"] and " style=" not in figures["figures"][0]["svg"]
 
 
-def test_openapi_describes_every_route(serve: Serve) -> None:
-    found = serve().get("/openapi.json").json
+def test_openapi_describes_every_route(served: Any) -> None:
+    found = served.get("/openapi.json").json
     assert set(found["paths"]) == {
         *("/api/predict", "/api/model", "/api/history", "/api/accuracy", "/api/prompts", "/api/teach"),
         *("/api/rollback", "/api/jobs", "/api/jobs/{number}", "/metrics", "/health"),
@@ -475,21 +370,16 @@ def test_openapi_describes_every_route(serve: Serve) -> None:
     assert set(form["properties"]) == {"names", "images", "of", "known"}
 
 
-def test_the_page_asks_for_nothing_from_elsewhere() -> None:
-    from importlib.resources import files
-
-    for name in ("index.html", "app.js", "style.css", "icon.svg"):
-        text = files("probprompt.serve").joinpath("page", name).read_text(encoding="utf-8")
+def test_the_page_asks_for_nothing_from_elsewhere(served: Any) -> None:
+    for name in ("", "app.js", "style.css", "icon.svg"):
+        text = served.get(f"/{name}").body.decode()
         assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), name
         assert "innerHTML" not in text and "eval(" not in text
 
 
-# The command
-
-
-def test_the_command_bears_many_clients_and_stops_when_told_to(small_model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(small_model, tmp_path / "model")
-    tool = load_tool()
+def test_the_command_bears_many_clients(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
+    tool, folder = import_module("load_serve"), shutil.copytree(small_model, tmp_path / "model")
     found = tool.measure_served(folder, tool.drawings(), 32, 3.0)
     assert found["errors"] == 0 and found["first_error"] is None, found
     assert found["requests"] > 32 and np.isfinite(found["ms"]["p99"])
@@ -497,47 +387,20 @@ def test_the_command_bears_many_clients_and_stops_when_told_to(small_model: Path
     assert "/#token=" in found["output"][1] and found["output"][-1] == "stopped"
 
 
-def load_tool() -> Any:
-    """The script that measures a service under load."""
-    path = Path(__file__).parent.parent / "tools" / "load_serve.py"
-    spec = spec_from_file_location("load_serve", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("nowhere",), "holds no classifier"),
-        (("nowhere", "--host", "256.1.1.1"), "cannot be used"),
-        (("nowhere", "--token-file", "missing"), "cannot be read"),
-    ],
-)
-def test_mistakes_are_told_in_words(
-    probprompt: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    words: str,
-) -> None:
+def test_mistakes_are_told(probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = probprompt("serve", *arguments, "--port", "0")
-    assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
+    for arguments, token, words in (
+        ((), "", "holds no classifier"),
+        (("--host", "256.1.1.1"), "", "cannot be used"),
+        (("--token-file", "missing"), "", "cannot be read"),
+        ((), "secret", "6 characters"),
+    ):
+        monkeypatch.setenv("PROBPROMPT_TOKEN", token)
+        answer = probprompt("serve", "nowhere", *arguments, "--port", "0")
+        assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
 
 
-def test_a_short_token_is_refused(
-    probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PROBPROMPT_TOKEN", "secret")
-    answer = probprompt("serve", tmp_path, "--port", "0")
-    assert answer.code == 2 and "6 characters" in answer.err
-
-
-def test_what_the_page_on_serving_says_works_as_pasted(
-    serve: Serve, emoji: Emoji, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_on_serving_works(serve: Serve, emoji: Emoji, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shutil.which("curl"):
         pytest.skip("there is no curl")
     served = serve()

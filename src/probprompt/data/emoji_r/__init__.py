@@ -44,19 +44,15 @@ class Rendition:
     """Either "train" or "test"."""
 
 
-def _load() -> dict[str, Any]:
+def manifest() -> dict[str, Any]:
+    """Return the manifest: sizes, classes, icon sets with versions and licences, sheets, and all pictures."""
     loaded: dict[str, Any] = json.loads((_FOLDER / "manifest.json").read_text(encoding="utf-8"))
     return loaded
 
 
-def manifest() -> dict[str, object]:
-    """Return the manifest: sizes, classes, icon sets with versions and licences, sheets, and all pictures."""
-    return _load()
-
-
 def classes() -> tuple[str, ...]:
     """Return the class names in their fixed order, shuffled once when the dataset was built."""
-    return tuple(_load()["classes"])
+    return tuple(manifest()["classes"])
 
 
 def _sheet(name: str, digest: str) -> NDArray[np.uint8]:
@@ -78,7 +74,7 @@ def read() -> tuple[NDArray[np.uint8], list[Rendition]]:
         RuntimeError: a sheet is missing or damaged; the message names the file.
 
     """
-    index = _load()
+    index = manifest()
     size, columns = index["size"], index["columns"]
     sheets = {label: _sheet(f"{label}.webp", index["sheets"][f"{label}.webp"]) for label in index["classes"]}
     images = np.empty((len(index["images"]), size, size, 3), dtype=np.uint8)

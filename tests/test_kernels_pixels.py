@@ -1,18 +1,19 @@
-"""The kernel that cuts views out of stored pixels against the plain way; without a GPU in Triton's interpreter."""
+"""The kernels that cut views out of stored pixels, and images into patches, against the plain way."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernel_helpers import DEVICE
 from probprompt import randomness
 from probprompt.data.transforms import DRAWS, Boxes, Kernel, center_boxes, random_boxes, resample
 from probprompt.errors import UserError
 
 pytest.importorskip("triton")
 
-from probprompt.kernels.pixels import crop
+from probprompt.kernels import pixels as kernels_pixels
+from probprompt.kernels.pixels import crop, patches
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
 MEAN, STD = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.25, 1.0]).view(3, 1, 1)
 RAGGED = torch.tensor([[9, 13], [21, 11], [24, 30]])
@@ -124,3 +125,23 @@ def test_what_is_given_must_fit() -> None:
         cut(images, boxes, 8, "bicubical")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pixels must be uint8"):
         cut([images[0].int()], boxes, 8)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("size", "patch"), [((32, 32), (16, 16)), ((28, 42), (14, 14)), ((12, 40), (3, 8))])
+def test_patches_are_those_of_a_permutation(
+    size: tuple[int, int], patch: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_pixels, "COLUMNS", 16)  # several programs for a line
+    images = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    (height, width), (high, wide) = size, patch
+    grid = images.view(3, 3, height // high, high, width // wide, wide)
+    expected = grid.permute(0, 2, 4, 1, 3, 5).reshape(-1, 3 * high * wide)
+    assert torch.equal(patches(images, high, wide), expected)
+    lying = images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # the same images, colours last in memory
+    assert torch.equal(patches(lying, high, wide), expected)
+
+
+def test_a_part_of_a_patch_is_refused() -> None:
+    with pytest.raises(ValueError, match="30 x 32 pixels are no whole number of 16 x 16"):
+        patches(torch.zeros(1, 3, 30, 32, device=DEVICE), 16, 16)

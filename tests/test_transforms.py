@@ -1,7 +1,8 @@
-"""Colours of training images against torchvision's own operations on the same decisions."""
+"""Views of images and their colors against torchvision's own operations on the same decisions."""
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,25 +11,113 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
 from probprompt import randomness
+from probprompt.data.image_store import ImageStore
 from probprompt.data.transforms import (
     AUTOAUGMENT_DRAWS,
+    DRAWS,
     IMAGENET_POLICY,
     JITTER_DRAWS,
     Augmentation,
     Interpolation,
+    Kernel,
     after_crop,
     autoaugment,
     before_crop,
+    center_boxes,
     draws_needed,
     jitter,
+    random_boxes,
+    resample,
 )
 
+# Views
+
+
+KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
+EDGES = ("top", "left", "height", "width")
+
+
+def _image(height: int, width: int) -> torch.Tensor:
+    coarse = torch.from_numpy(np.random.RandomState(1).randint(0, 256, (3, height // 4 + 1, width // 4 + 1)))
+    fine = coarse.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, :height, :width]
+    return fine.to(torch.uint8)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("height", "width", "size"), [(40, 60, 96), (200, 150, 64), (32, 32, 32), (90, 300, 48)])
+def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: int, size: int, kernel: Kernel) -> None:
+    image, mode = _image(height, width), InterpolationMode(kernel)
+    sizes = torch.tensor([[height, width]]).expand(8, 2)
+    boxes = random_boxes(sizes, randomness.uniform((8, DRAWS), 0, "test", height))
+    ours = resample(image.expand(8, -1, -1, -1), boxes, size, kernel) * 255
+    assert boxes.flip is not None
+    for index in range(8):
+        box = [int(getattr(boxes, name)[index]) for name in EDGES]
+        theirs = functional.resized_crop(image, *box, [size, size], mode, antialias=True)
+        exact = functional.resized_crop(image.float(), *box, [size, size], mode, antialias=True).clamp(0, 255)
+        if boxes.flip[index]:
+            theirs, exact = functional.horizontal_flip(theirs), functional.horizontal_flip(exact)
+        assert (ours[index] - theirs).abs().mean() < 1.0  # theirs is rounded, twice
+        assert (ours[index] - exact).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (200, 150), (64, 64), (300, 90)])
+def test_evaluation_view_equals_resize_and_center_crop(height: int, width: int, kernel: Kernel) -> None:
+    image, mode = _image(height, width), InterpolationMode(kernel)
+    for resized, size in ((37, 32), (32, 32), (73, 64)):
+        boxes = center_boxes(torch.tensor([[height, width]]), resized, size)
+        ours = resample(image[None], boxes, size, kernel)[0] * 255
+        view = v2.Compose([v2.Resize(resized, mode, antialias=True), v2.CenterCrop(size)])
+        assert (ours - view(image)).abs().mean() < 1.0
+        assert (ours - view(image.float()).clamp(0, 255)).abs().max() < 0.01
+
+
+def test_bicubic_overshoot_is_cut_off() -> None:
+    edge = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    edge[..., 4:] = 255
+    boxes = center_boxes(torch.tensor([[8, 8]]), 64, 64)
+    view = resample(edge, boxes, 64, "bicubic")
+    assert view.min() == 0 and view.max() == 1
+    assert (view[..., 16:48] != resample(edge, boxes, 64)[..., 16:48]).any()
+
+
+def test_boxes_are_distributed_as_torchvisions() -> None:
+    count = 4000
+    boxes = random_boxes(torch.tensor([[100, 140]]).expand(count, 2), randomness.uniform((count, DRAWS), 0, "boxes"))
+    torch.manual_seed(0)
+    found = [v2.RandomResizedCrop(8).make_params([torch.empty(3, 100, 140)]) for _ in range(count)]
+    theirs = torch.tensor([[box[name] for name in EDGES] for box in found]).double()
+    ours = torch.stack([getattr(boxes, name) for name in EDGES], dim=1)
+    assert ((ours.mean(0) - theirs.mean(0)).abs() < 2.5).all()
+    assert ((ours.std(0) - theirs.std(0)).abs() < 2.5).all()
+    assert (boxes.top + boxes.height <= 100).all() and (boxes.left + boxes.width <= 140).all()
+
+
+def test_extreme_shapes_fall_back_to_the_largest_allowed_box() -> None:
+    draws = torch.full((2, DRAWS), 0.999)
+    boxes = random_boxes(torch.tensor([[10, 400], [400, 10]]), draws, scale=(1.0, 1.0))
+    assert boxes.height.tolist() == [10, 13] and boxes.width.tolist() == [13, 10]
+
+
+def test_images_of_different_sizes_share_a_canvas() -> None:
+    arrays = [np.full((20, 30, 3), 200, np.uint8), np.full((50, 10, 3), 100, np.uint8)]
+    store = ImageStore.of(arrays, torch.device("cpu"))
+    rows = torch.tensor([0, 1])
+    views = resample(store.canvas(rows), center_boxes(store.sizes[rows], 16, 16), 16)
+    assert torch.allclose(views[0], torch.tensor(200 / 255), atol=1e-6)
+    assert torch.allclose(views[1], torch.tensor(100 / 255), atol=1e-6)
+
+
+# Colors
+
 ALWAYS, NEVER = 0.0, 0.999
+OPERATIONS = [getattr(functional, f"adjust_{name}") for name in ("brightness", "contrast", "saturation", "hue")]
 KINDS: tuple[Augmentation, ...] = ("crop", "crop+colour", "autoaugment+crop")
 
 
 def _images(count: int, height: int = 9, width: int = 12) -> Tensor:
-    """Images in [0, 1] with grey, black, white and pure pixels among them."""
+    """Images in [0, 1] with gray, black, white and pure pixels among them."""
     images = randomness.uniform((count, 3, height, width), 3, "images")
     images[:, :, 0] = images[:, :1, 0]
     images[:, :, 1] = (images[:, :, 1] > 0.5).float()
@@ -44,19 +133,12 @@ def _levels(count: int, height: int, width: int, *key: int) -> Tensor:
 
 
 def _jittered(image: Tensor, row: Tensor) -> Tensor:
-    """EvoPrompt's colours of one image by torchvision: RandomApply([ColorJitter], 0.5), RandomGrayscale(0.2)."""
-    whether, order, brightness, contrast, saturation, hue, grey = row.tolist()
-    if whether < 0.5:
-        for number in list(permutations(range(4)))[int(24 * order)]:
-            if number == 0:
-                image = functional.adjust_brightness(image, 0.6 + 0.8 * brightness)
-            elif number == 1:
-                image = functional.adjust_contrast(image, 0.6 + 0.8 * contrast)
-            elif number == 2:
-                image = functional.adjust_saturation(image, 0.6 + 0.8 * saturation)
-            else:
-                image = functional.adjust_hue(image, -0.1 + 0.2 * hue)
-    return functional.rgb_to_grayscale(image, 3) if grey < 0.2 else image
+    """EvoPrompt's colors of one image by torchvision: RandomApply([ColorJitter], 0.5), RandomGrayscale(0.2)."""
+    whether, order, brightness, contrast, saturation, hue, gray = row.tolist()
+    factors = [0.6 + 0.8 * brightness, 0.6 + 0.8 * contrast, 0.6 + 0.8 * saturation, -0.1 + 0.2 * hue]
+    for number in list(permutations(range(4)))[int(24 * order)] if whether < 0.5 else ():
+        image = OPERATIONS[number](image, factors[number])
+    return functional.rgb_to_grayscale(image, 3) if gray < 0.2 else image
 
 
 def test_jitter_equals_torchvisions_operations_image_by_image() -> None:
@@ -73,9 +155,10 @@ def test_each_operation_equals_torchvisions(number: int, strength: float) -> Non
     images = _images(5)
     draws = torch.full((5, JITTER_DRAWS), 0.5)  # neutral factors
     draws[:, 0], draws[:, 6], draws[:, 2 + number] = ALWAYS, NEVER, strength
-    operation = ("adjust_brightness", "adjust_contrast", "adjust_saturation", "adjust_hue")[number]
     factor = -0.1 + 0.2 * strength if number == 3 else 0.6 + 0.8 * strength
-    assert torch.allclose(jitter(images, draws), getattr(functional, operation)(images, factor), atol=1e-5)
+    before = images.clone()
+    assert torch.allclose(jitter(images, draws), OPERATIONS[number](images, factor), atol=1e-5)
+    assert torch.equal(images, before), "nothing is changed in place"
 
 
 def test_jitter_has_all_orders() -> None:
@@ -83,12 +166,7 @@ def test_jitter_has_all_orders() -> None:
     draws = torch.full((24, JITTER_DRAWS), NEVER)
     draws[:, 0], draws[:, 1] = ALWAYS, (torch.arange(24) + 0.5) / 24
     ours = jitter(image.expand(24, -1, -1, -1), draws)
-    factors = {
-        "brightness_factor": 1.3992,
-        "contrast_factor": 1.3992,
-        "saturation_factor": 1.3992,
-        "hue_factor": 0.0998,
-    }
+    factors = {f"{name}_factor": 1.3992 for name in ("brightness", "contrast", "saturation")} | {"hue_factor": 0.0998}
     transform = v2.ColorJitter(0.4, 0.4, 0.4, 0.1)
     for order in permutations(range(4)):
         theirs = transform.transform(image[0], {"fn_idx": torch.tensor(order), **factors})
@@ -99,26 +177,21 @@ def test_jitter_has_all_orders() -> None:
 def test_jitter_is_distributed_as_torchvisions() -> None:
     count, image = 1000, _images(1, 3, 3)[0]
     ours = jitter(image.expand(count, -1, -1, -1), randomness.uniform((count, JITTER_DRAWS), 0, "distribution"))
-    colours = v2.Compose([v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.5), v2.RandomGrayscale(p=0.2)])
+    colors = v2.Compose([v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.5), v2.RandomGrayscale(p=0.2)])
     torch.manual_seed(0)
-    theirs = torch.stack([colours(image) for _ in range(count)])
+    theirs = torch.stack([colors(image) for _ in range(count)])
     for results in (ours, theirs):
         unchanged = (results == image).all(dim=3).all(dim=2).all(dim=1).double().mean()
-        grey = (results == results[:, :1]).all(dim=3).all(dim=2).all(dim=1).double().mean()
-        assert abs(unchanged - 0.5 * 0.8) < 0.05 and abs(grey - 0.2) < 0.04
+        gray = (results == results[:, :1]).all(dim=3).all(dim=2).all(dim=1).double().mean()
+        assert abs(unchanged - 0.5 * 0.8) < 0.05 and abs(gray - 0.2) < 0.04
     assert (ours.mean(0) - theirs.mean(0)).abs().max() < 0.03
     assert (ours.std(0) - theirs.std(0)).abs().max() < 0.03
 
 
-NAMES = {"Posterize": "posterise", "Solarize": "solarise", "Equalize": "equalise", "Color": "colour", "ShearX": "shear"}
-
-
 def test_policy_is_the_published_one() -> None:
-    published = transforms.AutoAugment(transforms.AutoAugmentPolicy.IMAGENET).policies
-    theirs = [
-        tuple((NAMES.get(name, name.lower()), chance, level or 0) for name, chance, level in pair) for pair in published
-    ]
-    assert list(IMAGENET_POLICY) == theirs
+    theirs = transforms.AutoAugment(transforms.AutoAugmentPolicy.IMAGENET).policies
+    published = [tuple((name.lower().removesuffix("x"), p, level or 0) for name, p, level in pair) for pair in theirs]
+    assert list(IMAGENET_POLICY) == published
 
 
 def _augmented(image: Tensor, row: Tensor, interpolation: Interpolation = "nearest") -> Tensor:
@@ -159,7 +232,7 @@ def test_autoaugment_equals_torchvisions_on_the_same_decisions(interpolation: In
 
 
 def test_a_probability_of_zero_is_never_and_of_one_is_always() -> None:
-    impossible, certain = 12, 14  # (equalise 0.0, equalise 0.8) and (colour 0.6, contrast 1.0)
+    impossible, certain = 12, 14  # (equalize 0.0, equalize 0.8) and (color 0.6, contrast 1.0)
     draws = torch.tensor([[(impossible + 0.5) / 25, 0, NEVER, 0, 0], [(certain + 0.5) / 25, NEVER, NEVER, 0, 0]])
     images = _levels(2, 24, 24)
     changed = autoaugment(images, torch.tensor([[24, 24], [24, 24]]), draws)
@@ -205,34 +278,19 @@ def test_padding_is_neither_read_nor_written() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_does_not_depend_on_its_mates(kind: Augmentation) -> None:
+def test_a_kind_does_what_it_says_to_each_image_separately(kind: Augmentation) -> None:
     count = 40
     images, canvas = _images(count, 16, 16), _levels(count, 16, 16)
     sizes = torch.tensor([[16, 16]]).expand(count, 2)
     draws = randomness.uniform((count, draws_needed(kind)), 0, "mates")
     early, late = before_crop(canvas, sizes, draws, kind), after_crop(images, draws, kind)
+    assert torch.equal(early, canvas) == (kind != "autoaugment+crop")
+    assert torch.equal(late, images) == (kind != "crop+colour")
     assert torch.equal(early, before_crop(canvas, sizes, draws, kind))
     assert torch.equal(late, after_crop(images, draws, kind))
     for rows in (torch.arange(count).flip(0), torch.tensor([7]), torch.arange(3, 20)):
         assert torch.equal(early[rows], before_crop(canvas[rows], sizes[rows], draws[rows], kind))
         assert (late[rows] - after_crop(images[rows], draws[rows], kind)).abs().max() < 1e-6
-
-
-def test_kinds_do_what_they_say() -> None:
-    images, canvas, sizes = _images(30), _levels(30, 16, 16), torch.tensor([[16, 16]]).expand(30, 2)
-    for kind in KINDS:
-        draws = randomness.uniform((30, draws_needed(kind)), 0, "kinds")
-        early, late = before_crop(canvas, sizes, draws, kind), after_crop(images, draws, kind)
-        assert torch.equal(early, canvas) == (kind != "autoaugment+crop")
-        assert torch.equal(late, images) == (kind != "crop+colour")
-    assert [draws_needed(kind) for kind in KINDS] == [0, JITTER_DRAWS, AUTOAUGMENT_DRAWS]
-
-
-def test_nothing_is_changed_in_place() -> None:
-    images, draws = _images(20), randomness.uniform((20, JITTER_DRAWS), 0, "place")
-    before = images.clone()
-    assert not torch.equal(jitter(images, draws), before)
-    assert torch.equal(images, before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
