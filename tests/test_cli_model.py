@@ -252,7 +252,7 @@ def test_an_interrupted_lesson(probprompt: Command, model: Path, split: Split, m
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("probprompt.classifier.lesson.settle", interrupt)
+    monkeypatch.setattr("probprompt.classifier.continual.settle", interrupt)
     answer = probprompt("learn", model, split("3"))
     assert (answer.code, answer.err) == (130, f"interrupted; {model} is as it was\n")
     assert load(model).version == 2

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from probprompt import presets
-from probprompt.classifier import lesson as classifier_lesson
 from probprompt.classifier.evaluate import AccuracyMatrix, accuracy_matrix, diversity, evaluate
-from probprompt.classifier.lesson import Known
+from probprompt.classifier.lesson import (
+    Known,
+    add_lesson,
+    confusion_risks,
+    forget,
+    read_lesson,
+    settle,
+    unlearned,
+    with_lesson,
+)
 from probprompt.classifier.outputs import Evaluation, LearnReport, Prediction, Version, check_top
 from probprompt.classifier.predictor import ModelFactory, Predictor
 from probprompt.classifier.store import Busy, SavedVersion, State, Store
@@ -171,25 +179,38 @@ class ContinualClassifier:
         """
         begun = time.perf_counter()
         with self._changing:
-            state, number = self._state, self.version + 1
-            given = labeled(images, self._engine.short_side)
-            title = name or (
-                Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(state.tasks) + 1}"
-            )
-            done = classifier_lesson.learn(self._engine, state, given, known, title, number, progress)
-            lesson, calibration = done.lesson, done.state.calibration
-            new, refined = lesson.new, lesson.refined
+            old, models = self._state, self._engine
+            lesson = read_lesson(models, old, labeled(images, models.short_side), known, progress)
+            rest = models.sums(old)  # all earlier images that were not held out
+            learner = models.learner(old, lesson.loaded, models.with_held_out(old, rest))
+
+            train, every, closed = lesson.task(old, ~lesson.held), lesson.task(old), models.closed_form
+            work = learner.work(train, every) if closed else learner.work(train) + learner.loader.passes(every)
+            with progress.stage("learning", work):
+                seen = learner.fit(train, solve_on=every if closed else None, progress=progress)
+                features = learner.look(every, progress.advance)[:, None] if seen is None else seen  # (n, V, D or more)
+            progress.describe("calibrating")
+            if not bool(features.isfinite().all()):
+                raise UserError("the features of some images are not finite: nothing was learned")
+
+            place = Path(images).resolve().name if isinstance(images, str | Path) else f"task {len(old.tasks) + 1}"
+            title, new, refined = name or place, lesson.new, lesson.refined
+            rest = add_lesson(rest, lesson, features, models.views)
+            state = with_lesson(models, old, lesson, features, learner, title, self.version + 1)
+            judge = unlearned(models, state, rest, learner.model.head)  # has not learned from held-out images
+            state = settle(models, state, rest, judge)
+            risks = confusion_risks(models, state, judge, len(old.classes)) if new else ()
+            predictor = models.predictor(state)  # whatever can fail has failed by now
             note = title if not (new and refined) else f"{title}; more images of {', '.join(refined)}"
-            what, ready = "learned" if new else "refined", self._engine.predictor(done.state)
-            self._append(what, new or refined, len(lesson.labels), note, done.state, ready)
+            self._append("learned" if new else "refined", new or refined, len(lesson.labels), note, state, predictor)
         return LearnReport(
             version=self.version,
             classes=new,
             images=len(lesson.labels),
             seconds=time.perf_counter() - begun,
-            calibration_error=calibration.error,
-            temperature=calibration.temperature,
-            retention=done.risks,
+            calibration_error=state.calibration.error,
+            temperature=state.calibration.temperature,
+            retention=risks,
             warnings=lesson.warnings,
             refined=refined,
         )
@@ -202,7 +223,7 @@ class ContinualClassifier:
         """
         with self._changing:
             self._find(name)
-            state = classifier_lesson.forget(self._engine, self._state, name)
+            state = forget(self._engine, self._state, name)
             self._append("forgot", (name,), 0, "", state, self._engine.predictor(state))
 
     def rename(self, old: str, new: str) -> None:

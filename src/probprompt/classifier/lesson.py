@@ -1,12 +1,11 @@
 """How one state becomes the next: learning, refining, forgetting."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from probprompt import randomness
 from probprompt.classifier.confidence import UNFITTED, Gaussians, Scale, calibrate
@@ -42,66 +41,62 @@ class Lesson:
     refined: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    def task(self, index: int, first: int, chosen: Tensor) -> TaskImages:
-        """Some of the images (n,), chosen by booleans, as a task."""
-        rows = chosen.nonzero().flatten()
-        return TaskImages(index, first, len(self.new), rows, self.labels[rows])
+    def task(self, old: State, chosen: Tensor | None = None) -> TaskImages:
+        """Return the images, or those chosen by booleans (n,), as the next task after a state."""
+        rows = (torch.ones_like(self.held) if chosen is None else chosen).nonzero().flatten()
+        return TaskImages(len(old.tasks), len(old.classes), len(self.new), rows, self.labels[rows])
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A state that has learned, and what is to be said of it."""
-
-    state: State
-    lesson: Lesson
-    risks: tuple[ConfusionRisk, ...]
-
-
-def learn(
-    engine: ModelFactory,
-    state: State,
-    given: LabeledImages,
-    known: Known,
-    name: str,
-    version: int,
-    progress: ProgressCallback,
-) -> Learned:
-    """Learn images; the state that was is left as it is."""
-    new, refined = sort_classes(engine, state, given.classes, known)
+def read_lesson(
+    engine: ModelFactory, old: State, given: LabeledImages, known: Known, progress: ProgressCallback
+) -> Lesson:
+    """Load images, tell new classes from known ones, and hold some images out."""
+    new, refined = sort_classes(engine, old, given.classes, known)
     with progress.stage("reading images", len(given.images)):
         loaded = load(given.images, engine.device, progress.advance)
-    lesson = _lesson(engine, state, given.classes, loaded, new, refined)
-    before = engine.build(state).head
-    rest = engine.sums(state, before)
-    learner = engine.learner(state, loaded, engine.with_held_out(state, rest, before))
-    index, first = len(state.tasks), len(state.classes)
-    features = _train(engine, learner, lesson, index, first, progress)
-    progress.describe("calibrating")
-    if not bool(features.isfinite().all()):
-        raise UserError("the features of some images are not finite: nothing was learned")
-    head, views = learner.model.head, engine.views(learner.model.head)
-    classes = _extended(engine, state, lesson, features, index, views)
-    rest = rest.grown(len(new))
+    refuse_empty(given.classes, loaded.labels.tolist(), loaded.unreadable)
+    order = (*old.names, *new)
+    places = torch.tensor([order.index(name) for name in given.classes], device=engine.device)
+    labels = places[loaded.labels]  # (n,)
+    held = torch.zeros(len(labels), dtype=torch.bool, device=engine.device)
+    few = []
+    for label in labels.unique().tolist():
+        rows = (labels == label).nonzero().flatten()
+        before = len(old.classes[label].held.tensors["rows"]) if label < len(old.classes) else 0
+        drawn = hold_out(len(rows), engine.config.seeds.data, len(old.tasks), order[label])
+        held[rows[drawn[: 20 - before]]] = True
+        if len(rows) < FEW and label >= len(old.classes):
+            few.append(f"{order[label]} ({len(rows)})")
+    warnings = unreadable(loaded.unreadable)
+    if few:
+        warnings.append(f"classes with very few images will not be recognised well: {shorten(few)}")
+    return Lesson(loaded, labels, held, new, refined, tuple(warnings))
+
+
+def add_lesson(rest: Statistics, lesson: Lesson, features: Tensor, views: Views) -> Statistics:
+    """Add the features (n, V, D or more) of all images that are not held out."""
+    rest = rest.grown(len(lesson.new))
     for label in lesson.labels.unique().tolist():
         rest.add_rows(label, features[(lesson.labels == label) & ~lesson.held].flatten(0, 1), views)
-    tasks = state.tasks
+    return rest
+
+
+def with_lesson(
+    engine: ModelFactory, old: State, lesson: Lesson, features: Tensor, learner: Learner, name: str, version: int
+) -> State:
+    """Return the state after a lesson, before it is settled."""
+    new, index, tasks = lesson.new, len(old.tasks), old.tasks
     if new:
-        of_new = int((lesson.labels >= first).sum())
-        tasks = (*tasks, LearnedTask(name, version, of_new))
-    learned = replace(
-        state,
-        classes=classes,
+        tasks = (*tasks, LearnedTask(name, version, int((lesson.labels >= len(old.classes)).sum())))
+    state = replace(
+        old,
+        classes=_extended(engine, old, lesson, features),
         tasks=tasks,
-        adapted=(*state.adapted, len(new)) if new and engine.adapts(index) else state.adapted,
-        next_uid=state.next_uid + len(new),
-        strength=_strength(head),
+        adapted=(*old.adapted, len(new)) if new and engine.adapts(index) else old.adapted,
+        next_uid=old.next_uid + len(new),
+        strength=_strength(learner.model.head),
     )
-    learned = _with_parts(learned, learner)
-    judge = unlearned(engine, learned, rest, head)
-    learned = settle(engine, learned, rest, head, judge)
-    held = [known.held.tensors["rows"].to(engine.device) for known in learned.classes]
-    risks = confusion_risks(judge, held, learned.names, first, learned.calibration.temperature) if new else ()
-    return Learned(learned, lesson, risks)
+    return _with_parts(state, learner)
 
 
 def sort_classes(
@@ -134,56 +129,7 @@ def sort_classes(
     return tuple(name for name in classes if name not in state.names), found
 
 
-def _lesson(
-    engine: ModelFactory,
-    state: State,
-    classes: tuple[str, ...],
-    loaded: Loaded,
-    new: tuple[str, ...],
-    refined: tuple[str, ...],
-) -> Lesson:
-    refuse_empty(classes, loaded.labels.tolist(), loaded.unreadable)
-    order = (*state.names, *new)
-    places = torch.tensor([order.index(name) for name in classes], device=engine.device)
-    labels = places[loaded.labels]  # (n,)
-    held = torch.zeros(len(labels), dtype=torch.bool, device=engine.device)
-    few = []
-    for label in labels.unique().tolist():
-        rows = (labels == label).nonzero().flatten()
-        before = len(state.classes[label].held.tensors["rows"]) if label < len(state.classes) else 0
-        drawn = hold_out(len(rows), engine.config.seeds.data, len(state.tasks), order[label])
-        held[rows[drawn[: 20 - before]]] = True
-        if len(rows) < FEW and label >= len(state.classes):
-            few.append(f"{order[label]} ({len(rows)})")
-    warnings = unreadable(loaded.unreadable)
-    if few:
-        warnings.append(f"classes with very few images will not be recognised well: {shorten(few)}")
-    return Lesson(loaded, labels, held, new, refined, tuple(warnings))
-
-
-def _train(
-    engine: ModelFactory, learner: Learner, lesson: Lesson, index: int, first: int, progress: ProgressCallback
-) -> Tensor:
-    """Train what is to be trained, and solve or refit the head.
-
-    Returns what it is given of all images, (n, V, D or more): of each the views that a head in closed form learns.
-    What is trained by gradient never sees the held-out images; a head in closed form is solved with them.
-    """
-    every = lesson.task(index, first, torch.ones_like(lesson.held))
-    train = lesson.task(index, first, ~lesson.held)
-    if engine.closed_form:
-        with progress.stage("learning", learner.work(train, every)):
-            features = learner.fit(train, solve_on=every, progress=progress)
-            assert features is not None
-            return features
-    with progress.stage("learning", learner.work(train) + learner.loader.passes(every)):
-        learner.fit(train, progress=progress)
-        return learner.look(every, progress.advance)[:, None]
-
-
-def _extended(
-    engine: ModelFactory, state: State, lesson: Lesson, features: Tensor, index: int, views: Views
-) -> tuple[KnownClass, ...]:
+def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tensor) -> tuple[KnownClass, ...]:
     """The classes with what is kept of the new images."""
     classes = list(state.classes)
     order = (*state.names, *lesson.new)
@@ -191,13 +137,13 @@ def _extended(
         own = lesson.labels == label
         rest, held = features[own & ~lesson.held], dict(zip(VIEWS, features[own & lesson.held].unbind(1), strict=False))
         before = classes[label] if label < len(classes) else None
-        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else None, views, engine.widths)
+        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else None, engine.views, engine.widths)
         if before is not None:
             held = {view: torch.cat([before.held.tensors[view].to(rows), rows]) for view, rows in held.items()}
         known = KnownClass(
             uid=before.uid if before else state.next_uid + label - len(state.classes),
             name=order[label],
-            task=before.task if before else index,
+            task=before.task if before else len(state.tasks),
             images=(before.images if before else 0) + int(own.sum()),
             held=Part.of({view: rows.float() for view, rows in held.items()}),
             rest=kept,
@@ -244,18 +190,23 @@ def unlearned(engine: ModelFactory, state: State, rest: Statistics, head: Head) 
     return judge
 
 
+def held_rows(engine: ModelFactory, state: State) -> list[Tensor]:
+    """Features (n, D) of the held-out images of each class."""
+    return [known.held.tensors["rows"].to(engine.device) for known in state.classes]
+
+
 @torch.no_grad()
-def settle(engine: ModelFactory, state: State, rest: Statistics, head: Head, judge: Head) -> State:
+def settle(engine: ModelFactory, state: State, rest: Statistics, judge: Head) -> State:
     """Calibrate a state whose head and classes are in place by ``judge``, and keep its Gaussians and its sums."""
-    held = [known.held.tensors["rows"].to(engine.device) for known in state.classes]
+    held = held_rows(engine, state)
     features = torch.cat(held)  # (h, D)
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
     order = torch.from_numpy(randomness.permutation(len(labels), engine.config.seeds.data, "halves")).to(labels.device)
     small = engine.config.head.kind in ("ridge", "nearest-mean")  # logits of about 1
     logits = judge(features)  # (h, C)
     calibration = calibrate(logits[order], labels[order], UNFITTED if small else 1.0)
-    scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views(head)["unit"](features)))
-    every = engine.with_held_out(state, rest, head)
+    scale = Scale.of(Gaussians.of(rest.of["unit"]).score(engine.views["unit"](features)))
+    every = engine.with_held_out(state, rest)
     return replace(
         state,
         gaussians=Part.of(Gaussians.of(every.of["unit"]).tensors()),
@@ -284,11 +235,11 @@ def forget(engine: ModelFactory, state: State, name: str) -> State:
     state = replace(state, classes=remaining, sums=None)
     head = engine.build(replace(state, method=None, head=None)).head
     assert isinstance(head, ClosedFormHead)
-    rest = engine.sums(state, head)
-    engine.solve(head, engine.with_held_out(state, rest, head).solved, state.strength)
+    rest = engine.sums(state)
+    engine.solve(head, engine.with_held_out(state, rest).solved, state.strength)
     needed = {key: value for key, value in head.state_dict().items() if key not in head.learning_only}
     state = replace(state, head=Part.of(needed))
-    return settle(engine, state, rest, head, unlearned(engine, state, rest, head))
+    return settle(engine, state, rest, unlearned(engine, state, rest, head))
 
 
 WORTH_TELLING = 0.05
@@ -296,19 +247,16 @@ WORTH_TELLING = 0.05
 
 
 @torch.no_grad()
-def confusion_risks(
-    judge: nn.Module, held: Sequence[Tensor], names: Sequence[str], old: int, temperature: float
-) -> tuple[ConfusionRisk, ...]:
+def confusion_risks(engine: ModelFactory, state: State, judge: Head, old: int) -> tuple[ConfusionRisk, ...]:
     """Which of the first ``old`` classes may now be taken for which of the others, the largest share first.
 
-    ``held`` are the features of each class (n, D) that ``judge`` has not learned from; a class without any is passed
-    over.
+    It is told by the held-out images, which ``judge`` has not learned from; a class without any is skipped.
     """
-    risks = []
-    for label in range(old):
-        if not len(held[label]):
+    risks, names = [], state.names
+    for label, rows in enumerate(held_rows(engine, state)[:old]):
+        if not len(rows):
             continue
-        shares = (judge(held[label]).double() / temperature).softmax(dim=1).mean(dim=0).tolist()  # (C,)
+        shares = (judge(rows).double() / state.calibration.temperature).softmax(dim=1).mean(dim=0).tolist()  # (C,)
         risks += [
             ConfusionRisk(names[label], names[new], shares[new])
             for new in range(old, len(names))

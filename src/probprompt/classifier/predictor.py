@@ -195,19 +195,20 @@ class ModelFactory:
             return {"unit": width, "lifted": head.projections + head.unprojected_width(width)}
         return {"unit": width, "plain": head.input_width(width)}
 
-    def views(self, head: object) -> Views:
-        """How features are seen by what adds them up."""
-        width = self.backbone.model.width
+    @cached_property
+    def views(self) -> Views:
+        """How features are seen by what adds them up; what a head projects is drawn before it learns."""
+        width, head = self.backbone.model.width, self.build(State()).head
         views = {"unit": lambda features: unit(features[:, :width]), "plain": lambda features: features}
         return {**views, "lifted": head.lift} if isinstance(head, ClosedFormHead) else views
 
-    def sums(self, state: State, head: object) -> Statistics:
+    def sums(self, state: State) -> Statistics:
         """Sums over all images of a state that are not held out; its own to change."""
         if state.sums is not None and state.sums.there:
             return Statistics.from_tensors(state.sums.tensors, self.widths, self.device)
         empty = Statistics.zero(len(state.classes), self.widths, self.device)
-        return add_up((known.rest for known in state.classes), empty, self.views(head))
+        return add_up((known.rest for known in state.classes), empty, self.views)
 
-    def with_held_out(self, state: State, sums: Statistics, head: object) -> Statistics:
+    def with_held_out(self, state: State, sums: Statistics) -> Statistics:
         """The sums over all images, those that are held out among them."""
-        return add_up((known.held for known in state.classes), sums.copy(), self.views(head))
+        return add_up((known.held for known in state.classes), sums.copy(), self.views)

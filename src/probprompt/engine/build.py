@@ -15,7 +15,7 @@ from probprompt.config import BackboneConfig, RunConfig
 from probprompt.data.transforms import Preprocessor
 from probprompt.engine.hardware import bf16_unit
 from probprompt.engine.model import PromptedModel
-from probprompt.errors import UserError, suggest
+from probprompt.errors import UserError, says_out_of_memory, suggest
 from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormSettings
 from probprompt.methods import Method, Shape
@@ -120,6 +120,8 @@ def fill(model: PromptedModel, tensors: Mapping[str, Tensor]) -> None:
         if model.method.trains_backbone:
             model.backbone.load_state_dict(group(tensors, "backbone"))
     except RuntimeError as problem:
+        if says_out_of_memory(problem):  # load_state_dict tells it as an error of its own
+            raise torch.OutOfMemoryError(problem) from problem
         raise ValueError(problem) from problem
     model.head.restore(group(tensors, "head"))
 

@@ -123,7 +123,6 @@ class Learner:
             progress.describe(f"loss {result.loss:.2f}")
             callbacks.epoch_done(task, epoch, result, optimizer)
         with callbacks.timed("alignment_s"):
-            progress.describe("aligning the head")
             return self.finish(solve_on or task, progress.advance)
 
     def work(self, task: TaskImages, solve_on: TaskImages | None = None) -> int:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from probprompt.engine.build import group
-from probprompt.engine.learner import Learner
+from probprompt.engine.learner import Learner, MidTask
 from probprompt.engine.loader import TaskImages
 from probprompt.engine.saved_model import learner_tensors, learning_only, restore_tensors, saved_tensors
 from probprompt.errors import UserError
@@ -99,9 +98,13 @@ class Saved:
             learner.begin_method(task)
         restore_tensors(learner, self.tensors)
 
-    def restore_optimizer(self, optimizer: Optimizer) -> None:
-        """Give a new optimizer the saved one's moments."""
-        state: dict[int, dict[str, Any]] = {}
+    @property
+    def mid_task(self) -> MidTask | None:
+        """Where to continue inside a task, if the position is inside one."""
+        return MidTask(self.position.epoch, self._restore_optimizer) if self.position.epoch else None
+
+    def _restore_optimizer(self, optimizer: Optimizer) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
         for name, value in group(self.tensors, "optimiser").items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = value.cpu() if key == "step" else value  # as AdamW keeps it

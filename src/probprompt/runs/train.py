@@ -1,14 +1,15 @@
-"""Sending a run's numbers to an experiment tracker, where one is wanted."""
+"""Train and resume runs: learn task after task, score after each, record everything."""
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from probprompt.engine.build import (
     release,
 )
 from probprompt.engine.hardware import hardware, versions
-from probprompt.engine.learner import Callbacks, EpochResult, Learner, MidTask
+from probprompt.engine.learner import Callbacks, EpochResult, Learner
 from probprompt.engine.loader import TaskImages, queries_of
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import disk_sizes, learner_tensors, save_model
@@ -47,66 +48,44 @@ from probprompt.runs.checkpoint import Position, Saved, Saving, load_checkpoint,
 from probprompt.runs.run import Run, config_hash, refuse_used
 from probprompt.storage import write_json
 
-
-class Tracker(Protocol):
-    """Takes named numbers at a step."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send numbers."""
-
-    def close(self) -> None:
-        """Send what is left."""
+TRACKERS = {"tensorboard": ("torch.utils.tensorboard", "track"), "trackio": ("trackio",) * 2, "wandb": ("wandb",) * 2}
+"""Experiment trackers: the module of each, and the extra that installs it."""
 
 
-class _TensorBoard:
-    def __init__(self, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Project:
-    """trackio and wandb share one interface."""
-
-    def __init__(self, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
-        self._module = module
-        module.init(project="probprompt", name=folder.name, config=dict(config))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._module.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._module.finish()
-
-
-_KNOWN: dict[str, tuple[str, str, Callable[[Any, Path, Mapping[str, Any]], Tracker]]] = {
-    "tensorboard": ("torch.utils.tensorboard", "track", _TensorBoard),
-    "trackio": ("trackio", "trackio", _Project),
-    "wandb": ("wandb", "wandb", _Project),
-}
-
-
-def check_tracker(name: str) -> None:
+def check_tracker(name: str) -> ModuleType:
     """Refuse a tracker that is not known or not installed, before any work is done."""
-    if name not in _KNOWN:
-        raise UserError(f"no tracker is called {name!r}: {suggest(name, _KNOWN)}")
-    module, extra, _ = _KNOWN[name]
+    if name not in TRACKERS:
+        raise UserError(f"no tracker is called {name!r}: {suggest(name, TRACKERS)}")
+    module, extra = TRACKERS[name]
     try:
-        import_module(module)
+        return import_module(module)
     except ImportError:
         raise UserError(f"{name} is not installed: pip install 'probprompt[{extra}]'") from None
 
 
-def open_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
-    """Open a tracker by name."""
-    check_tracker(name)
-    module, _, adapter = _KNOWN[name]
-    return adapter(import_module(module), folder, config)
+class Tracker:
+    """Sends named numbers to an experiment tracker: TensorBoard, or trackio and wandb, which share one interface."""
+
+    def __init__(self, name: str, folder: Path, config: RunConfig) -> None:
+        self._module = check_tracker(name)
+        self._board = self._module.SummaryWriter(str(folder / name)) if name == "tensorboard" else None
+        if self._board is None:
+            self._module.init(project="probprompt", name=folder.name, config=config.model_dump(mode="json"))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send numbers at a step."""
+        if self._board is None:
+            self._module.log(dict(values), step=step)
+            return
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._board is None:
+            self._module.finish()
+        else:
+            self._board.close()
 
 
 @dataclass(frozen=True)
@@ -372,8 +351,7 @@ def _carry_out(
 ) -> Run:
     if workshop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(workshop.device)
-    settings, wanted = workshop.config.model_dump(mode="json"), track if workshop.world.writes else None
-    tracker = open_tracker(wanted, run.folder, settings) if wanted else None
+    tracker = Tracker(track, run.folder, workshop.config) if track and workshop.world.writes else None
     try:
         RunLoop(run, workshop, saved, progress, tracker).run_all()
     finally:
@@ -384,7 +362,10 @@ def _carry_out(
 
 
 class RunLoop(Callbacks):
-    """A run under way. Of several processes each has one; the first alone writes, and it alone has a tracker."""
+    """Learns task after task, scores after each, and records everything.
+
+    Of several processes each has one. Only the first writes, and only it has a tracker.
+    """
 
     def __init__(
         self,
@@ -395,7 +376,7 @@ class RunLoop(Callbacks):
         tracker: Tracker | None,
     ) -> None:
         self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
-        count = len(workshop.tasks)
+        self.learner, count = workshop.learner, len(workshop.tasks)
         self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
         self.hash = run.record["config_hash"]
         self.writes = workshop.world.writes
@@ -419,16 +400,15 @@ class RunLoop(Callbacks):
             status="finished",
             time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
             peak_memory_mb=_peak_memory(self.workshop.device),
-            trainable_parameters=self.workshop.learner.parameters(),
+            trainable_parameters=self.learner.parameters(),
             model_mb=disk_sizes(self.run.model),
         )
 
     def learn(self, task: TaskImages) -> None:
-        """Learn a task and score all seen so far; a checkpoint in the middle of it is continued."""
-        learner, count, position = self.workshop.learner, len(self.workshop.tasks), self.position
-        resume = MidTask(position.epoch, self.saved.restore_optimizer) if position.epoch and self.saved else None
-        with self.progress.stage(f"task {task.index + 1} of {count}", learner.work(task)):
-            learner.fit(task, resume=resume, progress=self.progress, callbacks=self)
+        """Learn a task and score all tasks so far."""
+        resume = self.saved.mid_task if self.saved else None
+        with self.progress.stage(f"task {task.index + 1} of {len(self.workshop.tasks)}", self.learner.work(task)):
+            self.learner.fit(task, resume=resume, progress=self.progress, callbacks=self)
             with self.timed("evaluation_s"):
                 self.progress.describe("evaluating")
                 scores = self._score(task.index)
@@ -436,7 +416,7 @@ class RunLoop(Callbacks):
         self._close_task(task, scores)
 
     def epoch_done(self, task: TaskImages, epoch: int, result: EpochResult, optimizer: Optimizer) -> None:
-        """Log and track an epoch, and save where it is time to."""
+        """Log and track an epoch, and save if it is time to."""
         if self.writes:
             self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
         if self.tracker:
@@ -447,7 +427,7 @@ class RunLoop(Callbacks):
             self._checkpoint(optimizer)
 
     def _score(self, step: int) -> list[float]:
-        joint = self.workshop.learner.model.method.joint
+        joint = self.learner.model.method.joint
         seen = self.workshop.test_tasks[: None if joint else step + 1]
         scores = [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
         if self.writes:
@@ -469,14 +449,14 @@ class RunLoop(Callbacks):
             return
         if self.writes:
             with self.timed("saving_s"):
-                save_model(self.run.model, self.workshop.learner, self._model_note(task), learning=last)
+                save_model(self.run.model, self.learner, self._model_note(task), learning=last)
         self._checkpoint(None)
 
     def _checkpoint(self, optimizer: Optimizer | None) -> None:
         if not self.writes:
             return
         with self.timed("saving_s"), self._saving.timed():
-            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.workshop.learner, optimizer)
+            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.learner, optimizer)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
         config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
@@ -489,12 +469,14 @@ class RunLoop(Callbacks):
             "preprocessing": record["preprocessing"],
             "classes": [name for group in names[: task.index + 1] for name in group],
             "task_sizes": [len(group) for group in names[: task.index + 1]],
-            "adapted_tasks": sum(self.workshop.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
+            "adapted_tasks": sum(self.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
         }
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the time of a block to a phase."""
+        if phase == "alignment_s":
+            self.progress.describe("aligning the head")
         begun = time.perf_counter()
         yield
         self._spend(phase, time.perf_counter() - begun)
@@ -507,10 +489,10 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
     model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
     names = [name for group in _names(workshop) for name in group]
-    one_each = torch.cat(
-        [task.rows[(task.labels == label).nonzero()[0]] for task in workshop.test_tasks for label in _own(task)]
-    )
-    asked = workshop.test_tasks if model.method.needs_query else []
+    tasks = workshop.test_tasks
+    classes = [(task, label) for task in tasks for label in task.labels.unique()]
+    one_each = torch.cat([task.rows[(task.labels == label).nonzero()[0]] for task, label in classes])
+    asked = tasks if model.method.needs_query else []
     # First, and in the batches of the scoring, so that none is asked for in others: the same after a resume.
     every = [scorer.task_queries(task.rows) for task in asked]  # (n, D) each
     single = scorer.queries(one_each)  # (C, D)
@@ -525,10 +507,6 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, single, names)
     found["queries"] = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
     return {name: part for name, part in found.items() if part is not None}
-
-
-def _own(task: TaskImages) -> range:
-    return range(task.first, task.first + task.classes)
 
 
 def _peak_memory(device: torch.device) -> float:
