@@ -37,7 +37,9 @@ class ImageStore:
     @classmethod
     def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
         """Move decoded images (H, W, 3) to the device."""
-        return cls.place(decode(lambda row: arrays[row], len(arrays), lambda _: None, 1), device)
+        sizes = np.array([array.shape[:2] for array in arrays], np.int64).reshape(-1, 2)
+        pixels = np.concatenate([array.reshape(-1) for array in arrays] or [np.empty(0, np.uint8)])
+        return cls.place(Decoded(pixels, sizes, {}), device)
 
     @classmethod
     def place(

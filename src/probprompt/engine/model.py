@@ -127,7 +127,7 @@ class PromptedModel(nn.Module):
 
         On a GPU batches of few sizes are replayed: launching so many kernels may take longer than running them.
         """
-        if query is not None:
+        if query is not None or not images.is_cuda:
             return self._look(images, query)
         if self._replays is None:
             self._replays = Replays(self._look, self)
