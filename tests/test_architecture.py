@@ -13,132 +13,106 @@ import pytest
 import probprompt
 
 ROOT = Path(probprompt.__file__).parent
-# A module may import what stands before its own line, never what stands after it.
-LAYERS: list[set[str]] = [
-    {"capture", "errors", "kernels", "randomness", "equations", "prompts", "transport"}
-    | {"distributed", "evaluation.metrics", "progress"},
-    {"hub", "storage"},
-    {"data", "weights_files"},
-    {"fused"},
-    {"backbone", "checkpoints"},
-    {"heads"},
-    {"alignment"},
-    {"methods"},
-    {"config"},
-    {"presets"},
-    {"training"},
-    {"evaluation"},
-    {"runs"},
-    {"report"},
-    {"classifier"},
-    {"export"},
-    {"serve"},
-    {"bench"},
-    {"api"},
-    {"cli"},
-    {"__main__"},
-]
-FREE = {
-    "bench",
-    "classifier",
-    "export",
-    "serve",
-    "kernels",
-    "data",
-    "training",
-    "evaluation",
-    "runs",
-    "methods",
-    "backbone",
-    "report",
-    "cli",
-}  # may import their own kind
+REPOSITORY = Path(__file__).parent.parent
 
-
-def _layer(module: str) -> int:
-    parts = module.split(".")
-    for length in (2, 1):
-        for level, names in enumerate(LAYERS):
-            if ".".join(parts[:length]) in names:
-                return level
-    raise AssertionError(f"{module} has no place in LAYERS: give it one")
-
-
-def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "probprompt":
-            found |= {alias.name for alias in node.names if alias.name != "__version__"}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("probprompt."):
-            found.add((node.module or "").removeprefix("probprompt."))
-    return found
-
-
-MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-    for imported in _imports(path):
-        same_package = imported.split(".")[0] == module.split(".")[0] and module.split(".")[0] in FREE
-        helper = module == "checkpoints" and imported == "backbone"
-        assert same_package or helper or _layer(imported) < _layer(module) or _layer(module) == 0, (
-            f"{module} must not import {imported}"
-        )
-
-
-# The parts that can be understood alone: all that they may know.
-KNOWS: dict[str, set[str]] = {
+LOW = {"errors", "progress", "storage", "hub", "randomness"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "progress": set(),
     "equations": set(),
     "prompts": set(),
-    "transport": set(),
-    "progress": set(),
-    "hub": {"errors"},
+    "evaluation.metrics": set(),
     "storage": {"errors"},
-    "kernels": {"kernels", "errors", "data"},
-    "data": {"data", "errors", "hub", "kernels", "progress", "randomness", "storage"},
-    "fused": {"kernels"},
-    "backbone": {"errors", "fused", "kernels", "prompts"},
-    "heads": {"errors", "randomness"},
-    "alignment": {"capture", "heads", "randomness"},
-    "methods": {
-        "methods",
-        "equations",
-        "kernels",
-        "prompts",
-        "transport",
-        "heads",
-        "alignment",
-        "errors",
-        "randomness",
-    },
+    "hub": {"errors"},
+    "distributed": {"errors"},
+    "kernels": {"errors"},
+    "randomness": {"kernels"},
+    "data": LOW | {"kernels"},
+    "backbones": {"errors", "hub", "kernels", "prompts"},
+    "heads": {"errors", "randomness", "kernels"},
+    "methods": {"errors", "randomness", "kernels", "equations", "prompts", "heads"},
+    "config": {"errors", "data", "heads", "methods"},
+    "presets": {"errors", "config", "methods"},
 }
+"""What each package or module may import besides its own package; imports inside functions count."""
+MAY_IMPORT["engine"] = LOW | {"kernels", "prompts", "distributed", "data", "backbones", "heads", "methods", "config"}
+MAY_IMPORT["evaluation"] = LOW | {"prompts", "backbones", "methods", "engine"}
+BELOW = MAY_IMPORT["engine"] | {"engine", "evaluation", "evaluation.metrics", "presets"}
+MAY_IMPORT |= dict.fromkeys(("runs", "classifier", "bench"), BELOW)
+MAY_IMPORT |= {
+    "report": LOW | {"config", "presets", "methods", "data", "backbones", "evaluation.metrics", "runs"},
+    "export": BELOW | {"runs", "classifier", "report"},
+    "serve": {"errors", "progress", "storage", "data", "engine", "classifier", "report"},
+    "api": BELOW | {"runs", "report"},
+    "cli": BELOW - {"kernels", "heads", "prompts"}
+    | {"api", "runs", "classifier", "bench", "report", "export", "serve"},
+    "__main__": {"cli"},
+}
+ONLY = {
+    "triton": ("kernels",),
+    "timm": ("backbones", "kernels.vit_blocks"),
+    "fastapi": ("serve",),
+    "reproduction": (),
+}
+"""Packages that only these parts may import."""
 
 
-@pytest.mark.parametrize("part", KNOWS)
-def test_what_can_be_understood_alone_knows_little(part: str) -> None:
-    paths = [path for path in MODULES if path.relative_to(ROOT).with_suffix("").parts[0] == part]
-    assert paths, f"{part} is gone"
-    for path in paths:
-        known = {imported.split(".")[0] for imported in _imports(path)}
-        assert known <= KNOWS[part], f"{path.relative_to(ROOT)} must not know {known - KNOWS[part]}"
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
 
 
-def test_the_package_does_not_know_the_reproduction() -> None:
-    """It is not part of the wheel."""
-    for path in MODULES:
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        assert not [name for name in names if name.split(".")[0] == "reproduction"], path
+MODULES = {_name(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"}
+
+
+@cache
+def _imports(path: Path) -> set[str]:
+    """Modules that a file imports, inside functions too, by their full names."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in inside if name.removeprefix("probprompt.") in MODULES}
+            names |= modules | ({node.module} if len(modules) < len(inside) else set())
+    return names - {"probprompt"}
+
+
+def _own(module: str) -> set[str]:
+    """Modules of this package that a module imports."""
+    return {name.removeprefix("probprompt.") for name in _imports(MODULES[module]) if name.startswith("probprompt.")}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_follow_the_layers(module: str) -> None:
+    package = module.split(".")[0]
+    allowed = MAY_IMPORT.get(module, MAY_IMPORT[package])
+    for name in _own(module) - {package}:
+        parts = {name, name.split(".")[0]} if name not in MAY_IMPORT else {name}
+        assert name.split(".")[0] == package or parts & allowed, f"{module} must not import {name}"
+    for foreign, homes in ONLY.items():
+        if any(name.split(".")[0] == foreign for name in _imports(MODULES[module])):
+            assert module.startswith(homes), f"{module} must not import {foreign}"
+
+
+def test_no_import_cycles() -> None:
+    """Remove modules that import nothing left, until none is left."""
+    left = {module: _own(module) - {module} for module in MODULES}
+    while free := {module for module, names in left.items() if not names & set(left)}:
+        left = {module: names for module, names in left.items() if module not in free}
+    assert not left, f"cycle among {sorted(left)}"
+
+
+def test_file_names_are_unique() -> None:
+    names = [path.name for path in ROOT.rglob("*.py") if not path.name.startswith("__")]
+    assert len(names) == len(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 
 def test_no_method_imports_another() -> None:
-    for path in (ROOT / "methods").glob("*.py"):
-        if path.name not in ("__init__.py", "base.py"):
-            others = {name for name in _imports(path) if name.startswith("methods.")} - {"methods.base"}
-            assert not others, f"{path.name} imports {others}"
+    shared = {"methods.base", "methods.settings"}
+    for module in MODULES:
+        if module.startswith("methods.") and module not in shared:
+            assert not {name for name in _own(module) if name.startswith("methods.")} - shared, module
 
 
 @cache
@@ -182,7 +156,7 @@ def _missing(path: Path) -> Iterator[str]:
 
 def test_imported_names_exist() -> None:
     """Read from the syntax tree, as some imports never run without a GPU."""
-    folders = [Path(__file__).parent.parent / name for name in ("src", "tests", "tools", "reproduction")]
+    folders = [REPOSITORY / name for name in ("src", "tests", "tools", "reproduction")]
     missing = [problem for folder in folders for path in sorted(folder.rglob("*.py")) for problem in _missing(path)]
     assert not missing, "\n".join(missing)
 

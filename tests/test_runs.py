@@ -22,12 +22,12 @@ import probprompt
 from probprompt import api
 from probprompt.config import RunConfig, parse_config
 from probprompt.engine import build
-from probprompt.engine.hardware import SWITCHES, hardware
+from probprompt.engine.hardware import CHECKPOINTS, SWITCHES, hardware
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import checkpoint, train
 from probprompt.runs.checkpoint import load_checkpoint
-from probprompt.runs.run import CHECKPOINTS, Run, config_hash
+from probprompt.runs.run import Run, config_hash
 from probprompt.runs.train import Tracker
 from probprompt.storage import read_tensors
 

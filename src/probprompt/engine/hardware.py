@@ -1,4 +1,4 @@
-"""A run is a folder: what was asked, what was used, what came out, and where it can go on."""
+"""The machine that computes: hardware, versions, and switches that change how long it takes."""
 
 import os
 import platform
@@ -13,8 +13,9 @@ import torch
 from probprompt import __version__, kernels
 from probprompt.engine import loader
 from probprompt.kernels import cuda_graphs
-from probprompt.runs.run import CHECKPOINTS
 
+CHECKPOINTS = "PROBPROMPT_CHECKPOINTS"
+"""The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
 SWITCHES = (kernels.SWITCH, cuda_graphs.SWITCH, loader.SWITCH, CHECKPOINTS)
 """Environment variables that change how long a run takes, but nothing that it is asked for."""
 

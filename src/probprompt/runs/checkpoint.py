@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from probprompt.engine.build import group
+from probprompt.engine.hardware import CHECKPOINTS
 from probprompt.engine.learner import Learner, MidTask
 from probprompt.engine.loader import TaskImages
 from probprompt.engine.saved_model import learner_tensors, learning_only, restore_tensors, saved_tensors
 from probprompt.errors import UserError
-from probprompt.runs.run import CHECKPOINTS
 from probprompt.storage import read_tensors, write_tensors
 
 SHARE = 0.01

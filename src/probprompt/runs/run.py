@@ -29,10 +29,6 @@ from probprompt.storage import (
 FORMAT = 1
 
 
-CHECKPOINTS = "PROBPROMPT_CHECKPOINTS"
-"""The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
-
-
 def config_hash(config: RunConfig) -> str:
     """Fingerprint of all settings."""
     return settings_hash(config.model_dump(mode="json"))
