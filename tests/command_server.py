@@ -64,12 +64,11 @@ if __name__ == "__main__":
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    import probprompt.cli.model
-
     import probprompt.cli.app
     import probprompt.cli.cmd_audit
     import probprompt.cli.cmd_compare
     import probprompt.cli.cmd_data
+    import probprompt.cli.cmd_model
     import probprompt.cli.cmd_train
     import reproduction.__main__
 

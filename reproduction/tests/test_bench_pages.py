@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from probprompt import methods
-from probprompt.bench import measure, record
+from probprompt.bench import measure, results
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from reproduction import bench_pages, paper, results_page, scaling
@@ -58,9 +58,9 @@ def _curve(label: str = "classes, 10 tasks", worse: Sequence[str] = (), note: st
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes records."""
 
-    def write(name: str, *results: dict[str, Any], growth: Sequence[Any] = (), gpu: str = "NVIDIA H200") -> Path:
-        about = {"kind": record.KIND, "format": record.FORMAT, "hardware": {**HARDWARE, "gpu": gpu}}
-        content = {**about, "versions": {**VERSIONS, "revision": "abc"}, "results": results, "growth": growth}
+    def write(name: str, *entries: dict[str, Any], growth: Sequence[Any] = (), gpu: str = "NVIDIA H200") -> Path:
+        about = {"kind": results.KIND, "format": results.FORMAT, "hardware": {**HARDWARE, "gpu": gpu}}
+        content = {**about, "versions": {**VERSIONS, "revision": "abc"}, "results": entries, "growth": growth}
         (tmp_path / name).write_text(json.dumps(content))
         return tmp_path / name
 
@@ -241,7 +241,7 @@ def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Comman
     base = {"backbone": backbone, "training": {"batch": 4}, "data": {"tasks": [3, 2]}}
     peaks, path, page = measure.Peaks(cpu, 0.01), tmp_path / "real.json", tmp_path / "new.md"
     measured = [measure.measure(parse_config(base), 0.01, peaks)]
-    record.write_record(path, record.make_record(measured, [], peaks.found, cpu, 0.01))
+    results.write_record(path, results.make_record(measured, [], peaks.found, cpu, 0.01))
     answer = reproduction("pages", path, "--page", page, "--plot", tmp_path / "methods.png")
     assert answer.code == 0, answer.err
     text = page.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from probprompt.bench import measure, record
+from probprompt.bench import measure, results
 from probprompt.bench.synthetic import Scale
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
@@ -132,7 +132,7 @@ def test_growth_is_recorded_drawn_and_compared(
     answer = reproduction("scaling", "batch", "image-size", *small, "--out", first, "--plot", tmp_path / "1.png")
     assert answer.code == 0, answer.err
     assert "batch: probprompt on test_vit" in answer.out and "memory in training: exponent" in answer.out
-    grown = record.read_record(first)["growth"]
+    grown = results.read_record(first)["growth"]
     assert [curve["axis"] for curve in grown] == ["batch", "image-size"]
     assert 0 < grown[0]["exponents"]["memory"]["whole"] < 1.1
     answer = reproduction("scaling", "batch", *small, "--out", second, "--against", first)
