@@ -26,7 +26,7 @@ from probprompt.classifier.lesson import (
     unlearned,
     with_lesson,
 )
-from probprompt.classifier.outputs import Evaluation, LearnReport, Prediction, Version, check_top
+from probprompt.classifier.outputs import Evaluation, LearnReport, Prediction, Version
 from probprompt.classifier.predictor import ModelFactory, Predictor
 from probprompt.classifier.store import Busy, SavedVersion, State, Store
 from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
@@ -143,11 +143,13 @@ class ContinualClassifier:
 
     def predict_each(self, images: object, top_k: int = 1, batch: int | None = None) -> Iterator[Prediction]:
         """As :meth:`predict`, one answer after the other: any number of images in constant memory."""
-        predictor, wanted = self.predictor, check_top(top_k)
+        predictor = self.predictor
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise UserError(f"top_k must be a number of at least 1, not {top_k!r}")
         size = batch or self._engine.config.images_at_a_time(self._engine.device.type)
         stream = decode_ahead(pictures(images, self._engine.short_side))
         while group := list(islice(stream, size)):
-            yield from _answers(predictor, group, wanted)
+            yield from _answers(predictor, group, top_k)
 
     def evaluate(self, images: object, unknown: object = None, progress: ProgressCallback = SILENT) -> Evaluation:
         """Measure accuracy on images with known classes: overall, per task, and what was forgotten.

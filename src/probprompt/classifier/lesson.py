@@ -12,8 +12,8 @@ from probprompt.classifier.confidence import UNFITTED, Gaussians, Scale, calibra
 from probprompt.classifier.evaluate import held_out_accuracy
 from probprompt.classifier.outputs import ConfusionRisk
 from probprompt.classifier.predictor import ModelFactory
-from probprompt.classifier.statistics import VIEWS, Part, Statistics, Views, compact, hold_out
-from probprompt.classifier.store import KnownClass, LearnedTask, State
+from probprompt.classifier.statistics import VIEWS, Statistics, Views, compact, hold_out
+from probprompt.classifier.store import KnownClass, LearnedTask, Part, State
 from probprompt.data.image_store import Loaded, load
 from probprompt.data.inputs import LabeledImages, refuse_empty, same_name, unreadable
 from probprompt.engine.learner import Learner
@@ -146,7 +146,7 @@ def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tens
             task=before.task if before else len(state.tasks),
             images=(before.images if before else 0) + int(own.sum()),
             held=Part.of({view: rows.float() for view, rows in held.items()}),
-            rest=kept,
+            rest=Part.of(kept),
         )
         if before is not None:
             classes[label] = known

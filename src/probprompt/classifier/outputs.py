@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from probprompt.errors import UserError
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -118,10 +116,3 @@ class Evaluation:
     unknown_images: int = 0
     unknown_flagged: float | None = None
     """The share of the unknown images that is marked as unknown, in %."""
-
-
-def check_top(top_k: int) -> int:
-    """How many classes are asked for: at least one."""
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-        raise UserError(f"top_k must be a number of at least 1, not {top_k!r}")
-    return top_k

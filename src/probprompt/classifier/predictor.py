@@ -207,8 +207,8 @@ class ModelFactory:
         if state.sums is not None and state.sums.there:
             return Statistics.from_tensors(state.sums.tensors, self.widths, self.device)
         empty = Statistics.zero(len(state.classes), self.widths, self.device)
-        return add_up((known.rest for known in state.classes), empty, self.views)
+        return add_up((known.rest.tensors for known in state.classes), empty, self.views)
 
     def with_held_out(self, state: State, sums: Statistics) -> Statistics:
         """The sums over all images, those that are held out among them."""
-        return add_up((known.held for known in state.classes), sums.copy(), self.views)
+        return add_up((known.held.tensors for known in state.classes), sums.copy(), self.views)

@@ -7,16 +7,13 @@ smaller. Sums over all classes follow from that; they are kept beside it only to
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from probprompt import randomness
-from probprompt.errors import UserError
 from probprompt.heads.closed_form import symmetric
-from probprompt.storage import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
 
@@ -27,46 +24,6 @@ VIEWS = ("rows", "mirrors")
 
 Views = Mapping[str, Callable[[Tensor], Tensor]]
 """How features (n, D) are seen before they are added up, (n, L), by name."""
-
-
-class Part:
-    """Tensors that belong together and never change: in memory, or in a file that is read when they are needed."""
-
-    def __init__(self, tensors: Mapping[str, Tensor] | None = None, path: Path | None = None) -> None:
-        self._tensors, self._path = tensors, path
-        self.digest = path.stem if path else None
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors, on the CPU."""
-        if self._tensors is None:
-            assert self._path is not None
-            if not self._path.is_file():
-                raise UserError(
-                    f"{self._path} is missing: if the classifier was changed since it was loaded, load it again; if it "
-                    "was pulled without its statistics, it predicts but cannot learn or change (push it with "
-                    "--with-statistics, and pull that); else its folder is damaged"
-                )
-            self._tensors = read_tensors(self._path, torch.device("cpu"))[0]
-        return self._tensors
-
-    @property
-    def there(self) -> bool:
-        """Whether the tensors can be had: a part that can be made again may have been removed."""
-        return self._tensors is not None or (self._path is not None and self._path.is_file())
-
-    def store(self, folder: Path) -> str:
-        """Keep the tensors in a folder of files named by their contents; returns that name."""
-        if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
-            self.digest = store_by_contents(folder, self.tensors)
-        if self._path is None:
-            self._path = folder / f"{self.digest}.safetensors"
-        return self.digest
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Keep copies on the CPU, so that nobody changes them."""
-        return cls({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -188,18 +145,20 @@ class Statistics:
         return found
 
 
-def compact(rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, widths: Mapping[str, int]) -> Part:
+def compact(
+    rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, widths: Mapping[str, int]
+) -> dict[str, Tensor]:
     """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
     if before and "rows" in before:
         rows = torch.cat([before["rows"].to(rows), rows])
     summed = before is not None and "rows" not in before
     if not summed and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
-        return Part.of({"rows": rows.float()})
+        return {"rows": rows.float()}
     sums = Statistics.zero(1, widths, rows.device)
     if before is not None and summed:
         sums.add_class(0, before, views)
     sums.add_rows(0, rows, views)
-    return Part.of(sums.tensors())
+    return sums.tensors()
 
 
 def hold_out(count: int, *key: randomness.Key) -> list[int]:
@@ -208,10 +167,10 @@ def hold_out(count: int, *key: randomness.Key) -> list[int]:
     return sorted(randomness.permutation(count, *key, "held out")[:held].tolist())
 
 
-def add_up(kept: Iterable[Part], sums: Statistics, views: Views) -> Statistics:
+def add_up(kept: Iterable[Mapping[str, Tensor]], sums: Statistics, views: Views) -> Statistics:
     """Add what is kept of each class, in order, to sums that have room for them."""
-    for label, part in enumerate(kept):
-        sums.add_class(label, part.tensors, views)
+    for label, tensors in enumerate(kept):
+        sums.add_class(label, tensors, views)
     return sums
 
 

@@ -5,13 +5,56 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Self
+
+import torch
+from torch import Tensor
 
 from probprompt.classifier.confidence import Calibration, Scale
 from probprompt.classifier.outputs import Version
-from probprompt.classifier.statistics import Part
 from probprompt.errors import UserError, shorten
-from probprompt.storage import is_part, lock, read_json, write_error, write_json
+from probprompt.storage import is_part, lock, read_json, read_tensors, store_by_contents, write_error, write_json
+
+
+class Part:
+    """Tensors that belong together and never change: in memory, or in a file that is read when they are needed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None, path: Path | None = None) -> None:
+        self._tensors, self._path = tensors, path
+        self.digest = path.stem if path else None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors, on the CPU."""
+        if self._tensors is None:
+            assert self._path is not None
+            if not self._path.is_file():
+                raise UserError(
+                    f"{self._path} is missing: if the classifier was changed since it was loaded, load it again; if it "
+                    "was pulled without its statistics, it predicts but cannot learn or change (push it with "
+                    "--with-statistics, and pull that); else its folder is damaged"
+                )
+            self._tensors = read_tensors(self._path, torch.device("cpu"))[0]
+        return self._tensors
+
+    @property
+    def there(self) -> bool:
+        """Whether the tensors can be had: a part that can be made again may have been removed."""
+        return self._tensors is not None or (self._path is not None and self._path.is_file())
+
+    def store(self, folder: Path) -> str:
+        """Keep the tensors in a folder of files named by their contents; returns that name."""
+        if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
+            self.digest = store_by_contents(folder, self.tensors)
+        if self._path is None:
+            self._path = folder / f"{self.digest}.safetensors"
+        return self.digest
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Keep copies on the CPU, so that nobody changes them."""
+        return cls({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()})
+
 
 Find = Callable[[str], Part]
 """A part by the name that it is kept under."""

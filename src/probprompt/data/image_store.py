@@ -37,9 +37,10 @@ class ImageStore:
     @classmethod
     def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
         """Move decoded images (H, W, 3) to the device."""
-        sizes = np.array([array.shape[:2] for array in arrays], np.int64).reshape(-1, 2)
-        pixels = np.concatenate([array.reshape(-1) for array in arrays] or [np.empty(0, np.uint8)])
-        return cls.place(Decoded(pixels, sizes, {}), device)
+        sizes = torch.tensor([array.shape[:2] for array in arrays], dtype=torch.long).view(-1, 2)
+        pixels = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays] or [np.empty(0, np.uint8)]))
+        lengths = 3 * sizes.prod(dim=1)  # (n,)
+        return cls._put(pixels, lengths.cumsum(0) - lengths, sizes, device, _room(device))
 
     @classmethod
     def place(
@@ -52,8 +53,10 @@ class ImageStore:
         """Put images (some of them by their rows) on the device where there is room for them, else leave them be."""
         chosen = np.arange(len(decoded.sizes)) if rows is None else rows
         offsets, sizes = (torch.from_numpy(part[chosen]) for part in (decoded.offsets, decoded.sizes))
-        pixels = _tensor(decoded.pixels)
-        limit = _room(device) if room is None else room
+        return cls._put(_tensor(decoded.pixels), offsets, sizes, device, _room(device) if room is None else room)
+
+    @classmethod
+    def _put(cls, pixels: Tensor, offsets: Tensor, sizes: Tensor, device: torch.device, limit: float) -> Self:
         needed = 3 * int(sizes.prod(dim=1).sum())
         if device.type != "cpu" and needed <= limit:
             pixels, offsets = _send(pixels, offsets, sizes, needed, device)

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probprompt import methods
+from probprompt import kernels, methods
 from probprompt.backbones.pretrained import LoadedBackbone, find_weights, load_backbone
 from probprompt.backbones.vit import DTYPES, Precision
 from probprompt.config import BackboneConfig, RunConfig
 from probprompt.data.transforms import Preprocessor
-from probprompt.engine.hardware import bf16_unit
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError, says_out_of_memory, suggest
 from probprompt.heads import make_head
@@ -48,7 +47,7 @@ def default_precision(device: torch.device) -> Precision:
     if device.type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has_it = bf16_unit() is not None
+        has_it = kernels.bf16_unit() is not None
     return "bf16" if has_it else "fp32"
 
 

@@ -45,15 +45,6 @@ def _revision() -> str | None:
     return found.stdout.strip() or None
 
 
-_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}  # by torch's names
-
-
-def bf16_unit() -> str | None:
-    """By what the processor computes in bf16; None where it would emulate it, and be slower."""
-    able = torch.cpu.get_capabilities()
-    return next((words for name, words in _BF16.items() if able.get(name)), None)
-
-
 def machine_name(found: Mapping[str, Any]) -> str:
     """What a record calls its machine, from what it says of the hardware: the GPU, or else the processor."""
     return str(found.get("gpu") or found.get("processor") or found["machine"])
@@ -71,7 +62,7 @@ def chip_words(found: Mapping[str, Any]) -> str:
 def _processor() -> str:
     """Its name, where torch knows it, and by what it computes in bf16."""
     name = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or platform.machine()
-    unit = bf16_unit()
+    unit = kernels.bf16_unit()
     return f"{name} with {unit}" if unit else name
 
 

@@ -21,6 +21,15 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(SWITCH) != "off" and _installed()
 
 
+_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}  # by torch's names
+
+
+def bf16_unit() -> str | None:
+    """By what the processor computes in bf16; None where it would emulate it, and be slower."""
+    able = torch.cpu.get_capabilities()
+    return next((words for name, words in _BF16.items() if able.get(name)), None)
+
+
 @cache
 def _installed() -> bool:
     return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
