@@ -51,7 +51,8 @@ LEGACY = [  # published mistakes that show at evaluation
 def config_for(pictures: Path, method: dict[str, Any] | str, **groups: Any) -> Any:
     data = {"benchmark": str(pictures), "tasks": 3, **groups.pop("data", {})}
     base = {"backbone": TINY, "training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}}
-    return parse_config({**base, "data": data, "method": method, "head": {"projections": 40}, **groups})
+    head = {"projections": 40} if methods.find(method["name"]).preferred_head == "ridge" else {}
+    return parse_config({**base, "data": data, "method": method, "head": head, **groups})
 
 
 @pytest.fixture(scope="module")

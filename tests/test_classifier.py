@@ -158,8 +158,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_method_and_head_learns_and_is_loaded_as_it_was(case: str, tmp_path: Path) -> None:
-    config = {"alignment": {"epochs": 1}, "head": {"projections": 60}}
-    made = ContinualClassifier(**{**TINY, **CASES[case]}, config=config)
+    made = ContinualClassifier(**{**TINY, **CASES[case]}, config={"alignment": {"epochs": 1}})
     for names in ("abc", "de"):
         made.learn(paint(names, 6))
     made.save(tmp_path / "model")

@@ -91,7 +91,7 @@ def test_predicting_reads_nothing_that_only_learning_needs(saved: Path, monkeypa
         read.append(path.stem)
         return read_tensors(path, device)
 
-    monkeypatch.setattr("probprompt.classifier.statistics.read_tensors", watched)
+    monkeypatch.setattr("probprompt.classifier.store.read_tensors", watched)
     assert answers(load(saved))
     assert set(read) == {state_of(saved, 3)["parts"][name] for name in ("method", "head", "gaussians")}
 
