@@ -51,7 +51,7 @@ LEGACY = [  # published mistakes that show at evaluation
 def config_for(pictures: Path, method: dict[str, Any] | str, **groups: Any) -> Any:
     data = {"benchmark": str(pictures), "tasks": 3, **groups.pop("data", {})}
     base = {"backbone": TINY, "training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}}
-    head = {"projections": 40} if methods.find(method["name"]).preferred_head == "ridge" else {}
+    head = {"projections": 40} if methods.find(methods.parse_config(method).name).preferred_head == "ridge" else {}
     return parse_config({**base, "data": data, "method": method, "head": head, **groups})
 
 

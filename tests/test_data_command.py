@@ -265,8 +265,10 @@ def test_transfer_is_shown(terminal: bool) -> None:
     assert ("a.zip: done" in drawn.getvalue()) is not terminal
 
 
-def test_get_from_a_local_archive(tmp_path: Path, home: Path, probprompt: Command, check: Check, small: None) -> None:
-    archive = sketches(tmp_path / "sketches_png.zip")
+def test_get_from_a_local_archive(
+    tmp_path: Path, home: Path, probprompt: Command, check: Check, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = publish(sketches(tmp_path / "sketches_png.zip"), monkeypatch)
     code, out, err = probprompt("data", "get", "tu-berlin", "--file", archive)
     assert code == 0, out + err
     assert f"tu-berlin: {home / 'tu-berlin'}" in out and "all is well" in out
@@ -289,8 +291,11 @@ def test_get_from_a_mirror(
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["tu-berlin"]
 
 
-def test_get_rejects_wrong_data(tmp_path: Path, probprompt: Command, small: None) -> None:
-    code, out, _ = probprompt("data", "get", "tu-berlin", "--file", sketches(tmp_path / "a.zip", images=10))
+def test_get_rejects_wrong_data(
+    tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = publish(sketches(tmp_path / "a.zip", images=10), monkeypatch)
+    code, out, _ = probprompt("data", "get", "tu-berlin", "--file", archive)
     assert code == 1 and "TROUBLE: train: 16 images, published are 8" in out
     code, _, err = probprompt("data", "get", "cifar100", "--file", tmp_path / "a.zip")
     assert code == 2 and "eb9058c3a382ffc7106e4002c42a8d85" in err
