@@ -453,9 +453,9 @@ def folder(run: Run, tmp_path: Path) -> Path:
 
 def test_the_proof_is_written_into_the_runs_record(run: Run, folder: Path) -> None:
     found = audit_saved(folder, CPU, count=6)
-    record = Run.open(folder).record
+    record = Run.open(folder).record.to_json()
     written = record.pop("audit")
-    assert record == run.record and found.written == folder / "run.json"
+    assert record == run.record.to_json() and found.written == folder / "run.json"
     assert written == json.loads(json.dumps(found.to_json())) and written["passed"] is True
     assert written["images"] == 6 and written["tasks"] == 3 and written["classes"] == 6
     assert written["images_of"] == f"{run.config.data.benchmark} (test)"
@@ -602,13 +602,13 @@ def test_a_clean_run_is_shown_with_its_tolerance(command: Command, folder: Path)
     code, out = command(folder, precision="bf16", images=3)
     assert code == 0 and "3 images of" in out
     assert "Measured in bf16 on cpu. A leak: the logits of more than 10% of the images (and of more than one)" in out
-    assert Run.open(folder).record["audit"]["precision"] == "bf16"
+    assert Run.open(folder).record.audit["precision"] == "bf16"
 
 
 def test_a_leaking_run_is_told_with_exit_code_1_and_recorded(command: Command, pictures: Path, tmp_path: Path) -> None:
     run = train.train(config_for(pictures, {"name": "l2p", "batchwise": True}), tmp_path / "run", "cpu")
     code, out = command(run.folder, images=6)
-    audited = run.record["audit"]
+    audited = run.record.audit
     assert code == 1 and f"LEAK: {', '.join(audited['leaks'])}" in out
     assert audited["passed"] is False and "batch size" in audited["leaks"]
     assert "batchwise: the images of a minibatch vote on their prompts" in out and audited["marks"]
@@ -656,4 +656,4 @@ def test_mistakes_are_told(command: Command, pictures: Path, folder: Path, tmp_p
     ):
         with pytest.raises(UserError, match=message):
             command(**given)
-    assert "audit" not in Run.open(folder).record
+    assert Run.open(folder).record.audit is None

@@ -12,6 +12,7 @@ from probprompt.errors import UserError
 from probprompt.export.bundle import Record
 from probprompt.export.onnx import View
 from probprompt.methods import find
+from probprompt.report.tables import markdown_table
 from probprompt.runs.grid import benchmark_label
 from probprompt.runs.run import Run
 from probprompt.storage import natural_order, read_json
@@ -80,7 +81,7 @@ def _of_run(record: Record, repository: str) -> Story:
         unknown=None,
         scores=scores,
         benchmark=benchmark_label(run.config.data.benchmark) if run else None,
-        tested=bool(run and run.record["evaluated_on"] == "test"),
+        tested=bool(run and run.record.evaluated_on == "test"),
         marks=note["marks"],
         loading="import probprompt\n\n"
         'loaded = probprompt.load_model("model/")\n'
@@ -237,12 +238,11 @@ def _backbone(story: Story) -> str:
     told = "The backbone is not part of this repository: it is loaded by its name, and refused if its hash is another."
     if weights not in (None, "random"):
         told += " Its weights were a local file: whoever pulls the model names that file with `--weights FILE`."
-    return told + "\n\n" + _table(("", ""), rows, plain=False)
+    return told + "\n\n" + markdown_table(("", ""), rows, 2)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], plain: bool = True) -> str:
-    lines = [header, ["---"] * len(header), *([_plain(cell) if plain else cell for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return markdown_table(header, [[_plain(cell) for cell in row] for row in rows], len(header))
 
 
 def _names(names: Sequence[str], limit: int = 20) -> str:

@@ -178,8 +178,7 @@ class Outcome:
     @property
     def seconds(self) -> float | None:
         """How long the finished run took."""
-        found = (self.run.record.get("time") or {}).get("total_s") if self.run else None
-        return None if found is None else float(found)
+        return self.run.record.time.get("total_s") if self.run else None
 
 
 def brief(value: Any) -> str:

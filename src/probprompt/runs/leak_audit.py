@@ -148,13 +148,13 @@ def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device,
     found = benchmark.load(config.short_side(_stored_side(loaded.note)))
     if config.validation:
         found = benchmark.hold_out(found, config.validation)
-    before, now = record["stream"]["split_hash"], found.split_hash()
+    before, now = record.stream.split_hash, found.split_hash()
     if before != now:
         raise UserError(
             f"the images of {config.benchmark} are not those of the run (hash {before[:12]}, now {now[:12]}): "
             "put them back, or audit with images of another folder (--data FOLDER)"
         )
-    source = f"{config.benchmark} ({record['evaluated_on']})"
+    source = f"{config.benchmark} ({record.evaluated_on})"
     return _sample(found, config, source, loaded, count, device, progress)
 
 
