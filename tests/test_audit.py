@@ -656,4 +656,4 @@ def test_mistakes_are_told(command: Command, pictures: Path, folder: Path, tmp_p
     ):
         with pytest.raises(UserError, match=message):
             command(**given)
-    assert Run.open(folder).record.audit is None
+    assert not Run.open(folder).record.audit

@@ -497,8 +497,8 @@ def test_what_is_not_as_published_is_noted_and_recorded(settings: Settings, tmp_
     config = parse_config(settings(data={"benchmark": "cifar100", "root": str(tmp_path / "mine"), "tasks": 1}))
     heard = Listening()
     workshop = prepare(config, CPU, heard)
-    found = describe(workshop, "run")["stream"]["differences"]
-    assert found[0] == "2 classes, published are 100"
+    found = describe(workshop, "run").stream.differences
+    assert found and found[0] == "2 classes, published are 100"
     assert [f"cifar100 is not as published: {text}" for text in found] == heard.notes
     own = prepare(parse_config(settings()), CPU, heard := Listening())
     assert own.differences == heard.notes == []
@@ -517,7 +517,7 @@ def test_images_of_another_size_and_quality_are_recorded_by_a_run(
                 draw(tmp_path / ending / place / f"{index}{ending}", index, (size, size))
         data = {"benchmark": "cifar100", "root": str(tmp_path / ending), "tasks": 1}
         workshop = prepare(parse_config(settings(data=data)), CPU, SILENT)
-        recorded[ending] = describe(workshop, "run")["stream"]["differences"]
+        recorded[ending] = describe(workshop, "run").stream.differences
     assert recorded[".png"] == []
     assert recorded[".jpg"] == [
         "images are JPEG files, published are images without loss: they were encoded anew",

@@ -131,7 +131,7 @@ def test_comparison_and_results_of_an_own_folder(
     answer = probprompt(*grid, "--tasks", "tasks.json", *settings, "--set", "tokens=4", "--set", "method.samples=2")
     assert answer.code == 0, answer.err
     (first, second) = sorted(Path("runs/compare").rglob("run.json"))
-    assert [_published_measures(path.parent)["stream"]["tasks"] for path in (first, second)] == [tasks, tasks]
+    assert [_published_measures(path.parent).stream.tasks for path in (first, second)] == [tasks, tasks]
     page = Path("runs/compare/comparison.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("Final accuracy", "Forgetting", "Task by task", "Prompt"))
     assert reproduction("results", "add", "runs/compare").code == 0

@@ -227,16 +227,16 @@ def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_p
     diagnosed = strict((run.folder / "diagnostics.json").read_text())
     assert set(diagnosed) == {"queries"} and len(diagnosed["queries"]["labels"]) == 4
     assert run.report.exists()
-    apart = describe(fast(pictures))["stream"]
+    apart = describe(fast(pictures)).stream
     for name in ("classes", "order_hash", "split_hash", "test_images", "test_classes"):
-        assert stream[name] == apart[name], name
+        assert getattr(stream, name) == getattr(apart, name), name
 
 
 def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
     for method, head in (("nearest-mean", "nearest-mean"), ("apt", "normalised")):
-        assert describe(fast(pictures, method))["head"] == head
+        assert describe(fast(pictures, method)).head == head
     settings = {**tiny(pictures), "method": {"name": "l2p", "batchwise": True}}
-    (mark,) = describe(settings)["marks"]
+    (mark,) = describe(settings).marks
     assert mark.startswith("batchwise: ")
 
 
@@ -251,9 +251,9 @@ def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
 def test_input_normalization(pictures: Path, normalisation: str, mean: list[float], std: list[float]) -> None:
     settings = fast(pictures, backbone={"normalisation": normalisation}, data={"interpolation": "bicubic"})
     workshop = train.prepare(parse_config(settings), CPU, SILENT)
-    recorded = train.describe(workshop, "run")["preprocessing"]
-    assert recorded["normalisation"] == normalisation
-    assert recorded["mean"] == pytest.approx(mean) and recorded["std"] == pytest.approx(std)
+    recorded = train.describe(workshop, "run").preprocessing
+    assert recorded.normalisation == normalisation
+    assert recorded.mean == pytest.approx(mean) and recorded.std == pytest.approx(std)
     assert workshop.scorer.viewer is workshop.learner.viewer and workshop.scorer.viewer.kernel == "bicubic"
 
 

@@ -149,7 +149,7 @@ class RunRecord(Part):
     peak_memory_mb: float | None = None
     trainable_parameters: int | None = None
     model_mb: dict[str, float] = {}
-    audit: dict[str, Any] | None = None
+    audit: dict[str, Any] = {}
 
     @property
     def method(self) -> str:
