@@ -458,11 +458,11 @@ def test_numbers_go_to_hosted_trackers(tmp_path: Path, name: str, monkeypatch: p
     for call in ("init", "log", "finish"):
         monkeypatch.setattr(module, call, lambda *a, _call=call, **k: calls.append((_call, (*a, k))), raising=False)
     monkeypatch.setitem(sys.modules, name, module)
-    tracker = open_tracker(name, tmp_path / "mine", {"a": 1})
+    tracker = open_tracker(name, tmp_path / "mine", config := RunConfig())
     tracker.log({"loss": 0.5}, 3)
     tracker.close()
     assert calls == [
-        ("init", ({"project": "probprompt", "name": "mine", "config": {"a": 1}},)),
+        ("init", ({"project": "probprompt", "name": "mine", "config": config.model_dump(mode="json")},)),
         ("log", ({"loss": 0.5}, {"step": 3})),
         ("finish", ({},)),
     ]

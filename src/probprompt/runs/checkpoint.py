@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +100,7 @@ class Saved:
 
     def restore_optimizer(self, optimizer: Optimizer) -> None:
         """Give a new optimizer the saved one's moments."""
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, Tensor]] = {}
         for name, value in group(self.tensors, "optimiser").items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = value.cpu() if key == "step" else value  # as AdamW keeps it

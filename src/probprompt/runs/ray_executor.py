@@ -8,13 +8,13 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypedDict
 
 from probprompt import __version__
 from probprompt.errors import UserError
@@ -50,7 +50,12 @@ _QUIET = {
 }
 
 
-Machine = Mapping[str, Any]  # as Ray describes it
+class Machine(TypedDict, total=False):
+    """A machine as Ray describes it."""
+
+    NodeID: str
+    NodeManagerHostname: str
+    Resources: dict[str, float]
 
 
 @contextmanager
@@ -109,7 +114,7 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
 
 
-def _prepare(stack: ExitStack) -> dict[str, Any]:
+def _prepare(stack: ExitStack) -> dict[str, str | int]:
     """Settings of a cluster on this machine that leaves nothing behind: no files, and no token in the home folder."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))

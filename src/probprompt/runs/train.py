@@ -59,7 +59,7 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
-    def __init__(self, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, module: Any, folder: Path, config: RunConfig) -> None:
         self._writer = module.SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -73,9 +73,9 @@ class _TensorBoard:
 class _Project:
     """trackio and wandb share one interface."""
 
-    def __init__(self, module: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, module: Any, folder: Path, config: RunConfig) -> None:
         self._module = module
-        module.init(project="probprompt", name=folder.name, config=dict(config))
+        module.init(project="probprompt", name=folder.name, config=config.model_dump(mode="json"))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._module.log(dict(values), step=step)
@@ -84,7 +84,7 @@ class _Project:
         self._module.finish()
 
 
-_KNOWN: dict[str, tuple[str, str, Callable[[Any, Path, Mapping[str, Any]], Tracker]]] = {
+_KNOWN: dict[str, tuple[str, str, Callable[[Any, Path, RunConfig], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", "track", _TensorBoard),
     "trackio": ("trackio", "trackio", _Project),
     "wandb": ("wandb", "wandb", _Project),
@@ -102,7 +102,7 @@ def check_tracker(name: str) -> None:
         raise UserError(f"{name} is not installed: pip install 'probprompt[{extra}]'") from None
 
 
-def open_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
+def open_tracker(name: str, folder: Path, config: RunConfig) -> Tracker:
     """Open a tracker by name."""
     check_tracker(name)
     module, _, adapter = _KNOWN[name]
@@ -372,8 +372,7 @@ def _carry_out(
 ) -> Run:
     if workshop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(workshop.device)
-    settings, wanted = workshop.config.model_dump(mode="json"), track if workshop.world.writes else None
-    tracker = open_tracker(wanted, run.folder, settings) if wanted else None
+    tracker = open_tracker(track, run.folder, workshop.config) if track and workshop.world.writes else None
     try:
         RunLoop(run, workshop, saved, progress, tracker).run_all()
     finally:
@@ -517,14 +516,13 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
     if not workshop.world.writes:
         return {}
-    found: dict[str, Any] = {}
-    if every:
-        found["relevance"] = diagnostics.component_usage(model.method, torch.cat(every))
+    relevance = diagnostics.component_usage(model.method, torch.cat(every)) if every else None
     adapted = [task.classes for task in workshop.tasks if workshop.learner.adapts(task)]
     fresh = build_method(workshop.config, workshop.backbone, workshop.device, adapted)
-    found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, single, names)
-    found["queries"] = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
-    return {name: part for name, part in found.items() if part is not None}
+    similarity = diagnostics.prompt_diversity(model.method, fresh, single, names)
+    queries = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
+    parts = {"relevance": relevance, "similarity": similarity, "queries": queries}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _own(task: TaskImages) -> range:
