@@ -23,8 +23,6 @@ from probprompt.runs.run import Recorded, Run, RunRecord, Value, read_book, with
 from probprompt.storage import natural_order
 
 FILES = ("table.md", "table.tex", "table.csv", "comparison.html")
-
-
 Cell = str | int | float | None
 """A value in a CSV file."""
 
@@ -82,29 +80,13 @@ class Measure:
 
 
 FAA, CAA = Measure("FAA", "FAA", better=1), Measure("CAA", "CAA", better=1)
-
-
 FORGETTING = Measure("forgetting", "Forgetting", better=-1)
-
-
 SEEDS = Measure("seeds", "Seeds")
-
-
 SIMILARITY = Measure("similarity", "Similarity", 3, start="initial_similarity")
-
-
 RANK = Measure("effective_rank", "Eff. rank", 1, start="initial_effective_rank")
-
-
 PARAMETERS, TIME = Measure("trainable_parameters", "Parameters", 0), Measure("seconds", "Time", 0)
-
-
 ACCURACY = (FAA, CAA, FORGETTING)
-
-
 DISK = Measure("disk_mb", "On disk, MB", 2)
-
-
 INSIDE = (SIMILARITY, RANK, PARAMETERS, DISK, TIME)
 
 
@@ -564,11 +546,7 @@ _MEANING = (
     "FAA: average accuracy over all tasks in the end. CAA: its mean over all steps. "
     "Forgetting: how far earlier tasks ended below their best."
 )
-
-
 _DISK = "On disk: prompts and head, with all that learning further classes needs; the backbone only where it learns."
-
-
 _SIMILARITY = (
     "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
     "these span. In parentheses the mean before training: a low similarity says something only beside it."
@@ -760,8 +738,6 @@ def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
 
 ROUNDING_S = 2.0
 """Seconds by which one run may seem to begin before another has ended, though it does not."""
-
-
 SHARE = 0.1
 """Of a run's time, what others may take part in."""
 

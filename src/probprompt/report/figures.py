@@ -27,7 +27,6 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 LineStyle = str | tuple[float, tuple[float, ...]]
-
 INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
 PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
 """Colours that people with any kind of colour vision tell apart, all of them at least 4.5:1 on white."""

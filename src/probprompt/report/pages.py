@@ -565,20 +565,12 @@ _FINAL = (
     "Average accuracy over all tasks in the end (FAA), mean and standard deviation over the seeds. "
     "An outlined bar is not ranked: an upper bound, or published behaviour that is wrong (†)."
 )
-
-
 _AVERAGE = "After each step: the mean accuracy over all tasks learned so far. A point at the end is an upper bound."
-
-
 _FORGETTING = "How far the earlier tasks ended below their best, in points. Less is better; below 0 they gained."
-
-
 _SIMILAR = (
     "Mean cosine similarity between the prompts that different classes receive. The diamond is the same at the start: "
     "random prompts begin unlike each other, and only what training changed says something. At 1 they have collapsed."
 )
-
-
 _MORE = "The similarity against the number of components. Dotted, with hollow marks: the same at the start."
 
 

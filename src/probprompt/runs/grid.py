@@ -26,7 +26,6 @@ _NAME = 60  # characters that a value may take in the name of a folder
 _OWN = {"data.benchmark": "benchmarks", "method.name": "methods", "preset": "presets"} | dict.fromkeys(
     ("seeds.order", "seeds.init", "seeds.data"), "seeds"
 )  # settings that the grid itself gives
-
 Varied = tuple[tuple[str, Any], ...]  # settings by their dotted names
 VAGUE = ("alignment.", "head.kind")  # begin settings whose last part says nothing by itself
 Result = TypeVar("Result")

@@ -45,17 +45,9 @@ from probprompt.storage import write_json
 SAVED_IMAGES, METHOD_IMAGES = 64, 32
 """Images to audit a saved model, or a method, with."""
 COMMON_TASKS = 2  # learned before the futures part
-
-
 CLASS_IMAGES = 8  # training images of a class: to leak or not to leak needs no accuracy
-
-
 _FUTURES = ("as it is", "another", "none")
-
-
 _STRANGERS = 16  # images of classes not learned, at most
-
-
 _UNSEEN = -1  # stands for the task of a class not learned
 
 

@@ -24,26 +24,12 @@ from probprompt.runs.run import Run
 from probprompt.storage import write_bytes, write_error
 
 _LOCAL = "local"
-
-
 _TRIES = 3  # workers that a cell may lose without coming any further
-
-
 _GRACE = 20.0  # seconds for running cells to stop by themselves
-
-
 _PATIENCE = 60.0  # seconds for a machine to answer, or for a file of another to be seen here
-
-
 _LINE = 300  # characters of a message of Ray's
-
-
 _STORE = 100 * 2**20  # bytes of shared memory: next to nothing passes between cells
-
-
 _TOKEN_HINT = "Where it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here, too"
-
-
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # messages of its servers: what matters of them is told in ours

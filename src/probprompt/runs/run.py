@@ -31,8 +31,6 @@ from probprompt.storage import (
 )
 
 FORMAT = 1
-
-
 CHECKPOINTS = "PROBPROMPT_CHECKPOINTS"
 """The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
 
@@ -470,8 +468,6 @@ def _negligible(entry: Path) -> bool:
 
 
 RECORDS_FORMAT = 1
-
-
 _INSIDE = ("mean", "initial_mean", "effective_rank", "initial_effective_rank")
 
 
