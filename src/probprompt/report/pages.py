@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -208,23 +209,18 @@ def _tasks(run: RunFiles) -> list[tuple[list[str], str, str]]:
 # The page of a run: figures
 
 
-class Curves(NamedTuple):
-    """Average accuracy after each step, and the accuracy on each task with its drop."""
-
-    average: Markup
-    panels: list[tuple[Markup, str]]
-    floor: str
-
-
 def _floor(runs: Sequence[RunFiles]) -> float:
     return figures.accuracy_floor([v for run in runs for row in run.accuracy.matrix for v in row if v is not None])
 
 
-def _curves(run: RunFiles) -> Curves:
-    floor, averages = _floor([run]), run.accuracy.averages
-    words = f"{run.label}: {', '.join(map(number, averages))}"
+def _average_curve(run: RunFiles, floor: float) -> Markup:
+    words = f"{run.label}: {', '.join(map(number, run.accuracy.averages))}"
     description = f"Line chart of the average accuracy in percent after each task. {words}."
-    average = figures.average_curves([Series(averages)], run.total, floor, "average", description)
+    return Markup(figures.average_curves([Series(run.accuracy.averages)], run.total, floor, "average", description))
+
+
+def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
+    """Draw the accuracy on each task over the steps, and return its drop with it."""
     panels = []
     for task, row in enumerate(run.matrix):
         line = Series(row)
@@ -233,30 +229,14 @@ def _curves(run: RunFiles) -> Curves:
         words = f"{run.label} from {number(first)} to {number(last)}, drop {drop}"
         description = f"Accuracy on task {task + 1} in percent: {words}."
         panels.append((Markup(figures.task_panel([line], run.total, floor, f"task-{task + 1}", description)), drop))
-    return Curves(Markup(average), panels, f"{floor:.0f}")
+    return panels
 
 
-class MatrixCells(NamedTuple):
-    """The accuracy matrix as text, background and ink of each cell; the averages; the colors of its key."""
-
-    rows: list[list[tuple[str, str, str] | None]]
-    averages: list[str]
-    floor: str
-    key: list[str]
-    dense: bool
-
-
-def _matrix(run: RunFiles) -> MatrixCells:
-    floor = _floor([run])
-
-    def cell(value: float | None) -> tuple[str, str, str] | None:
-        if value is None:
-            return None
-        return ("100" if value >= 99.95 else number(value), *figures.shade(value, floor, 100.0))
-
-    rows = [[cell(value) for value in row] for row in run.matrix]
-    key = [figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)]
-    return MatrixCells(rows, [number(value) for value in run.accuracy.averages], f"{floor:.0f}", key, run.steps > 10)
+def _matrix_cell(value: float | None, floor: float) -> tuple[str, str, str] | None:
+    """Return the text, background and ink of a cell of the accuracy matrix."""
+    if value is None:
+        return None
+    return ("100" if value >= 99.95 else number(value), *figures.shade(value, floor, 100.0))
 
 
 def _mean_similarity(part: Similarity) -> str:
@@ -264,69 +244,31 @@ def _mean_similarity(part: Similarity) -> str:
     return mean if part.initial_mean is None else f"{mean}, {number(part.initial_mean, 2)} at initialisation"
 
 
-class SimilaritySection(NamedTuple):
-    """Similarity of prompts: map, bars by block, and numbers now and at the start."""
-
-    svg: Markup
-    bars: Markup
-    numbers: list[tuple[str, str, str | None]]
-
-
-def _similarity(part: Similarity) -> SimilaritySection:
+def _similarity_figures(part: Similarity) -> list[Markup]:
+    """Draw the similarity of prompts, between classes and by block."""
     lowest = min(0.0, math.floor(min(map(min, part.matrix)) * 10) / 10)
     words = _mean_similarity(part)
     description = f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}."
-    heat = figures.similarity_map(part.matrix, part.labels, lowest, "similarity", description)
-    blocks, bars = list(part.per_block.items()), ""
-    if len(blocks) > 1:
-        spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in blocks)
+    drawn = [figures.similarity_map(part.matrix, part.labels, lowest, "similarity", description)]
+    if len(part.per_block) > 1:
+        spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in part.per_block.items())
         description = f"Bar chart of the mean similarity by block. {spoken}."
-        bars = figures.block_bars(blocks, part.mean, "blocks", description)
-    numbers = [("Mean similarity", part.mean, part.initial_mean, 2)]
-    if part.effective_rank is not None:
-        numbers.append(("Effective rank", part.effective_rank, part.initial_effective_rank, 1))
-    shown = [
-        (name, number(value, digits), None if start is None else number(start, digits))
-        for name, value, start, digits in numbers
-    ]
-    return SimilaritySection(Markup(heat), Markup(bars), shown)
+        drawn.append(figures.block_bars(list(part.per_block.items()), part.mean, "blocks", description))
+    return [Markup(svg) for svg in drawn]
 
 
-class RelevanceSection(NamedTuple):
-    """Use of the prompt distributions."""
-
-    svg: Markup
-    size: int
-    even: str
-    entropy: str
-    weight: bool
-
-
-def _relevance(part: Relevance) -> RelevanceSection:
+def _relevance_map(part: Relevance) -> Markup:
     pairs = zip(part.blocks, part.entropy, strict=True)
     spoken = ", ".join(f"block {block}: {number(value, 2)}" for block, value in pairs)
-    size = len(part.usage[0])
-    description = f"Heat map of the use of {size} prompt distributions by block. Entropy by {spoken}."
-    svg = figures.relevance_map(part.usage, part.blocks, part.entropy, part.max_weight, "relevance", description)
-    mean = math.fsum(part.entropy) / len(part.entropy)
-    return RelevanceSection(Markup(svg), size, f"{100 / size:.3g}", number(mean, 2), bool(part.max_weight))
+    description = f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}."
+    key = "relevance"
+    return Markup(figures.relevance_map(part.usage, part.blocks, part.entropy, part.max_weight, key, description))
 
 
-class QueriesSection(NamedTuple):
-    """Queries of a task in the plane, with a legend of its classes."""
-
-    svg: Markup
-    legend: list[tuple[Markup, str]]
-    embedding: str
-    task: int
-
-
-def _queries(part: Queries) -> QueriesSection:
-    present = sorted(set(part.labels))
-    description = f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {count(len(present), 'class')}."
-    svg = figures.query_scatter(part.points, part.labels, "queries", description)
-    legend = [(Markup(figures.swatch(index, line=False)), part.names[index]) for index in present]
-    return QueriesSection(Markup(svg), legend, part.embedding, part.task)
+def _query_scatter(part: Queries) -> Markup:
+    classes = count(len(set(part.labels)), "class")
+    description = f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {classes}."
+    return Markup(figures.query_scatter(part.points, part.labels, "queries", description))
 
 
 def _loss(run: RunFiles) -> Markup | None:
@@ -339,20 +281,27 @@ def _loss(run: RunFiles) -> Markup | None:
 
 def render_run(run: RunFiles) -> str:
     """Set a run in one self-contained HTML page."""
-    inside = run.diagnostics
+    floor, inside = _floor([run]), run.diagnostics
     page = _template("report").render(
         run=run,
         record=run.record,
-        swatch=Markup(figures.swatch(0)),
+        number=number,
+        swatch=lambda index, line=True: Markup(figures.swatch(index, line)),
         headline=_headline(run),
         setting=_words(run),
         badges=_badges(run),
         tiles=_tiles(run),
-        matrix=_matrix(run),
-        curves=_curves(run) if run.total > 1 else None,
-        similarity=_similarity(inside.similarity) if inside.similarity else None,
-        relevance=_relevance(inside.relevance) if inside.relevance else None,
-        queries=_queries(inside.queries) if inside.queries else None,
+        floor=f"{floor:.0f}",
+        average=_average_curve(run, floor) if run.total > 1 else None,
+        panels=_task_panels(run, floor),
+        cells=[[_matrix_cell(value, floor) for value in row] for row in run.matrix],
+        ramp=[figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)],
+        similarity=inside.similarity,
+        similarity_figures=_similarity_figures(inside.similarity) if inside.similarity else [],
+        relevance=inside.relevance,
+        relevance_map=_relevance_map(inside.relevance) if inside.relevance else None,
+        queries=inside.queries,
+        query_scatter=_query_scatter(inside.queries) if inside.queries else None,
         loss=_loss(run),
         config=_rows(flatten(run.record.config).items()),
         provenance=_provenance(run),
@@ -543,10 +492,10 @@ def _here(comparison: Comparison, place: ColumnGroup) -> list[tuple[int, Row, En
 def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Markup]]]]:
     """Titles, texts and figures by subject, a figure of each place."""
     subjects: list[tuple[str, str, Callable[[Comparison, ColumnGroup, str], str]]] = [
-        ("Final accuracy", _FINAL, _final),
+        ("Final accuracy", _FINAL, partial(_bars, FAA, "final average accuracy, %")),
         ("Average accuracy", _AVERAGE, _average),
-        ("Forgetting", _FORGETTING, _forgetting),
-        ("Prompt similarity", _SIMILAR, _similarity_section),
+        ("Forgetting", _FORGETTING, partial(_bars, FORGETTING, "forgetting, points")),
+        ("Prompt similarity", _SIMILAR, partial(_bars, SIMILARITY, "prompt similarity")),
         ("More components", _MORE, _more),
     ]
     found = []
@@ -574,7 +523,7 @@ _SIMILAR = (
 _MORE = "The similarity against the number of components. Dotted, with hollow marks: the same at the start."
 
 
-def _bars(comparison: Comparison, place: ColumnGroup, measure: Measure, axis: str, key: str) -> str:
+def _bars(measure: Measure, axis: str, comparison: Comparison, place: ColumnGroup, key: str) -> str:
     drawn, words = [], []
     for look, row, entry in _here(comparison, place):
         found, begun = entry.value(measure), entry.start(measure)
@@ -590,22 +539,6 @@ def _bars(comparison: Comparison, place: ColumnGroup, measure: Measure, axis: st
         return ""
     digits = 1 if measure.better else 2
     return figures.bars(drawn, axis, digits, key, f"Bar chart of {axis}: {'; '.join(words)}.")
-
-
-def _final(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    return _bars(comparison, place, FAA, "final average accuracy, %", key)
-
-
-def _forgetting(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    return _bars(comparison, place, FORGETTING, "forgetting, points", key)
-
-
-def _similarity_section(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    return _bars(comparison, place, SIMILARITY, "prompt similarity", key)
-
-
-def _comparison_floor(here: Sequence[tuple[int, Row, Entry]]) -> float:
-    return figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here])
 
 
 def _average(comparison: Comparison, place: ColumnGroup, key: str) -> str:
@@ -664,7 +597,10 @@ def _tasks_section(comparison: Comparison, place: ColumnGroup) -> TasksSection |
     here = [(index, row, entry) for index, row, entry in _here(comparison, place) if len(entry.matrix) > 1]
     if not here:
         return None
-    total, floor = max(len(entry.matrix) for _, _, entry in here), _comparison_floor(here)
+    total, floor = (
+        max(len(entry.matrix) for _, _, entry in here),
+        figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here]),
+    )
     at = comparison.places.index(place)
     panels = [Markup(_comparison_panel(here, task, total, floor, f"t{at}-{task}")) for task in range(total)]
     rows = []
