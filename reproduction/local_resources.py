@@ -60,18 +60,18 @@ class LocalResources:
         """
         if not same_settings(entry, config) or not self._same_weights(entry, config):
             return False
-        images, stream = self.images(config), entry.content["stream"]
+        images, stream = self.images(config), entry.record.stream
         if images.problem:
             return has_paper_data(entry, column)
-        recorded = tuple(stream.get("differences", images.differences))
-        same = (stream["split_hash"], recorded) == (images.split_hash, images.differences)
+        recorded = images.differences if stream.differences is None else tuple(stream.differences)
+        same = (stream.split_hash, recorded) == (images.split_hash, images.differences)
         return same and self._same_pixels(entry, images)
 
     def _same_pixels(self, entry: Entry, images: LocalImages) -> bool:
         """Return False if pixels differ from those of a record; unknown hashes count as equal."""
         held_out = entry.config["data"].get("validation") or 0.0
-        for split, data in entry.content.get("data", {}).items():
-            recorded, stored = data.get("pixels_sha256"), data.get("stored_side")
+        for split, data in entry.record.data.items():
+            recorded, stored = data.pixels_sha256, data.stored_side
             key = images.split_hash, split, stored, held_out
             if recorded and images.source and key not in self._pixels:
                 loaded = images.source.load(None if stored == "full" else stored)
@@ -82,12 +82,12 @@ class LocalResources:
         return True
 
     def _same_weights(self, entry: Entry, config: RunConfig) -> bool:
-        used, given = entry.content["backbone"], config.backbone
+        used, given = entry.record.backbone, config.backbone
         key = given.name, given.weights
         if key not in self._weights:
             self._weights[key] = _hash_weights(given.name, given.weights)
         known = self._weights[key]
-        return not str(used["source"]).startswith("file:") if known is None else bool(used["sha256"] == known)
+        return not used.source.startswith("file:") if known is None else used.sha256 == known
 
 
 def _find_images(config: RunConfig) -> LocalImages:

@@ -23,7 +23,7 @@ from probprompt.errors import UserError, suggest
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
-from probprompt.runs.run import without_paths
+from probprompt.runs.run import RunRecord, without_paths
 from probprompt.storage import write_error
 from reproduction import paper
 from reproduction.bench_pages import run_seconds
@@ -257,7 +257,8 @@ def _planned_path(config: RunConfig) -> str:
     """Return where a run with these settings will be recorded."""
     tasks = config.data.tasks
     count = tasks if isinstance(tasks, int) else len(tasks or ())
-    return entry_path({"config": without_paths(config.model_dump(mode="json")), "stream": {"tasks": range(count)}})
+    settings = without_paths(config.model_dump(mode="json"))
+    return entry_path(RunRecord.model_validate({"config": settings, "stream": {"test_classes": [0] * count}}))
 
 
 # What it will cost

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from probprompt import presets
 from probprompt.backbones.pretrained import backbone_slug, backbone_words
-from probprompt.config import RunConfig, flatten, parse_config
+from probprompt.config import RunConfig, flatten
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.pages import write
 from probprompt.runs.grid import CUSTOM, describe
-from probprompt.runs.run import Recorded, Run, completed, is_absolute, settings_hash, without_paths
+from probprompt.runs.run import Recorded, Run, RunRecord, is_absolute, settings_hash, without_paths
 from probprompt.storage import content_hash, natural_order, read_json, with_hash
 
 FORMAT = 2
@@ -60,7 +60,12 @@ class Entry:
     @cached_property
     def recorded(self) -> Recorded:
         """The run as the tables of a comparison read it."""
-        return Recorded(self.path, self.content, metrics.from_json(self.content["matrix"]), self.content["similarity"])
+        return Recorded(self.path, self.record, metrics.from_json(self.content["matrix"]), self.content["similarity"])
+
+    @cached_property
+    def record(self) -> RunRecord:
+        """What the run recorded."""
+        return RunRecord.model_validate(self.content)
 
     @property
     def matrix(self) -> NDArray[np.float64]:
@@ -70,27 +75,27 @@ class Entry:
     @property
     def config(self) -> Settings:
         """All settings."""
-        return dict(self.content["config"])
+        return self.record.config
 
     @property
     def method(self) -> str:
         """Name of the method."""
-        return str(self.config["method"]["name"])
+        return self.record.method
 
     @property
     def preset(self) -> str:
         """The preset below its settings, or ``custom``."""
-        return str(self.config.get("preset") or CUSTOM)
+        return self.record.preset or CUSTOM
 
     @property
     def benchmark(self) -> str:
         """Name of the benchmark; of a folder, without its hash."""
-        return str(self.config["data"]["benchmark"]).partition("@")[0]
+        return self.record.benchmark.partition("@")[0]
 
     @property
     def tasks(self) -> int:
         """Number of tasks that were evaluated."""
-        return count_tasks(self.content)
+        return count_tasks(self.record)
 
     @property
     def seed(self) -> int:
@@ -105,12 +110,12 @@ class Entry:
     @property
     def held_out(self) -> bool:
         """Whether it was evaluated on held-out training images."""
-        return bool(self.content.get("evaluated_on", "test") != "test")
+        return self.record.evaluated_on != "test"
 
     @cached_property
     def preset_overrides(self) -> dict[str, Any]:
         """Settings that differ from the preset, by dotted names."""
-        return preset_overrides(self.content)
+        return preset_overrides(self.record)
 
     @property
     def varied(self) -> dict[str, Any]:
@@ -118,80 +123,68 @@ class Entry:
         return {name: value for name, value in self.preset_overrides.items() if name not in _OF_MACHINE}
 
 
-def count_tasks(record: Mapping[str, Any]) -> int:
+def count_tasks(record: RunRecord) -> int:
     """Count the tasks that a run was evaluated on, also where it learned all of them jointly."""
-    stream = record["stream"]
-    return len(stream.get("test_classes") or stream["tasks"])
+    return len(record.stream.test_classes or record.stream.tasks)
 
 
-def _preset_settings(config: Settings, tasks: object) -> Settings:
-    """Return the settings of a run's preset, or the defaults if it has none."""
-    return presets.of_run(config.get("preset"), config, tasks) or {
-        "data": {"benchmark": str(config["data"]["benchmark"])},
-        "method": {"name": config["method"]["name"]},
-    }
-
-
-def preset_overrides(record: Mapping[str, Any]) -> dict[str, Any]:
+def preset_overrides(record: RunRecord) -> dict[str, Any]:
     """Return settings that differ from the preset, except benchmark, tasks, backbone and seeds."""
-    config = record["config"]
-    tasks = config["data"].get("tasks")
-    try:
-        of_preset, own = (
-            flatten(parse_config(part).model_dump(mode="json")) for part in (_preset_settings(config, tasks), config)
-        )
-    except UserError:  # settings of another version: runs that share them still belong together
+    config, preset = record.config, record.preset_settings
+    if record.settings is None or preset is None:  # of another version: runs that share them still belong together
         text = json.dumps({**config, "seeds": None}, sort_keys=True)
         return {"config": hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}
-    if own.get("method.top_k") == own.get("method.components"):
-        own["method.top_k"] = None  # all of them: the whole mixture
-    ignored = _NOT_OVERRIDES - {"data.tasks"} if isinstance(tasks, list) else _NOT_OVERRIDES  # sizes, or class names
-    names = [name for name in own if name not in ignored and not name.startswith("seeds.")]
-    return {name: own[name] for name in names if own[name] != of_preset.get(name)}
+    overrides, key = dict(record.preset_overrides), "method.top_k"
+    if key in overrides and overrides[key] == record.flat_settings["method.components"]:
+        overrides[key] = None  # all of them: the whole mixture
+        if preset.get(key) is None:
+            del overrides[key]
+    by_name = isinstance(config["data"].get("tasks"), list)  # sizes, or class names
+    ignored = _NOT_OVERRIDES - {"data.tasks"} if by_name else _NOT_OVERRIDES
+    return {name: value for name, value in overrides.items() if name not in ignored}
 
 
-def _default_tasks(config: Settings) -> int:
-    known = datasets.registered().get(str(config["data"]["benchmark"]))
-    return int(_preset_settings(config, None).get("data", {}).get("tasks") or (known.tasks if known else _TASKS))
+def _default_tasks(record: RunRecord) -> int:
+    known = datasets.registered().get(record.benchmark)
+    preset = presets.of_run(record.preset, record.config, None) or {}
+    return int(preset.get("data", {}).get("tasks") or (known.tasks if known else _TASKS))
 
 
-def entry_path(record: Mapping[str, Any]) -> str:
+def entry_path(record: RunRecord) -> str:
     """Return the path of a run's file within the folder of results."""
-    config, tasks = record["config"], count_tasks(record)
-    parts = [f"tasks={tasks}"] if tasks != _default_tasks(config) else []
+    config, tasks = record.config, count_tasks(record)
+    parts = [f"tasks={tasks}"] if tasks != _default_tasks(record) else []
     parts += describe(tuple(preset_overrides(record).items()))
     overrides = re.sub(r"[^\w.,=+\[\]-]", "-", "".join(f",{part}" for part in parts))
     if len(overrides) > _LONGEST:
         overrides = f",{hashlib.sha256(overrides.encode()).hexdigest()[:_DIGITS]}"
     seeds = [str(config["seeds"][name]) for name in ("order", "init", "data")]
     seed = seeds[0] if len(set(seeds)) == 1 else ".".join(seeds)
-    benchmark = re.sub(r"[^\w.+-]", "-", str(config["data"]["benchmark"]).partition("@")[0])
-    name = f"{config['method']['name']}-{config.get('preset') or CUSTOM}{overrides}-s{seed}.json"
+    benchmark = re.sub(r"[^\w.+-]", "-", record.benchmark.partition("@")[0])
+    name = f"{record.method}-{record.preset or CUSTOM}{overrides}-s{seed}.json"
     return f"{benchmark}/{backbone_slug(config['backbone'])}/{name}"
 
 
-def _portable(record: Mapping[str, Any]) -> dict[str, Any]:
+def _portable(record: RunRecord) -> dict[str, Any]:
     """Return a run's record without paths: folders of images and files of weights by name and hash."""
-    portable: dict[str, Any] = without_paths(record)
-    before, after = record["config"], portable["config"]
-    if is_absolute(str(before["data"]["benchmark"])):
-        after["data"]["benchmark"] += f"@{record['stream']['split_hash'][:_DIGITS]}"
+    portable: dict[str, Any] = without_paths(record.to_json())
+    before, after = record.config, portable["config"]
+    if is_absolute(record.benchmark):
+        after["data"]["benchmark"] += f"@{record.stream.split_hash[:_DIGITS]}"
     if is_absolute(str(before["backbone"].get("weights") or "")):
-        after["backbone"]["weights"] += f"@{record['backbone']['sha256'][:_DIGITS]}"
+        after["backbone"]["weights"] += f"@{record.backbone.sha256[:_DIGITS]}"
     portable["stream"] = {name: part for name, part in portable["stream"].items() if name != "classes"}  # in tasks, too
     return {name: part for name, part in portable.items() if name not in _LEFT_OUT}
 
 
 def same_settings(entry: Entry, config: RunConfig) -> bool:
     """Return True if a run has these settings, including seeds, wherever its files were."""
-    return _bare(entry.config) == _bare(config.model_dump(mode="json"))
+    return entry.record.settings is not None and _bare(entry.record.settings) == _bare(config)
 
 
-def _bare(config: Settings) -> Settings | None:
-    """Return settings with those of later versions, with names for paths, without what changes no result."""
-    bare = without_paths(completed(config))
-    if bare is None:
-        return None
+def _bare(config: RunConfig) -> Settings:
+    """Return settings with names for paths, without what changes no result."""
+    bare = without_paths(config.model_dump(mode="json"))
     for group, name in (("data", "benchmark"), ("backbone", "weights")):
         bare[group][name] = str(bare[group][name]).partition("@")[0]
     bare["data"]["root"] = None
@@ -257,7 +250,7 @@ def add_runs(
     for run in runs:
         if run.finished:
             content = entry_content(run)
-            path = folder / entry_path(content)
+            path = folder / entry_path(RunRecord.model_validate(content))
             if path in made:
                 raise UserError(f"{made[path][0].folder} and {run.folder} would both be {path}: add one of them")
             made[path] = run, content
@@ -277,7 +270,7 @@ def _runs(path: Path) -> Iterator[Run]:
 def entry_content(run: Run) -> dict[str, Any]:
     """Return the content of a finished run's file."""
     record, matrix = run.record, run.matrix
-    if settings_hash(record["config"]) != record["config_hash"]:
+    if settings_hash(record.config) != record.config_hash:
         raise UserError(f"{run.folder}/run.json was edited: its settings do not have the hash that it records")
     inside = run.folder / "diagnostics.json"
     content = {

@@ -15,11 +15,10 @@ from probprompt.bench.results import read_record
 from probprompt.data.published import published_lists
 from probprompt.engine.hardware import machine_name
 from probprompt.evaluation import metrics
-from probprompt.report.compare import NOTHING, ColumnGroup, Comparison, pixels_hash, read_result
+from probprompt.report.compare import ColumnGroup, Comparison, pixels_hash, read_result
 from probprompt.report.compare import Row as MethodRow
-from probprompt.report.formats import count, number
 from probprompt.report.pages import write
-from probprompt.report.tables import markdown, markdown_table
+from probprompt.report.tables import NOTHING, count, markdown, markdown_table, number
 from probprompt.runs.grid import describe
 from reproduction import paper
 from reproduction.paper_figures import PaperFigure, paper_figures
@@ -59,13 +58,13 @@ def has_paper_weights(entry: Entry, backbone: str) -> bool:
 
     A file with such a name could hold anything. It counts only for weights that are published as a file.
     """
-    used, given = entry.content["backbone"], entry.config["backbone"].get("weights")
+    used, given = entry.record.backbone, entry.config["backbone"].get("weights")
     source = _published_sources().get(backbone, "")
     if entry.config["backbone"].get("image_size") not in (None, _IMAGE_SIZE):
         return False
     if given is not None:
-        return bool(used["name"] == backbone) and given != pretrained.RANDOM and not source.startswith("hub:")
-    return bool(used["name"] == backbone or used["source"] == source)
+        return bool(used.name == backbone) and given != pretrained.RANDOM and not source.startswith("hub:")
+    return bool(used.name == backbone or used.source == source)
 
 
 @cache
@@ -78,10 +77,10 @@ def has_paper_data(entry: Entry, column: paper.Column) -> bool:
 
     A record that does not say how its images differ counts only if the benchmark is split without any lists.
     """
-    stream = entry.content["stream"]
-    images = sum(stream["train_images"]), sum(stream["test_images"])
-    whole = images == _IMAGE_COUNTS.get(column.benchmark) and not entry.content.get("skipped")
-    differs = stream.get("differences", published_lists(column.benchmark))
+    stream = entry.record.stream
+    images = sum(stream.train_images), sum(stream.test_images)
+    whole = images == _IMAGE_COUNTS.get(column.benchmark) and not entry.record.skipped
+    differs = published_lists(column.benchmark) if stream.differences is None else stream.differences
     return entry.config["data"]["benchmark"] == column.benchmark and whole and not differs
 
 
@@ -135,10 +134,10 @@ def _flags(row: paper.Row, column: paper.Column, entry: Entry) -> str:
 
 
 def _label(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> RowLabel:
-    flags = _flags(row, column, entry) + (WRONG if entry.content.get("marks") else "")
+    flags = _flags(row, column, entry) + (WRONG if entry.record.marks else "")
     benchmark = entry.benchmark if table.study and entry.benchmark != column.benchmark else ""
     parts = ", ".join(filter(None, ("ours", benchmark, entry.backbone, f"`{entry.preset}`")))
-    return RowLabel(f"{parts} {flags}".strip(), flags, str(entry.content["backbone"]["sha256"]))
+    return RowLabel(f"{parts} {flags}".strip(), flags, entry.record.backbone.sha256)
 
 
 def our_rows(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[RowLabel, Cells]]:
@@ -299,7 +298,7 @@ def _every_run(entries: Sequence[Entry]) -> list[str]:
     """Return tables of all runs, by benchmark, number of tasks and backbone."""
     groups: dict[tuple[str, int, str, str, bool], list[Entry]] = {}
     for entry in entries:
-        weights = str(entry.content["backbone"]["sha256"])
+        weights = entry.record.backbone.sha256
         benchmark = str(entry.config["data"]["benchmark"])
         groups.setdefault((benchmark, entry.tasks, entry.backbone, weights, entry.held_out), []).append(entry)
     parts = []
@@ -323,7 +322,7 @@ def _comparison(entries: Sequence[Entry], others: Sequence[Entry]) -> Comparison
         results.append(read_result(entry.recorded, row, ColumnGroup(entry.benchmark, entry.preset), entry.seed))
     rows = sorted(dict.fromkeys(result.row for result in results), key=lambda row: _rank(row.method))
     places = list(dict.fromkeys(result.place for result in results))
-    return Comparison(rows, places, results, others=[entry.content for entry in others])
+    return Comparison(rows, places, results, others=[entry.record for entry in others])
 
 
 def _rank(method: str) -> int:
@@ -338,18 +337,18 @@ def _sources(entries: Sequence[Entry]) -> list[str]:
         return _escaped_table([*header, "Runs"], [[*key, str(runs[key])] for key in sorted(runs)], -1)
 
     def weights(entry: Entry) -> tuple[str, ...]:
-        used = entry.content["backbone"]
-        return entry.backbone, f"`{used['name']}`", used["source"], f"`{used['sha256'][:12]}`"
+        used = entry.record.backbone
+        return entry.backbone, f"`{used.name}`", used.source, f"`{used.sha256[:12]}`"
 
     def images(entry: Entry) -> tuple[str, ...]:
-        stream = entry.content["stream"]
-        counts = (f"{sum(stream[name]):,}" for name in ("train_images", "test_images"))
+        stream = entry.record.stream
+        counts = (f"{sum(images):,}" for images in (stream.train_images, stream.test_images))
         split = "held-out training images" if entry.held_out else "test"
-        hashes = (f"`{text[:12]}`" if text else NOTHING for text in (stream["split_hash"], pixels_hash(entry.content)))
-        return entry.benchmark, *counts, split, *hashes, "; ".join(stream.get("differences") or ()) or NOTHING
+        hashes = (f"`{text[:12]}`" if text else NOTHING for text in (stream.split_hash, pixels_hash(entry.record)))
+        return entry.benchmark, *counts, split, *hashes, "; ".join(stream.differences or ()) or NOTHING
 
     def machine(entry: Entry) -> tuple[str, ...]:
-        used, versions = entry.content["hardware"], entry.content["versions"]
+        used, versions = entry.record.hardware.to_json(), entry.record.versions
         revision = f"`{versions['revision']}`" if versions.get("revision") else NOTHING
         return machine_name(used), versions["torch"], versions["timm"], revision
 

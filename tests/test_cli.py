@@ -22,7 +22,7 @@ from probprompt.cli.console import Screen
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.evaluation import metrics
 from probprompt.runs import train
-from probprompt.runs.run import Run
+from probprompt.runs.run import Run, RunRecord
 
 TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32", "--batch", "8", "--epochs", "1")
 PROBE = ("--method", "linear-probe", *TINY)
@@ -238,7 +238,7 @@ def test_unreadable_images_are_found_or_skipped(probprompt: Command, pictures: P
     assert answer.code == 0 and "held-out training images" in answer.out
     assert "skipped, unreadable: class2/4.png" in answer.out
     record = Run.open(Path("run")).record
-    assert sorted(record["skipped"]) == ["class0/note.jpg", "class2/4.png"] and record["evaluated_on"] == "validation"
+    assert sorted(record.skipped) == ["class0/note.jpg", "class2/4.png"] and record.evaluated_on == "validation"
 
 
 def test_options_are_recorded_and_runs_are_reported(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
@@ -248,14 +248,14 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
     answer = probprompt("train", pictures, *arguments, *PROBE, "--out", "one")
     assert answer.code == 0 and answer.err == "" and "not to be compared" not in answer.out
     run = Run.open(Path("one"))
-    assert run.record["stream"]["tasks"] == [["class5", "class1"], ["class0", "class2", "class3", "class4"]]
+    assert run.record.stream.tasks == [["class5", "class1"], ["class0", "class2", "class3", "class4"]]
     assert run.config.preset == "matched" and run.config.training.epochs == 1 and run.config.training.batch == 8
     assert [path.name.startswith("events.out") for path in Path("one/tensorboard").iterdir()] == [True]
     assert probprompt("train", "--resume", "one").code == 0
 
     batchwise = ("--method", "l2p", *TINY, "--set", "batchwise=true", "--out", "two")
     answer = probprompt("train", pictures, "--tasks", 2, *batchwise)
-    (mark,) = Run.open(Path("two")).record["marks"]
+    (mark,) = Run.open(Path("two")).record.marks
     assert answer.code == 0 and f"not to be compared: {mark}\n" in answer.out and mark.startswith("batchwise: ")
 
     Path("one/report.html").unlink()
@@ -384,7 +384,7 @@ def pretended(tasks: int, name: str = "probprompt") -> Run:
     matrix = np.full((tasks, tasks), np.nan)
     for task in range(tasks):
         matrix[task, task:] = 100.0 - np.arange(tasks - task)
-    record = {"config": {"method": {"name": name}}, "evaluated_on": "test", "skipped": [], "marks": []}
+    record = RunRecord(config={"method": {"name": name}})
     values = {"matrix": matrix, "record": record, "metrics": metrics.summarize(matrix), "report": "r.html"}
     return cast(Run, SimpleNamespace(**values))
 

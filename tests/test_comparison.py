@@ -29,7 +29,6 @@ from probprompt.report.compare import (
     CAA,
     FAA,
     FORGETTING,
-    NOTHING,
     SEEDS,
     ColumnGroup,
     Comparison,
@@ -41,7 +40,7 @@ from probprompt.report.compare import (
     read_result,
 )
 from probprompt.report.pages import render_comparison, write_comparison
-from probprompt.report.tables import csv_table, fill_page, latex, markdown
+from probprompt.report.tables import NOTHING, csv_table, fill_page, latex, markdown
 from probprompt.runs.grid import Grid, parse_spec
 from probprompt.runs.run import Recorded, Run, write_book
 
@@ -248,7 +247,7 @@ def test_default_of_one_method_is_noted_with_its_name(tmp_path: Path) -> None:
     found = gather_runs(made)
     more = ["ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, mirrored=true"]
     assert labels(found) == ["lda", "lda, layers=1", *more]
-    usual = "projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false"
+    usual = "layers=0, mirrored=false, projections=10000"
     assert notes(found, f"{USUAL}: {usual}")
 
 

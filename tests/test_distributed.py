@@ -256,7 +256,7 @@ def test_cases_have_gradients_to_compare(worked: Worked) -> None:
 def test_run_of_two_processes_equals_that_of_one(worked: Worked, tmp_path: Path, name: str) -> None:
     both, alone = Run.open(worked.folder / "runs" / name), train.train(parse_config(worked.settings[name]), tmp_path)
     assert np.array_equal(both.matrix, alone.matrix, equal_nan=True)
-    assert (both.record["world_size"], alone.record["world_size"]) == (2, 1)
+    assert (both.record.world_size, alone.record.world_size) == (2, 1)
     left, right = (read_tensors(run.checkpoint, CPU)[0] for run in (both, alone))
     assert left.keys() == right.keys()
     for key, value in left.items():

@@ -19,7 +19,7 @@ from probprompt.methods import base
 from probprompt.report.compare import gather_runs, pixels_hash
 from probprompt.report.tables import fill_page
 from probprompt.runs.grid import Grid, describe
-from probprompt.runs.run import read_book
+from probprompt.runs.run import RunRecord, read_book
 from reproduction import bench_pages, paper
 from reproduction import results_page as page
 from reproduction.results import Entry, count_tasks, read_entries, read_entry
@@ -76,9 +76,9 @@ BOOKS = {
 def test_the_words_on_the_demo_tell_the_recorded_numbers() -> None:
     found, seconds = dict[str, list[float]](), dict[str, list[float]]()
     for run in read_book(ROOT / "results" / "emoji-r" / "demo.jsonl"):
-        row = ", ".join((run.record["config"]["method"]["name"], *map(str, departures(run.record).values())))
+        row = ", ".join((run.record.method, *map(str, departures(run.record).values())))
         found.setdefault(row, []).append(metrics.final_average_accuracy(run.matrix))
-        seconds.setdefault(row, []).append(run.record["time"]["total_s"])
+        seconds.setdefault(row, []).append(run.record.time["total_s"])
     own, plain, probe = (_told(found[name]) for name in ("probprompt", "ranpac", "linear-probe"))
     reading = _told(found["ranpac, 3, projected"])
     readme, page = (
@@ -203,8 +203,8 @@ def recorded() -> dict[tuple[str, ...], list[float]]:
     found = dict[tuple[str, ...], list[float]]()
     for entry in read_entries(ROOT / "results"):
         config = entry.content["config"]
-        if config["backbone"]["name"].startswith("vit_tiny") and count_tasks(entry.content) == 10:
-            changes = describe(tuple(departures(entry.content).items()))
+        if config["backbone"]["name"].startswith("vit_tiny") and count_tasks(entry.record) == 10:
+            changes = describe(tuple(departures(entry.record).items()))
             key = (config["data"]["benchmark"], entry.method, str(config["preset"]), *changes)
             found.setdefault(key, []).append(metrics.final_average_accuracy(entry.matrix))
     return found
@@ -237,7 +237,7 @@ def test_the_flagship_is_ahead_of_every_row_but_the_upper_bound() -> None:
     """
     rows = dict[tuple[str, str], dict[tuple[str, str], list[float]]]()
     for entry in read_entries(ROOT / "results"):
-        if count_tasks(entry.content) == 10 and not entry.varied:
+        if count_tasks(entry.record) == 10 and not entry.varied:
             here = rows.setdefault((entry.benchmark, entry.backbone[:8]), {})
             here.setdefault((entry.method, entry.preset), []).append(metrics.final_average_accuracy(entry.matrix))
     assert len(rows) == 5
@@ -317,8 +317,8 @@ def test_the_words_on_cifar100_tell_the_recorded_numbers(recorded: dict[tuple[st
 
 def test_the_words_on_the_width_of_the_head_tell_the_recorded_numbers() -> None:
     words, runs = _words("results/cifar100-width.md"), read_book(ROOT / "results" / "cifar100" / "width.jsonl")
-    ends = {run.record["config"]["head"]["projections"]: metrics.final_average_accuracy(run.matrix) for run in runs}
-    sizes = {run.record["config"]["head"]["projections"]: run.record["model_mb"] for run in runs}
+    ends = {run.record.config["head"]["projections"]: metrics.final_average_accuracy(run.matrix) for run in runs}
+    sizes = {run.record.config["head"]["projections"]: run.record.model_mb for run in runs}
     assert list(ends) == [0, 1000, 2000, 5000, 10000, 20000]
     narrow, wide, widest = (f"{sizes[width]['learn']:,.0f} MB" for width in (1000, 10000, 20000))
     assert f"{ends[1000]:.1f} with 1,000 projections and {narrow}, {ends[10000]:.1f} with the preset's 10,000" in words
@@ -334,7 +334,7 @@ def test_the_words_on_shrinkage_tell_the_recorded_numbers() -> None:
     words, ends = _words("results/emoji-r-shrinkage.md"), _ends("emoji-r/shrinkage.jsonl")
     runs = read_book(ROOT / "results" / "emoji-r" / "shrinkage.jsonl")
     assert len(ends) == 26 and all(len(values) == 3 for values in ends.values())
-    assert {sum(run.record["stream"]["train_images"]) for run in runs} == {945} and "945 images" in words
+    assert {sum(run.record.stream.train_images) for run in runs} == {945} and "945 images" in words
     means = {key: float(np.mean(values)) for key, values in ends.items()}
     usual = "emoji-r", "lda", "layers=3"
     best = *usual, "shrinkage=0.3"
@@ -351,9 +351,9 @@ def test_the_words_on_shrinkage_tell_the_recorded_numbers() -> None:
     def on_disk(book: str, method: str) -> str:
         """What learning further takes, of runs on emoji-r that read three blocks."""
         records = [run.record for run in read_book(ROOT / "results" / book)]
-        small = [one for one in records if one["config"]["data"]["benchmark"] == "emoji-r"]
-        read = [one for one in small if one["config"]["head"]["layers"] == 3]
-        (found,) = {one["model_mb"]["learn"] for one in read if one["config"]["method"]["name"] == method}
+        small = [one for one in records if one.benchmark == "emoji-r"]
+        read = [one for one in small if one.config["head"]["layers"] == 3]
+        (found,) = {one.model_mb["learn"] for one in read if one.method == method}
         return f"{found:.0f}"
 
     assert f"LDA takes {on_disk('emoji-r/shrinkage.jsonl', 'lda')} MB with" in words
@@ -492,7 +492,7 @@ def test_the_words_on_what_was_tried_on_birds_tell_the_recorded_numbers(
     assert f"test images it ended at {ends[0]}, that preset at {ends[1]}, and RanPAC that reads" in words
     assert f"as it did at {ends[2]} (" in words
     others = read_book(ROOT / "results" / "cub200" / "flagship.jsonl")
-    (first,) = (run.matrix for run in others if run.record["config"]["training"]["epochs"] == 100)
+    (first,) = (run.matrix for run in others if run.record.config["training"]["epochs"] == 100)
     assert f"seed 0, had {metrics.final_average_accuracy(first):.2f} in" in words
     assert f"and {rows['cub200', *before][0]:.2f} in this one." in words
     large = _told(_dino("probprompt", f"flagship,layers=5,{PLAIN}", "cub200"))
@@ -504,7 +504,7 @@ def test_the_words_on_birds_tell_the_recorded_numbers(recorded: dict[tuple[str, 
     book = read_book(ROOT / "results" / "cub200" / "mirrored.jsonl")
     held = dict[tuple[str, ...], list[float]]()
     for run in book:
-        config = run.record["config"]
+        config = run.record.config
         key = config["backbone"]["name"][4:8], config["method"]["name"], *describe(tuple(_varied(run.record).items()))
         held.setdefault(key, []).append(metrics.final_average_accuracy(run.matrix))
     assert len(book) == 18 and {len(values) for values in held.values()} == {3}
@@ -563,7 +563,7 @@ def _ends_by_seed(book: str) -> dict[tuple[str, ...], dict[int, float]]:
     """Final average accuracy of the runs of a book, by seed: by benchmark, method and what departs from its preset."""
     found = dict[tuple[str, ...], dict[int, float]]()
     for run in read_book(ROOT / "results" / book):
-        config = run.record["config"]
+        config = run.record.config
         key = config["data"]["benchmark"], config["method"]["name"], *describe(tuple(_varied(run.record).items()))
         found.setdefault(key, {})[config["seeds"]["order"]] = metrics.final_average_accuracy(run.matrix)
     return found
@@ -574,7 +574,7 @@ def _dino(method: str, preset: str, benchmark: str = "cifar100") -> list[float]:
     return [metrics.final_average_accuracy(read_entry(ROOT / "results", path).matrix) for path in places]
 
 
-def _varied(record: Mapping[str, Any]) -> dict[str, Any]:
+def _varied(record: RunRecord) -> dict[str, Any]:
     all_share = ("training.epochs", "data.validation")
     return {name: value for name, value in departures(record).items() if name not in all_share}
 
@@ -586,7 +586,7 @@ BENCHED = {"docs/performance.md": {"figures", "methods", "growth"}, "docs/scale.
 def test_the_page_on_data_tells_the_recorded_hash_of_the_sketches() -> None:
     entries = [entry for entry in read_entries(ROOT / "results") if entry.config["data"]["benchmark"] == "tu-berlin"]
     (told,) = re.findall(r"the hash that those rows record \(`(\w{12})`\)", _words("docs/data.md"))
-    assert {str(pixels_hash(entry.content))[:12] for entry in entries} == {told}
+    assert {str(pixels_hash(entry.record))[:12] for entry in entries} == {told}
 
 
 def test_the_pages_tell_the_recorded_hash_of_the_birds() -> None:
@@ -601,7 +601,7 @@ def test_the_pages_tell_the_recorded_hash_of_the_birds() -> None:
 
 
 def _pixels(entry: Entry) -> str:
-    return str(pixels_hash(entry.content))[:12]
+    return str(pixels_hash(entry.record))[:12]
 
 
 def test_the_page_on_speed_tells_the_recorded_times_of_a_whole_run() -> None:
@@ -624,7 +624,7 @@ def test_the_page_on_speed_tells_what_precision_did_to_accuracy(recorded: dict[t
         found[precision] = [read_entry(ROOT / "results", path) for path in seeds if path.exists()]
     (low, *others), (high,) = found["bf16"], found["fp32"]
     assert low.content["config"]["seeds"] == high.content["config"]["seeds"]
-    assert {**departures(low.content), "backbone.precision": "fp32"} == departures(high.content)
+    assert {**departures(low.record), "backbone.precision": "fp32"} == departures(high.record)
     one, two, *more = (f"{metrics.final_average_accuracy(entry.matrix):.1f} %" for entry in (low, high, *others))
     words = " ".join(text.split())
     assert f"accuracy {one} in [bf16]" in words and f"and {two} in [fp32]" in words

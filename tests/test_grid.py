@@ -30,7 +30,7 @@ from probprompt.runs.executors import (
     run_grid,
 )
 from probprompt.runs.grid import Grid, Outcome, parse_spec
-from probprompt.runs.run import Run, config_hash
+from probprompt.runs.run import Run, RunRecord, config_hash
 
 ROOT = Path(__file__).parent.parent
 TINY: dict[str, Any] = {
@@ -68,7 +68,7 @@ class Worker:
         self.started.append(_name(out))
         if self.fail and self.fail in str(out):
             raise RuntimeError(f"no luck with {config.method.name}")
-        record = {"config": config.model_dump(mode="json"), "status": "running"}
+        record = RunRecord(config=config.model_dump(mode="json"), status="running")
         run = Run.create(out, record)
         if self.interrupt and self.interrupt in str(out):
             raise KeyboardInterrupt

@@ -377,7 +377,7 @@ def test_record_describes_the_loaded_images(
 ) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
     workshop = runs_train.prepare(parse_config(settings(data={"stored_side": 24})), CPU, SILENT)
-    record = runs_train.describe(workshop, "run")["data"]
+    record = runs_train.describe(workshop, "run").to_json()["data"]
     assert set(record) == {"train", "test"}
     for side, count in (("train", 48), ("test", 12)):
         assert record[side]["bytes"] == count * 24 * 24 * 3 and record[side]["stored_side"] == 24

@@ -89,7 +89,7 @@ def assert_predicts_as_in_memory(folder: Path, trained: Trained) -> LoadedModel:
         torch.testing.assert_close(loaded.model.predict(images()), expected, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(loaded.model.predict(images()), expected)
-    assert list(loaded.class_names) == trained.run.record["stream"]["classes"] == loaded.note["classes"]
+    assert list(loaded.class_names) == trained.run.record.stream.classes == loaded.note["classes"]
     return loaded
 
 
@@ -140,8 +140,8 @@ def test_any_head_and_adaptation_is_loaded_as_saved(pictures: Path, tmp_path: Pa
     assert type(loaded.model.head) is type(trained.learner.model.head)
     assert loaded.model.static, "a loaded model must not learn by accident"
     assert not any(parameter.requires_grad for parameter in loaded.model.backbone.parameters())
-    note, config = loaded.note, trained.run.record["config"]
-    assert note["format"] == 2 and note["marks"] == trained.run.record["marks"]
+    note, config = loaded.note, trained.run.record.config
+    assert note["format"] == 2 and note["marks"] == trained.run.record.marks
     assert [mark.partition(":")[0] for mark in note["marks"]] == ["legacy_reshape"] * (case == "published mistake")
     assert (note["adapted_tasks"], note["task_sizes"]) == (adapted, sizes)
     assert note["head"] == config["head"] and note["head"]["kind"] == groups.get("head", {}).get("kind")
@@ -175,7 +175,7 @@ def test_other_weights_are_rejected_with_both_hashes(trained: Trained, copy: Pat
     edit(copy, lambda note: note["backbone"].update(weights=str(other)))
     with pytest.raises(UserError, match="these are other weights") as refusal:
         load_model(copy)
-    recorded = trained.run.record["backbone"]["sha256"]
+    recorded = trained.run.record.backbone.sha256
     found = load_backbone("test_vit", other).sha256
     assert recorded != found and recorded in str(refusal.value) and found in str(refusal.value)
 

@@ -19,7 +19,7 @@ from probprompt.data.datasets import Folder
 from probprompt.data.images import UnreadableImageError, read_image
 from probprompt.data.inputs import walk
 from probprompt.data.stream import build_stream
-from probprompt.runs.run import Run
+from probprompt.runs.run import Run, RunRecord
 from reproduction.results import read_entries
 
 Command = Callable[..., Any]
@@ -101,17 +101,17 @@ def test_class_names_match_in_any_unicode_form() -> None:
     assert (first.classes, second.classes) == ((1,), (0,))
 
 
-def _published_measures(folder: Path) -> dict[str, Any]:
+def _published_measures(folder: Path) -> RunRecord:
     run = Run.open(folder)
     assert run.finished and set(run.metrics) == {"FAA", "CAA", "forgetting"}
-    return dict(run.record)
+    return run.record
 
 
 def test_train_command(photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]) -> None:
     answer = probprompt("train", photos, *settings, "--out", tmp_path / "run", "--method", "linear-probe")
     assert answer.code == 0, answer.err
     record = _published_measures(tmp_path / "run")
-    assert [len(task) for task in record["stream"]["tasks"]] == [2, 2, 2]
+    assert [len(task) for task in record.stream.tasks] == [2, 2, 2]
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("Meine Fotos, Mai", "Hund &amp; Co", "鳥", "Accuracy matrix"))
 
@@ -131,7 +131,7 @@ def test_comparison_and_results_of_an_own_folder(
     answer = probprompt(*grid, "--tasks", "tasks.json", *settings, "--set", "tokens=4", "--set", "method.samples=2")
     assert answer.code == 0, answer.err
     (first, second) = sorted(Path("runs/compare").rglob("run.json"))
-    assert [_published_measures(path.parent)["stream"]["tasks"] for path in (first, second)] == [tasks, tasks]
+    assert [_published_measures(path.parent).stream.tasks for path in (first, second)] == [tasks, tasks]
     page = Path("runs/compare/comparison.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("Final accuracy", "Forgetting", "Task by task", "Prompt"))
     assert reproduction("results", "add", "runs/compare").code == 0
@@ -149,8 +149,8 @@ def test_compare_command(photos: Path, tmp_path: Path, probprompt: Command, sett
     assert probprompt(*grid, *there).code == 0
     (found,) = tmp_path.rglob("run.json")
     record = Run.open(found.parent).record
-    assert [len(task) for task in record["stream"]["tasks"]] == [3, 3]
-    assert record["config"]["data"]["validation"] == 0.2 and record["config"]["data"]["test"] == str(photos)
+    assert [len(task) for task in record.stream.tasks] == [3, 3]
+    assert record.config["data"]["validation"] == 0.2 and record.config["data"]["test"] == str(photos)
     wrong = probprompt(*grid, "--tasks", "nowhere.txt")
     assert wrong.code == 2 and "'nowhere.txt'" in wrong.err
     late = probprompt("compare", "--from", tmp_path, "--tasks", "3")

@@ -27,7 +27,7 @@ from probprompt.report.compare import gather
 from probprompt.runs import ray_executor
 from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Grid, GridSpec, Outcome, parse_spec
-from probprompt.runs.ray_executor import Losses, RayCells, Share, carry_out_there, find_share, parse_address
+from probprompt.runs.ray_executor import Losses, Machine, RayCells, Share, carry_out_there, find_share, parse_address
 from probprompt.runs.run import Run
 from probprompt.storage import is_part
 
@@ -290,8 +290,8 @@ def test_silent_address_is_rejected(address: str) -> None:
     assert time.monotonic() - start < 10
 
 
-PLAIN: dict[str, Any] = {"Resources": {"CPU": 4.0}}
-STRONG: dict[str, Any] = {"Resources": {"CPU": 8.0, "GPU": 2.0}}
+PLAIN: Machine = {"Resources": {"CPU": 4.0}}
+STRONG: Machine = {"Resources": {"CPU": 8.0, "GPU": 2.0}}
 
 
 @pytest.mark.parametrize(

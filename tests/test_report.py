@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from html_page import Page
+from probprompt import presets
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.report import save_overview, write_report
+from probprompt.runs.run import Run
 
 HOSTILE = ["<script>alert(1)</script>", "a & b", "$x^2$ $", 'q" onload="x', "nul\x00\x1b", "\ud800", "猫 🐱", "t\tn\n"]
 
@@ -221,13 +223,6 @@ def test_hostile_names_stay_text(hostile: Page) -> None:
     assert "a/<i>.png" in hostile.within("code")
 
 
-def test_runs_of_equal_names_are_numbered(runs: list[Path], tmp_path: Path) -> None:
-    from probprompt.report.reading import read_runs
-
-    twin = make_run(tmp_path / "twin", prompts=False, name="probe")
-    assert [run.label for run in read_runs([*runs, twin])] == ["probprompt", "probe (1)", "probe (2)"]
-
-
 def test_pages_ignore_the_settings_of_matplotlib(one: Page, runs: list[Path], tmp_path: Path) -> None:
     with matplotlib.rc_context({"lines.linewidth": 9.0, "font.size": 30.0, "svg.fonttype": "path"}):
         again = write_report([runs[0]], tmp_path / "again.html")
@@ -236,18 +231,16 @@ def test_pages_ignore_the_settings_of_matplotlib(one: Page, runs: list[Path], tm
 
 
 def test_last_event_of_an_epoch_counts(tmp_path: Path) -> None:
-    from probprompt.report.reading import read_run
-
     run = make_run(tmp_path / "run", prompts=False)
     lines = [
         {"event": "epoch", "task": t, "epoch": e, "loss": v} for t, e, v in ((1, 1, 3.0), (1, 2, 9.0), (1, 2, 1.0))
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "events.jsonl").write_text(text + '{"event": "epo')
-    assert read_run(run).losses == [[(1, 3.0), (2, 1.0)]]
+    assert Run.open(run).losses == [[(1, 3.0), (2, 1.0)]]
     (run / "events.jsonl").write_text('{"torn\n' + text)
     with pytest.raises(UserError, match=r"events\.jsonl is malformed: line 1 is not JSON"):
-        read_run(run)
+        _ = Run.open(run).losses
 
 
 def change(name: str, **changes: Any) -> Callable[[Path], None]:
@@ -259,11 +252,11 @@ def change(name: str, **changes: Any) -> Callable[[Path], None]:
 
 
 SPOILED: list[tuple[Callable[[Path], object], str]] = [
-    (lambda run: (run / "run.json").unlink(), r"run is not a run folder"),
-    (lambda run: (run / "run.json").write_text("{"), r"run\.json cannot be read: "),
-    (lambda run: (run / "run.json").write_bytes(b"\xff"), r"run\.json cannot be read: "),
-    (lambda run: (run / "run.json").write_text("[]"), r"run\.json has the format None"),
-    (change("run.json", format=2), r"run\.json has the format 2"),
+    (lambda run: (run / "run.json").unlink(), r"run is not a run: it has no run\.json"),
+    (lambda run: (run / "run.json").write_text("{"), r"run\.json is damaged"),
+    (lambda run: (run / "run.json").write_bytes(b"\xff"), r"run\.json is damaged"),
+    (lambda run: (run / "run.json").write_text("[]"), r"run has format None"),
+    (change("run.json", format=2), r"run has format 2"),
     (change("run.json", stream={"tasks": []}), r"run\.json is malformed: stream\.tasks: "),
     (lambda run: (run / "accuracy.json").unlink(), "nothing to report yet"),
     (change("accuracy.json", finished_steps=0, FAA=None), "nothing to report yet"),
@@ -298,12 +291,34 @@ def test_corrupted_files_are_named(spoil: Callable[[Path], object], message: str
 def test_wrong_requests_are_rejected(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run was given"):
         write_report([], tmp_path / "report.html")
-    with pytest.raises(UserError, match="missing is not a run folder"):
+    with pytest.raises(UserError, match="missing does not exist"):
         write_report([tmp_path / "missing"], tmp_path / "report.html")
     with pytest.raises(UserError, match=r"overview\.gif must end in \.png or \.svg"):
         save_overview(runs, tmp_path / "overview.gif")
-    with pytest.raises(UserError, match="The numbers of tasks differ"):
-        save_overview([runs[0], make_run(tmp_path / "b", tasks=2)], tmp_path / "overview.png")
+    with pytest.raises(UserError, match="did not meet the same tasks"):
+        save_overview([runs[0], make_run(tmp_path / "b", tasks=2, prompts=False)], tmp_path / "overview.png")
+    with pytest.raises(UserError, match="benchmarks differ: cub200, emoji-r"):
+        other = {"data": {"benchmark": "cub200"}, "method": {"name": "lda"}, "seeds": {"order": 0}}
+        save_overview([runs[0], make_run(tmp_path / "c", config=other)], tmp_path / "overview.png")
+    half = make_run(tmp_path / "half", steps=2)
+    with pytest.raises(UserError, match=r"only finished runs can be compared, not .*half"):
+        write_report([runs[1], half], tmp_path / "report.html")
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    """With their presets in one group of columns."""
+    folders = []
+    for method, preset in (("probprompt", "flagship"), ("ranpac", "matched"), ("linear-probe", "matched")):
+        config = presets.settings(preset, method, "emoji-r") | {"seeds": {"order": 0}}
+        folders.append(make_run(tmp_path / method, start=80.0 + len(method) / 2, config=config))
+    page = report(*folders)
+    page.check()
+    shown = dict.fromkeys(label for label in page.within("th") if "preset=" in label)
+    assert list(shown) == [
+        f"{p.name}, preset={q}" for p, q in zip(folders, ("flagship", *["matched"] * 2), strict=True)
+    ]
+    assert "linear-probe, preset=matched ends at" in page.text and page.within("h1") == ["3 methods on emoji-r"]
+    save_overview(folders, tmp_path / "overview.svg")
 
 
 def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -460,7 +460,7 @@ def test_other_images_and_weights_are_rejected(changed: Stopped, probprompt: Com
     message = refused(probprompt, changed.run)
     assert named in message
     if change == "weights":
-        hashes = {changed.run.record["backbone"]["sha256"], load_backbone("test_vit", changed.weights).sha256}
+        hashes = {changed.run.record.backbone.sha256, load_backbone("test_vit", changed.weights).sha256}
         assert set(re.findall("[0-9a-f]{64}", message)) == hashes and len(hashes) == 2
 
 
@@ -490,7 +490,7 @@ def test_other_pixels_are_rejected(
     stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stopped.copy(tmp_path / "run")
-    data = run.record["data"]
+    data = run.record.to_json()["data"]
     data["train"]["pixels_sha256"] = "a" * 64
     run.update(data=data)
     with monkeypatch.context() as cached:

@@ -27,7 +27,7 @@ from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import checkpoint, train
 from probprompt.runs.checkpoint import load_checkpoint
-from probprompt.runs.run import Run, config_hash
+from probprompt.runs.run import Run, RunRecord, config_hash
 from probprompt.runs.train import Tracker
 from probprompt.storage import read_tensors
 
@@ -51,7 +51,7 @@ def fast(pictures: Path, method: str = "linear-probe", **groups: dict[str, Any])
     return {**tiny(pictures, **groups), "method": {"name": method}}
 
 
-def describe(settings: dict[str, Any]) -> dict[str, Any]:
+def describe(settings: dict[str, Any]) -> RunRecord:
     """Return the record with which a run of these settings starts."""
     return train.describe(train.prepare(parse_config(settings), CPU, ProgressCallback()), "run")
 
@@ -96,7 +96,7 @@ def test_run_leaves_its_files_and_no_others(finished: Run) -> None:
         assert isinstance(strict(path.read_text(encoding="utf-8")), dict), path
     diagnostics = strict((finished.folder / "diagnostics.json").read_text())
     assert set(diagnostics) == {"similarity", "relevance", "queries"}
-    assert diagnostics["similarity"]["labels"] == finished.record["stream"]["classes"]
+    assert diagnostics["similarity"]["labels"] == finished.record.stream.classes
     page = finished.report.read_text(encoding="utf-8")
     assert "first" in page and "</html>" in page
 
@@ -150,8 +150,8 @@ def test_processors_with_bf16_compute_in_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
     record = describe(fast(pictures))
-    assert f"{record['backbone']['precision']}: {record['hardware']['processor']}" == expected
-    assert describe(fast(pictures, backbone={"precision": "fp32"}))["backbone"]["precision"] == "fp32"
+    assert f"{record.backbone.precision}: {record.hardware.processor}" == expected
+    assert describe(fast(pictures, backbone={"precision": "fp32"})).backbone.precision == "fp32"
 
 
 def test_record_names_switches_that_change_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +194,9 @@ def test_same_seeds_give_the_same_run_bit_exact(finished: Run, pictures: Path, t
 def test_each_seed_changes_its_part(finished: Run, pictures: Path, tmp_path: Path, which: str) -> None:
     seeds = {"order": 5, "init": 5, "data": 5, which: 6}
     other = train.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "other")
-    same_tasks = other.record["stream"]["tasks"] == finished.record["stream"]["tasks"]
+    same_tasks = other.record.stream.tasks == finished.record.stream.tasks
     assert same_tasks == (which != "order")
-    assert other.record["stream"]["split_hash"] == finished.record["stream"]["split_hash"]
+    assert other.record.stream.split_hash == finished.record.stream.split_hash
     assert not equal(everything_learned(other), everything_learned(finished))
 
 
@@ -205,8 +205,8 @@ def test_closed_form_head_trains_prompts_in_the_first_task(pictures: Path, tmp_p
     run = train.train(config, tmp_path / "run")
     happened = [(event["event"], event["task"]) for event in events(run)]
     assert happened == [("epoch", 0), ("epoch", 0), ("task", 0), ("task", 1), ("task", 2)]
-    assert run.record["head"] == "ridge" and run.record["config"]["preset"] == "mine"
-    assert run.record["trainable_parameters"] == 2 * (2 * 4 * 4 * 64) + 6 * 20
+    assert run.record.head == "ridge" and run.record.config["preset"] == "mine"
+    assert run.record.trainable_parameters == 2 * (2 * 4 * 4 * 64) + 6 * 20
     saved = load_checkpoint(run.checkpoint, config_hash(config), CPU)
     assert saved.tensors["head.weight"].shape == (6, 20) and saved.tensors["trained.weight"].shape == (2, 64)
 
@@ -215,28 +215,28 @@ def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_p
     settings = fast(pictures, "joint", training={"epochs": 3, "head_rate": 0.001})
     run = api.start(parse_config(settings), tmp_path)  # an empty folder
     record, found = run.record, strict((run.folder / "accuracy.json").read_text())
-    assert record["joint"] and record["status"] == "finished"
-    stream = record["stream"]
-    assert len(stream["tasks"]) == 1 and stream["tasks"][0] == stream["classes"] and len(stream["classes"]) == 6
-    assert (stream["train_images"], stream["test_images"], stream["test_classes"]) == ([48], [4] * 3, [2] * 3)
+    assert record.joint and record.status == "finished"
+    stream = record.stream
+    assert len(stream.tasks) == 1 and stream.tasks[0] == stream.classes and len(stream.classes) == 6
+    assert (stream.train_images, stream.test_images, stream.test_classes) == ([48], [4] * 3, [2] * 3)
     (scores,) = [event["accuracies"] for event in events(run) if event["event"] == "task"]
     assert len(scores) == 3 and np.mean(scores) > 20
     assert found["matrix"] == [[pytest.approx(np.mean(scores))]]
     assert found["FAA"] == found["CAA"] == found["matrix"][0][0]
-    assert record["trainable_parameters"] == record["backbone"]["parameters"] + 6 * 65
+    assert record.trainable_parameters == (record.backbone.parameters or 0) + 6 * 65
     diagnosed = strict((run.folder / "diagnostics.json").read_text())
     assert set(diagnosed) == {"queries"} and len(diagnosed["queries"]["labels"]) == 4
     assert run.report.exists()
-    apart = describe(fast(pictures))["stream"]
+    apart = describe(fast(pictures)).stream
     for name in ("classes", "order_hash", "split_hash", "test_images", "test_classes"):
-        assert stream[name] == apart[name], name
+        assert getattr(stream, name) == getattr(apart, name), name
 
 
 def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
     for method, head in (("nearest-mean", "nearest-mean"), ("apt", "normalised")):
-        assert describe(fast(pictures, method))["head"] == head
+        assert describe(fast(pictures, method)).head == head
     settings = {**tiny(pictures), "method": {"name": "l2p", "batchwise": True}}
-    (mark,) = describe(settings)["marks"]
+    (mark,) = describe(settings).marks
     assert mark.startswith("batchwise: ")
 
 
@@ -251,9 +251,9 @@ def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
 def test_input_normalization(pictures: Path, normalisation: str, mean: list[float], std: list[float]) -> None:
     settings = fast(pictures, backbone={"normalisation": normalisation}, data={"interpolation": "bicubic"})
     workshop = train.prepare(parse_config(settings), CPU, SILENT)
-    recorded = train.describe(workshop, "run")["preprocessing"]
-    assert recorded["normalisation"] == normalisation
-    assert recorded["mean"] == pytest.approx(mean) and recorded["std"] == pytest.approx(std)
+    recorded = train.describe(workshop, "run").preprocessing
+    assert recorded.normalisation == normalisation
+    assert recorded.mean == pytest.approx(mean) and recorded.std == pytest.approx(std)
     assert workshop.scorer.viewer is workshop.learner.viewer and workshop.scorer.viewer.kernel == "bicubic"
 
 
@@ -349,7 +349,7 @@ def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Pat
     run = Run.open(tmp_path / "run")
     found = strict((run.folder / "accuracy.json").read_text())
     assert found["finished_steps"] == 1 and found["FAA"] == found["matrix"][0][0]
-    assert not run.finished and run.record["status"] == "running"
+    assert not run.finished and run.record.status == "running"
     assert strict((run.model / "model.json").read_text())["statistics"] is None  # predicts, but cannot learn
     assert len(probprompt.load_model(run.model).class_names) == 2
 
@@ -396,8 +396,8 @@ def test_validation_does_not_read_test_images(pictures: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"6 image file\(s\) cannot be read"):
         train.train(parse_config(fast(pictures, data=data)), tmp_path / "tested")
     run = train.train(parse_config(fast(pictures, data={**data, "validation": 0.2})), tmp_path / "validated")
-    assert run.record["evaluated_on"] == "validation"
-    assert run.record["stream"]["train_images"] == [16] * 3 and run.record["stream"]["test_images"] == [4] * 3
+    assert run.record.evaluated_on == "validation"
+    assert run.record.stream.train_images == [16] * 3 and run.record.stream.test_images == [4] * 3
 
 
 def test_divergence_keeps_the_checkpoint_before_it(pictures: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
 from probprompt.runs.executors import GridCallback
 from probprompt.runs.grid import Cell, Outcome
+from probprompt.runs.run import RunRecord
 from probprompt.storage import with_hash
 from reproduction import local_resources, paper, reproduce, results, results_page
 from reproduction.bench_pages import run_seconds
@@ -103,7 +104,7 @@ def test_numbers_are_run_with_the_papers_settings(table: paper.Table) -> None:
         assert cell.config.backbone.normalisation in ("unit", "cifar100")
     for run in requested:
         config = run.cells[0].config.model_dump(mode="json")
-        assert results.preset_overrides({"config": config}) == run.row.all_settings, run.row.label
+        assert results.preset_overrides(RunRecord(config=config)) == run.row.all_settings, run.row.label
 
 
 def test_runs_follow_methods_and_benchmarks() -> None:

@@ -22,7 +22,7 @@ from probprompt.config import merge, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.runs.grid import nest
-from probprompt.runs.run import Run, config_hash
+from probprompt.runs.run import Run, RunRecord, config_hash
 from probprompt.storage import content_hash, with_hash
 from reproduction import paper, paper_figures, results, results_page
 
@@ -118,12 +118,12 @@ def _copy(run: Run, folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     for name in ("accuracy.json", "diagnostics.json"):
         (folder / name).write_bytes((run.folder / name).read_bytes())
-    (folder / "run.json").write_text(json.dumps({**run.record, **changes}))
+    (folder / "run.json").write_text(json.dumps({**run.record.to_json(), **changes}))
     return folder
 
 
 def _with_config(run: Run, **groups: Any) -> dict[str, Any]:
-    config = parse_config(merge(run.record["config"], groups))
+    config = parse_config(merge(run.record.config, groups))
     return {"config": config.model_dump(mode="json"), "config_hash": config_hash(config)}
 
 
@@ -139,21 +139,21 @@ def test_files_say_everything_and_no_path(run: Run, tmp_path: Path, pictures: Pa
     text = path.read_text()
     assert str(pictures) not in text and str(run.folder) not in text and '"/' not in text and "file:/" not in text
     (entry,) = results.read_entries(tmp_path)
-    content, split = entry.content, run.record["stream"]["split_hash"][:12]
+    content, split = entry.content, run.record.stream.split_hash[:12]
     assert content["config"]["data"]["benchmark"] == f"pictures@{split}" and entry.benchmark == "pictures"
     assert content["metrics"] == run.metrics and np.array_equal(entry.matrix, run.matrix, equal_nan=True)
     for key in ("versions", "hardware", "backbone", "preprocessing", "time", "peak_memory_mb", "trainable_parameters"):
-        assert content[key] == run.record[key]
+        assert content[key] == run.record.to_json()[key]
     similarity = json.loads((run.folder / "diagnostics.json").read_text())["similarity"]["mean"]
     assert content["similarity"]["mean"] == pytest.approx(similarity)
     assert entry.preset_overrides["method.samples"] == 3 and "method.name" not in entry.preset_overrides
     assert results.same_settings(entry, run.config)
-    assert not results.same_settings(entry, parse_config(merge(run.record["config"], {"seeds": {"init": 7}})))
+    assert not results.same_settings(entry, parse_config(merge(run.record.config, {"seeds": {"init": 7}})))
 
 
 @pytest.mark.parametrize("path", ["/home/me/vit.safetensors", "C:\\me\\vit.safetensors"])
 def test_weights_files_are_given_by_name_and_hash(run: Run, tmp_path: Path, path: str) -> None:
-    backbone = {**run.record["backbone"], "source": f"file:{path}", "sha256": "ab" * 32}
+    backbone = {**run.record.backbone.to_json(), "source": f"file:{path}", "sha256": "ab" * 32}
     copy = _copy(run, tmp_path / "run", backbone=backbone, **_with_config(run, backbone={"weights": path}))
     content = results.entry_content(Run.open(copy))
     assert content["config"]["backbone"]["weights"] == "vit.safetensors@abababababab"
@@ -190,7 +190,7 @@ def test_a_different_run_is_replaced_only_if_requested(run: Run, tmp_path: Path)
     batch = _copy(run, tmp_path / "batch", **_with_config(run, evaluation_batch=7))
     with pytest.raises(UserError, match=r"other settings.*evaluation_batch.*--replace"):
         _add(batch, book)
-    weights = _copy(run, tmp_path / "weights", backbone={**run.record["backbone"], "sha256": "0" * 64})
+    weights = _copy(run, tmp_path / "weights", backbone={**run.record.backbone.to_json(), "sha256": "0" * 64})
     with pytest.raises(UserError, match="sha256 of the weights"):
         _add(weights, book)
     assert json.loads(path.read_text())["created"] == "later"
@@ -200,9 +200,12 @@ def test_a_different_run_is_replaced_only_if_requested(run: Run, tmp_path: Path)
 
 
 def test_other_settings_and_seeds_give_other_file_names(run: Run) -> None:
-    record = dict(run.record)
+
+    def changed(**groups: Any) -> RunRecord:
+        return RunRecord.model_validate(run.record.to_json() | _with_config(run, **groups))
+
     names = [
-        results.entry_path({**record, **_with_config(run, **groups)}).rpartition("/")[2]
+        results.entry_path(changed(**groups)).rpartition("/")[2]
         for groups in (
             {},
             {"seeds": {"order": 1, "init": 1, "data": 1}},
@@ -212,12 +215,12 @@ def test_other_settings_and_seeds_give_other_file_names(run: Run) -> None:
         )
     ]
     assert len(set(names)) == 5 and names[1].endswith("-s1.json") and names[2].endswith("-s1.0.0.json")
-    whole = results.preset_overrides({**record, **_with_config(run, method={"top_k": 4})})
-    assert whole == results.preset_overrides(record), "of four distributions four are all"
+    whole = results.preset_overrides(changed(method={"top_k": 4}))
+    assert whole == results.preset_overrides(run.record), "of four distributions four are all"
 
 
 def test_edited_files_are_rejected(run: Run, tmp_path: Path) -> None:
-    edited = _copy(run, tmp_path / "run", config=merge(run.record["config"], {"training": {"epochs": 99}}))
+    edited = _copy(run, tmp_path / "run", config=merge(run.record.config, {"training": {"epochs": 99}}))
     with pytest.raises(UserError, match="was edited"):
         _add(edited, tmp_path / "book")
     path, _ = _add(run.folder, tmp_path / "book")
@@ -284,7 +287,11 @@ def _content(
 
 def _entry(*arguments: Any, **named: Any) -> results.Entry:
     content = _content(*arguments, **named)
-    return results.Entry(results.entry_path(content), content)
+    return results.Entry(_path(content), content)
+
+
+def _path(content: dict[str, Any]) -> str:
+    return results.entry_path(RunRecord.model_validate(content))
 
 
 def _table(name: str, entries: list[results.Entry], benches: Any = ()) -> str:
@@ -418,7 +425,7 @@ def test_the_page_is_made_from_the_files(tmp_path: Path, reproduction: Command) 
     ]
     contents.append(_content("probprompt", 55.0, benchmark="tu-berlin", preset="flagship"))
     for content in contents:
-        path = folder / results.entry_path(content)
+        path = folder / _path(content)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))
     (folder / "emoji-r" / "demo").mkdir(parents=True)
@@ -431,7 +438,7 @@ def test_the_page_is_made_from_the_files(tmp_path: Path, reproduction: Command) 
     assert "73.00 ± 0.00" in text and "**73.00 ± 0.00**" in text and str(tmp_path) not in text
     links = re.findall(r"\]\((results/figures[^)]+)\)", text)
     assert len(links) == 4 and all((tmp_path / link).read_bytes().startswith(b"\x89PNG") for link in links)
-    (folder / results.entry_path(contents[0])).unlink()
+    (folder / _path(contents[0])).unlink()
     assert results_page.build(folder, page)[0] != text
 
 
@@ -539,7 +546,7 @@ def test_the_committed_page_is_made_from_the_committed_files() -> None:
 
 def test_committed_files_have_their_names_and_no_paths() -> None:
     for entry in results.read_entries(RESULTS):
-        assert results.entry_path(entry.content) == entry.path
+        assert results.entry_path(entry.record) == entry.path
         text = (RESULTS / entry.path).read_text(encoding="utf-8")
         assert not re.search(r'"(?:file:)?/[^"]', text), f"{entry.path}: a path of a machine"
 

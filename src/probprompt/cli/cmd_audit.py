@@ -56,7 +56,10 @@ def run_audit(
         if method is not None and every:
             raise UserError("--method and --all exclude each other")
         names = list(methods.registered()) if method is None else [method]
-        configs = [quick_config(name, target or "emoji-r", apply_assignments({"method": {"name": name}}, assignments)) for name in names]
+        configs = [
+            quick_config(name, target or "emoji-r", apply_assignments({"method": {"name": name}}, assignments))
+            for name in names
+        ]
         proofs = [audit_method(config, where, precision, images or METHOD_IMAGES, screen) for config in configs]
     _show(screen, proofs)
     _write(screen, proofs, out)

@@ -21,7 +21,6 @@ from probprompt.config import flatten, parse_value, read_toml
 from probprompt.data.stream import parse_tasks
 from probprompt.errors import UserError
 from probprompt.report.compare import (
-    NOTHING,
     SEEDS,
     ColumnGroup,
     Comparison,
@@ -32,8 +31,8 @@ from probprompt.report.compare import (
     gather,
     gather_runs,
 )
-from probprompt.report.formats import duration
 from probprompt.report.pages import write_comparison, write_page
+from probprompt.report.tables import NOTHING, duration
 from probprompt.runs.executors import ExecutionOptions, GridCallback, RunActions, run_grid
 from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, parse_spec
 from probprompt.runs.run import write_book

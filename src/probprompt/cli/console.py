@@ -107,9 +107,9 @@ class Screen(ProgressCallback):
         """The outcome of a run."""
         self._matrix(run)
         self._summary([run])
-        for mark in run.record.get("marks", []):
+        for mark in run.record.marks:
             self.say(f"not to be compared: {mark}")
-        for name in run.record["skipped"]:
+        for name in run.record.skipped:
             self.say(f"skipped, unreadable: {name}")
         self.say(f"report: {run.report}")
 
@@ -121,8 +121,8 @@ class Screen(ProgressCallback):
 
     def _matrix(self, run: Run) -> None:
         record, matrix = run.record, run.matrix
-        where = "held-out training images" if record["evaluated_on"] == "validation" else "test images"
-        self.title(f"\n{record['config']['method']['name']}: accuracy in % on {where}")
+        where = "held-out training images" if record.evaluated_on == "validation" else "test images"
+        self.title(f"\n{record.method}: accuracy in % on {where}")
         steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
         rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
         whole = _table(("", *steps), rows)
@@ -137,7 +137,7 @@ class Screen(ProgressCallback):
         rows = []
         for run in runs:
             values = run.metrics
-            rows.append((run.record["config"]["method"]["name"], *(f"{values[key]:.2f}" for key in keys)))
+            rows.append((run.record.method, *(f"{values[key]:.2f}" for key in keys)))
         self.say("")
         self.console.print(_table(("", *keys), rows))
         self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from probprompt import __version__
 from probprompt.backbones import pretrained
@@ -12,6 +11,7 @@ from probprompt.errors import UserError
 from probprompt.export.bundle import Record
 from probprompt.export.onnx import View
 from probprompt.methods import find
+from probprompt.report.tables import markdown_table
 from probprompt.runs.grid import benchmark_label
 from probprompt.runs.run import Run
 from probprompt.storage import natural_order, read_json
@@ -33,7 +33,9 @@ class Story:
     head: str
     classes: Sequence[str]
     view: View
-    backbone: dict[str, Any]
+    backbone: str
+    weights: str | None
+    sha256: str
     history: Sequence[tuple[str, ...]]
     """Version or task, date, what happened, classes, images."""
     calibration: str | None
@@ -74,13 +76,15 @@ def _of_run(record: Record, repository: str) -> Story:
         head=note["head"]["kind"] or "the method's own",
         classes=note["classes"],
         view=View.of(note["preprocessing"]),
-        backbone=note["backbone"],
-        history=_tasks(note),
+        backbone=note["backbone"]["name"],
+        weights=note["backbone"]["weights"],
+        sha256=note["backbone"]["sha256"],
+        history=_tasks(note["task_sizes"], note["classes"]),
         calibration=None,
         unknown=None,
         scores=scores,
         benchmark=benchmark_label(run.config.data.benchmark) if run else None,
-        tested=bool(run and run.record["evaluated_on"] == "test"),
+        tested=bool(run and run.record.evaluated_on == "test"),
         marks=note["marks"],
         loading="import probprompt\n\n"
         'loaded = probprompt.load_model("model/")\n'
@@ -99,12 +103,12 @@ def _run_of(home: Path) -> Run | None:
     return run if run.model == home and run.finished else None
 
 
-def _tasks(note: dict[str, Any]) -> list[tuple[str, ...]]:
+def _tasks(sizes: Sequence[int], classes: Sequence[str]) -> list[tuple[str, ...]]:
     """The tasks of a run: what was learned after what."""
     rows: list[tuple[str, ...]] = []
     first = 0
-    for number, size in enumerate(note["task_sizes"], start=1):
-        rows.append((str(number), "", "learned", _names(note["classes"][first : first + size]), ""))
+    for number, size in enumerate(sizes, start=1):
+        rows.append((str(number), "", "learned", _names(classes[first : first + size]), ""))
         first += size
     return rows
 
@@ -125,7 +129,9 @@ def _of_classifier(record: Record, repository: str) -> Story:
         head=settings["head"],
         classes=[known["name"] for known in state["classes"]],
         view=View.of(settings["preprocessing"]),
-        backbone={**config["backbone"], **settings["backbone"]},
+        backbone=settings["backbone"]["name"],
+        weights=config["backbone"]["weights"],
+        sha256=settings["backbone"]["sha256"],
         history=_versions(record),
         calibration=meant,
         unknown=None if limit is None else unknown,
@@ -154,31 +160,29 @@ def _versions(record: Record) -> list[tuple[str, ...]]:
 
 def _front(story: Story, repository: str) -> str:
     """YAML that the hub reads; every value is written as JSON, which is YAML."""
-    values: dict[str, Any] = {
-        "library_name": "probprompt",
-        "pipeline_tag": "image-classification",
-        "tags": ["continual-learning", "class-incremental-learning", "prompt-tuning", story.method],
-    }
-    source, _ = _origin(story.backbone)
+    values: list[tuple[str, object]] = [
+        ("library_name", "probprompt"),
+        ("pipeline_tag", "image-classification"),
+        ("tags", ["continual-learning", "class-incremental-learning", "prompt-tuning", story.method]),
+    ]
+    source, _ = _origin(story)
     if source:
-        values |= {"base_model": source, "base_model_relation": "adapter"}
+        values += [("base_model", source), ("base_model_relation", "adapter")]
     if story.tested and story.benchmark and "FAA" in story.scores:
         metric = {"type": "accuracy", "name": "final average accuracy", "value": round(story.scores["FAA"], 2)}
         data = {"type": story.benchmark, "name": story.benchmark}
         result = {"task": {"type": "image-classification"}, "dataset": data, "metrics": [metric]}
-        values |= {
-            "metrics": ["accuracy"],
-            "model-index": [{"name": repository.partition("/")[2], "results": [result]}],
-        }
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
+        index = [{"name": repository.partition("/")[2], "results": [result]}]
+        values += [("metrics", ["accuracy"]), ("model-index", index)]
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values)
 
 
-def _origin(backbone: dict[str, Any]) -> tuple[str, str]:
+def _origin(story: Story) -> tuple[str, str]:
     """Where the backbone's weights come from, and their licence; a file of one's own has neither."""
-    if backbone["weights"] is not None:
+    if story.weights is not None:
         return "", "unknown: the weights were given as a file"
     try:
-        return pretrained.origin(backbone["name"])
+        return pretrained.origin(story.backbone)
     except UserError:  # a name that this version of timm does not know
         return "", "unknown"
 
@@ -221,13 +225,13 @@ def _quality(story: Story) -> str:
 
 
 def _backbone(story: Story) -> str:
-    source, licence = _origin(story.backbone)
-    view, weights = story.view, story.backbone["weights"]
+    source, licence = _origin(story)
+    view, weights = story.view, story.weights
     rows = [
-        ("name", f"`{story.backbone['name']}`"),
+        ("name", f"`{story.backbone}`"),
         *([("weights", f"the file {_plain(Path(weights).name)}")] if weights not in (None, "random") else ()),
         *([("source", f"[{source}](https://huggingface.co/{source})")] if source else ()),
-        ("SHA-256", f"`{story.backbone['sha256']}`"),
+        ("SHA-256", f"`{story.sha256}`"),
         ("licence of the weights", _plain(licence)),
         (
             "input",
@@ -237,12 +241,11 @@ def _backbone(story: Story) -> str:
     told = "The backbone is not part of this repository: it is loaded by its name, and refused if its hash is another."
     if weights not in (None, "random"):
         told += " Its weights were a local file: whoever pulls the model names that file with `--weights FILE`."
-    return told + "\n\n" + _table(("", ""), rows, plain=False)
+    return told + "\n\n" + markdown_table(("", ""), rows, 2)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], plain: bool = True) -> str:
-    lines = [header, ["---"] * len(header), *([_plain(cell) if plain else cell for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return markdown_table(header, [[_plain(cell) for cell in row] for row in rows], len(header))
 
 
 def _names(names: Sequence[str], limit: int = 20) -> str:

@@ -1,5 +1,6 @@
 """A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,21 +14,17 @@ from numpy.typing import NDArray
 
 from probprompt import methods, presets
 from probprompt.backbones.pretrained import backbone_words
-from probprompt.config import flatten, parse_config
+from probprompt.config import flatten
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
-from probprompt.report.formats import duration, number
+from probprompt.report.tables import HELD_OUT, MARKED, NOTHING, duration, number
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
-from probprompt.runs.run import Recorded, Run, completed, read_book, without_paths
+from probprompt.runs.run import Recorded, Run, RunRecord, Value, read_book, without_paths
 from probprompt.storage import natural_order
 
 FILES = ("table.md", "table.tex", "table.csv", "comparison.html")
-
-
-NOTHING = "—"
-
-
-MARKED, HELD_OUT = "†", "‡"
+Cell = str | int | float | None
+"""A value in a CSV file."""
 
 
 # What is compared
@@ -61,8 +58,8 @@ class ColumnGroup:
 
     @property
     def label(self) -> str:
-        """Both, in words."""
-        return f"{self.benchmark}, {self.preset}"
+        """Both, as text."""
+        return f"{self.benchmark}, {self.preset}" if self.preset else self.benchmark
 
 
 @dataclass(frozen=True)
@@ -83,29 +80,13 @@ class Measure:
 
 
 FAA, CAA = Measure("FAA", "FAA", better=1), Measure("CAA", "CAA", better=1)
-
-
 FORGETTING = Measure("forgetting", "Forgetting", better=-1)
-
-
 SEEDS = Measure("seeds", "Seeds")
-
-
 SIMILARITY = Measure("similarity", "Similarity", 3, start="initial_similarity")
-
-
 RANK = Measure("effective_rank", "Eff. rank", 1, start="initial_effective_rank")
-
-
 PARAMETERS, TIME = Measure("trainable_parameters", "Parameters", 0), Measure("seconds", "Time", 0)
-
-
 ACCURACY = (FAA, CAA, FORGETTING)
-
-
 DISK = Measure("disk_mb", "On disk, MB", 2)
-
-
 INSIDE = (SIMILARITY, RANK, PARAMETERS, DISK, TIME)
 
 
@@ -126,7 +107,7 @@ class Result:
         return self.run.where
 
     @property
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> RunRecord:
         """What the run says about itself."""
         return self.run.record
 
@@ -140,6 +121,40 @@ class Result:
         """Average accuracy over the tasks seen, after each step."""
         return [float(self.matrix[: step + 1, step].mean()) for step in range(len(self.matrix))]
 
+    def csv_line(self) -> dict[str, Cell]:
+        """All numbers and settings, by column."""
+        record, row = self.record, self.row
+        line: dict[str, Cell] = {
+            "method": row.method,
+            "varied": " ".join(describe(row.varied)),
+            "preset": self.place.preset,
+            "benchmark": self.place.benchmark,
+            "seed": self.seed,
+            **{key: self.values.get(key) for m in (*ACCURACY, *INSIDE) for key in (m.key, m.start) if key},
+            "peak_memory_mb": record.peak_memory_mb,
+            "upper_bound": row.bound,
+            "marks": "; ".join(record.marks),
+            "evaluated_on": record.evaluated_on,
+            "tasks": len(self.matrix),
+            "matrix": json.dumps(metrics.to_json(self.matrix)),
+            "backbone": record.backbone.name,
+            "backbone_sha256": record.backbone.sha256,
+            "order_hash": record.stream.order_hash,
+            "split_hash": record.stream.split_hash,
+            "config_hash": record.config_hash,
+            "created": record.created,
+            "device": record.hardware.device,
+            "gpu": record.hardware.gpu,
+            **{f"{package}_version": record.versions.get(package) for package in ("probprompt", "torch", "timm")},
+            "folder": self.folder,
+        }
+        settings = without_paths(flatten(record.config))
+        return line | {name: _csv_cell(value) for name, value in settings.items() if name not in line}
+
+
+def _csv_cell(value: Any) -> Cell:
+    return value if isinstance(value, str | int | float | None) else json.dumps(value)
+
 
 def read_result(run: Recorded, row: Row, place: ColumnGroup, seed: int) -> Result:
     """What the tables need of a finished run."""
@@ -149,10 +164,9 @@ def read_result(run: Recorded, row: Row, place: ColumnGroup, seed: int) -> Resul
         values = {FAA.key: values[FAA.key]}
     names = {SIMILARITY.key: "mean", SIMILARITY.start: "initial_mean", RANK.key: RANK.key, RANK.start: RANK.start}
     found = {key: similarity.get(name) for key, name in names.items()} | {
-        PARAMETERS.key: record.get("trainable_parameters"),
-        DISK.key: (record.get("model_mb") or {}).get("learn"),
-        TIME.key: (record.get("time") or {}).get("total_s"),
-        "peak_memory_mb": record.get("peak_memory_mb"),
+        PARAMETERS.key: record.trainable_parameters,
+        DISK.key: record.model_mb.get("learn"),
+        TIME.key: record.time.get("total_s"),
     }
     values |= {key: float(value) for key, value in found.items() if value is not None}
     return Result(row, place, seed, run, values)
@@ -180,13 +194,13 @@ class Entry:
     @property
     def marks(self) -> tuple[str, ...]:
         """Published behaviour that is wrong, was asked for, and must be said."""
-        return tuple(dict.fromkeys(str(mark) for result in self.results for mark in result.record.get("marks") or ()))
+        return tuple(dict.fromkeys(mark for result in self.results for mark in result.record.marks))
 
     def mixtures(self, named: str) -> list[str]:
         """Why the mean over these runs says nothing: they had different weights, or met different images."""
         hashes = {
-            "weights": {_sha256(result.record) for result in self.results},
-            "images": {_split_hash(result.record) for result in self.results},
+            "weights": {result.record.backbone.sha256 for result in self.results},
+            "images": {result.record.stream.split_hash for result in self.results},
         }
         return [
             f"{named}: its runs have different {what} ({', '.join(sorted(each[:12] for each in found))}), their mean "
@@ -198,12 +212,12 @@ class Entry:
     @property
     def held_out(self) -> bool:
         """Whether these numbers are on held-out training images."""
-        return any(result.record.get("evaluated_on", "test") != "test" for result in self.results)
+        return any(result.record.evaluated_on != "test" for result in self.results)
 
     @property
     def protocol(self) -> tuple[object, ...]:
         """What must be the same for numbers to be ranked: tasks, and which images are on which side."""
-        splits = sorted({_split_hash(result.record) for result in self.results})
+        splits = sorted({result.record.stream.split_hash for result in self.results})
         return self.held_out, max(len(result.matrix) for result in self.results), *splits
 
     @property
@@ -219,7 +233,7 @@ class Entry:
     @property
     def backbone(self) -> str:
         """The name of what learned."""
-        return " and ".join(sorted({str((r.record.get("backbone") or {}).get("name")) for r in self.results}))
+        return " and ".join(sorted({result.record.backbone.name for result in self.results}))
 
     @property
     def curve(self) -> list[float]:
@@ -294,7 +308,7 @@ class Comparison:
     results: Sequence[Result]
     failed: Sequence[str] = ()
     missing: Sequence[str] = ()
-    others: Sequence[Mapping[str, Any]] = ()
+    others: Sequence[RunRecord] = ()
     """Records of further runs, which may have run beside these."""
 
     @property
@@ -431,7 +445,7 @@ class Comparison:
         return notes
 
     def _accuracy_notes(self) -> list[str]:
-        backbones = dict.fromkeys(str(result.record["backbone"]["name"]) for result in self.results)
+        backbones = dict.fromkeys(result.record.backbone.name for result in self.results)
         found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
         found += self._usual_note()
         ranked = [place for place in self.places if any(self.ranks(place, measure) for measure in ACCURACY)]
@@ -480,14 +494,15 @@ class Comparison:
             sign = "" if all(held) else f"{HELD_OUT} "
             found.append(f"{sign}Evaluated on held-out training images (validation), not on the test set.")
         for place in self.places:
-            found += self._place_caveats(place)
+            found += self.caveats(place)
         if self.failed:
             found.append(f"Failed and not in the table: {', '.join(self.failed)}; failed.json there says why.")
         if self.missing:
             found.append(f"Not run yet: {shorten(self.missing)}.")
         return found
 
-    def _place_caveats(self, place: ColumnGroup) -> list[str]:
+    def caveats(self, place: ColumnGroup) -> list[str]:
+        """State why rows of a group of columns are not ranked, or what else differs between them."""
         rivals = self.rivals(place).items()
         found = []
         if len({entry.protocol for _, entry in rivals}) > 1:
@@ -531,11 +546,7 @@ _MEANING = (
     "FAA: average accuracy over all tasks in the end. CAA: its mean over all steps. "
     "Forgetting: how far earlier tasks ended below their best."
 )
-
-
 _DISK = "On disk: prompts and head, with all that learning further classes needs; the backbone only where it learns."
-
-
 _SIMILARITY = (
     "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
     "these span. In parentheses the mean before training: a low similarity says something only beside it."
@@ -550,22 +561,13 @@ MANY = 3
 
 def _departures(result: Result) -> list[str]:
     """Settings of a run that are neither its preset's, nor varied, nor its seed or task; as ``key=value``."""
-    config, usual = result.record["config"], _preset_settings(result.record)
-    own = flatten(without_paths(completed(config) or config))  # settings younger than the record were as by default
+    record = result.record
+    if record.preset not in presets.NAMES:
+        return []
     expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
-    expected |= {"evaluation_batch"}  # changes rounding alone
-    differ = [key for key in own if own[key] != usual.get(key, own[key]) and key not in expected]
-    return [f"{key}={brief(own[key])}" for key in differ if not key.startswith("seeds.")]
-
-
-def _preset_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the preset of a run sets, by whole names; nothing where it has none, or that of another version."""
-    config = record["config"]
-    try:
-        found = presets.of_run(_preset(record), config, config["data"].get("tasks"))
-        return flatten(parse_config(found).model_dump(mode="json")) if found else {}
-    except UserError:
-        return {}
+    expected |= {"evaluation_batch"}  # changes only rounding
+    named = record.preset_overrides.items()
+    return [f"{k}={brief(v)}" for k, v in named if k in (record.preset_settings or ()) and k not in expected]
 
 
 def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
@@ -623,7 +625,7 @@ def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied =
     return Row(", ".join((*parts, *describe(told))), method, name, varied, usual)
 
 
-def _backbones(flat: Sequence[Mapping[str, Any]]) -> list[str]:
+def _backbones(flat: Sequence[dict[str, Value]]) -> list[str]:
     """The backbone of each in words; nothing where another that differs has the same ones, or there is none."""
     own = [tuple(settings.get(key) for key in _BACKBONE) for settings in flat]
     words = [
@@ -633,31 +635,35 @@ def _backbones(flat: Sequence[Mapping[str, Any]]) -> list[str]:
     return [word if len(of[word]) == 1 else "" for word in words]
 
 
-def _usual(varied: Varied, record: Mapping[str, Any], flat: Sequence[Mapping[str, Any]]) -> Varied:
+def _usual(varied: Varied, record: RunRecord, flat: Sequence[dict[str, Value]]) -> Varied:
     """Of what is varied, that which is as the preset of a run has it; without one, as most runs do.
 
     Never the tasks: a preset has those that it is asked for.
     """
     varied = tuple((name, value) for name, value in varied if name != "data.tasks")
-    if preset := _preset_settings(record):
+    if record.preset in presets.NAMES and (preset := record.preset_settings):
         return tuple((name, value) for name, value in varied if name in preset and preset[name] == value)
     return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))
 
 
-def gather_runs(paths: Sequence[Path]) -> Comparison:
-    """Finished runs in folders or books: rows of a method are kept apart by the settings in which they differ."""
+def gather_runs(paths: Sequence[Path], preset_columns: bool = True) -> Comparison:
+    """Read finished runs in folders or books; rows of a method are distinguished by the settings in which they differ.
+
+    Presets are groups of columns, or otherwise part of the rows' labels.
+    """
     runs = [run for path in paths for run in _read(path)]
     if not runs:
         raise UserError("there is no run to compare")
     results: list[Result] = []
-    configs = [run.record["config"] for run in runs]
     flat = _settings(runs)
     apart, many = _apart(flat)
-    for run, config, varied, backbone in zip(runs, configs, apart, _backbones(flat), strict=True):
-        usual = _usual(varied, run.record, flat) if many else ()
-        row = _row(config["method"]["name"], varied, {}, usual, backbone)
-        place = ColumnGroup(benchmark_label(config["data"]["benchmark"]), _preset(run.record))
-        result = read_result(run, row, place, config["seeds"]["order"])
+    in_rows = not preset_columns and len({run.record.preset for run in runs}) > 1
+    for run, varied, backbone in zip(runs, apart, _backbones(flat), strict=True):
+        record, preset = run.record, run.record.preset or CUSTOM
+        usual = _usual(varied, record, flat) if many else ()
+        row = _row(record.method, (("preset", preset), *varied) if in_rows else varied, {}, usual, backbone)
+        place = ColumnGroup(benchmark_label(record.benchmark), "" if in_rows else preset)
+        result = read_result(run, row, place, record.config["seeds"]["order"])
         for other in results:
             if (other.row, other.place, other.seed) == (row, place, result.seed):
                 raise UserError(f"{other.folder} and {run.where} are one and the same run, settings and seed: name one")
@@ -669,35 +675,25 @@ def gather_runs(paths: Sequence[Path]) -> Comparison:
     )
 
 
-def _settings(runs: Sequence[Recorded]) -> list[dict[str, Any]]:
+def _settings(runs: Sequence[Recorded]) -> list[dict[str, Value]]:
     """All settings of each: those that are younger than its record as they are by default, weights by name and content.
 
     Files of the same name are the same weights where their content is, wherever they lie.
     """
-    found, contents = list[dict[str, Any]](), dict[str, set[str]]()
+    found, contents = list[dict[str, Value]](), dict[str, set[str]]()
     for run in runs:
-        found.append(flatten(completed(run.record["config"]) or run.record["config"]))
-        found[-1]["backbone.weights"] = name = without_paths(found[-1].get("backbone.weights"))
-        contents.setdefault(name, set()).add(_sha256(run.record))
+        name = without_paths(run.record.flat_settings.get("backbone.weights"))
+        found.append({**run.record.flat_settings, "backbone.weights": name})
+        contents.setdefault(str(name), set()).add(run.record.backbone.sha256)
     for run, settings in zip(runs, found, strict=True):
-        if len(contents[name := settings["backbone.weights"]]) > 1:
-            settings["backbone.weights"] = f"{name} ({_sha256(run.record)[:8]})"
+        if len(contents[name := str(settings["backbone.weights"])]) > 1:
+            settings["backbone.weights"] = f"{name} ({run.record.backbone.sha256[:8]})"
     return found
 
 
-def _sha256(record: Mapping[str, Any]) -> str:
-    """Of the weights."""
-    return str((record.get("backbone") or {}).get("sha256", ""))
-
-
-def pixels_hash(record: Mapping[str, Any]) -> str | None:
-    """Of the images that a run was evaluated on, or of all files of their folder; older records have none."""
-    found: str | None = ((record.get("data") or {}).get("test") or {}).get("pixels_sha256")
-    return found
-
-
-def _split_hash(record: Mapping[str, Any]) -> str:
-    return str((record.get("stream") or {}).get("split_hash"))
+def pixels_hash(record: RunRecord) -> str | None:
+    """Hash of the images that a run was evaluated on, or of all files of their folder; older records have none."""
+    return record.data["test"].pixels_sha256 if "test" in record.data else None
 
 
 def _read(path: Path) -> list[Recorded]:
@@ -718,17 +714,13 @@ def _order(preset: str) -> tuple[int, str]:
     return presets.NAMES.index(preset) if preset in presets.NAMES else len(presets.NAMES), preset
 
 
-def _preset(record: Mapping[str, Any]) -> str:
-    return str(record.get("preset") or record["config"].get("preset") or CUSTOM)
-
-
-def _apart(flat: Sequence[Mapping[str, Any]]) -> tuple[list[Varied], bool]:
+def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
     """For each run, the settings in which runs of its method and preset differ on some benchmark, other than by seed.
 
     What a preset has otherwise from benchmark to benchmark is not among them. Where they are many, which is told as
     well, they are for each run those in which any differ: what a row leaves out then is as usual in all of them.
     """
-    first: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    first: dict[tuple[str, ...], dict[str, Value]] = {}
     differ: dict[tuple[str, ...], set[str]] = {}
     kinds = [tuple(str(own.get(key)) for key in ("method.name", "preset")) for own in flat]
     for own, kind in zip(flat, kinds, strict=True):
@@ -746,25 +738,16 @@ def _apart(flat: Sequence[Mapping[str, Any]]) -> tuple[list[Varied], bool]:
 
 ROUNDING_S = 2.0
 """Seconds by which one run may seem to begin before another has ended, though it does not."""
-
-
 SHARE = 0.1
 """Of a run's time, what others may take part in."""
 
 
-_CHIPS = ("machine", "processor", "cores", "gpu")
-"""What machines are told apart by, whatever a run does with its own."""
-
-
-Record = Mapping[str, Any]
-
-
-def had_company(records: Sequence[Record], others: Sequence[Record] = ()) -> list[bool]:
+def had_company(records: Sequence[RunRecord], others: Sequence[RunRecord] = ()) -> list[bool]:
     """For each record whether other runs, of these or others, ran at the same time on a machine just like its own.
 
     >>> gpu, at = {"gpu": "H200"}, "2026-03-14T09:00:{}+00:00"
     >>> made = [{"created": at.format(s), "hardware": gpu, "time": {"total_s": 20}} for s in ("00", "10", "30")]
-    >>> had_company(made)
+    >>> had_company([RunRecord.model_validate(record) for record in made])
     [True, True, False]
     """
     spans = [_span(record) for record in records]
@@ -772,7 +755,9 @@ def had_company(records: Sequence[Record], others: Sequence[Record] = ()) -> lis
     return [span is not None and _met(record, span, every) for record, span in zip(records, spans, strict=True)]
 
 
-def _met(record: Record, span: tuple[float, float], every: Sequence[tuple[Record, tuple[float, float] | None]]) -> bool:
+def _met(
+    record: RunRecord, span: tuple[float, float], every: Sequence[tuple[RunRecord, tuple[float, float] | None]]
+) -> bool:
     begun, ended = span
     shared = sum(
         max(0.0, min(ended, other[1]) - max(begun, other[0]))
@@ -782,16 +767,19 @@ def _met(record: Record, span: tuple[float, float], every: Sequence[tuple[Record
     return shared > max(ROUNDING_S, SHARE * (ended - begun))
 
 
-def _chips(record: Record) -> list[object]:
-    return [record["hardware"].get(name) for name in _CHIPS]
+def _chips(record: RunRecord) -> tuple[object, ...]:
+    """What machines are distinguished by, whatever a run does with its own."""
+    machine = record.hardware
+    return machine.machine, machine.processor, machine.cores, machine.gpu
 
 
-def _span(record: Record) -> tuple[float, float] | None:
+def _span(record: RunRecord) -> tuple[float, float] | None:
     """From when until when it ran, in seconds; None where it does not say when, how long or on what."""
-    spent = record.get("time") or {}
-    try:
-        loaded = datetime.fromisoformat(str(record["created"])).timestamp()  # a record is begun once images are there
-        start = loaded - float(spent.get("loading_s") or 0.0)
-        return (start, start + float(spent["total_s"])) if record.get("hardware") else None
-    except (KeyError, TypeError, ValueError):
+    if not record.hardware.model_fields_set or "total_s" not in record.time:
         return None
+    try:
+        loaded = datetime.fromisoformat(record.created).timestamp()  # a record is begun once images are there
+    except ValueError:
+        return None
+    start = loaded - record.time.get("loading_s", 0.0)
+    return start, start + record.time["total_s"]

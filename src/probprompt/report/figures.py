@@ -27,7 +27,6 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 LineStyle = str | tuple[float, tuple[float, ...]]
-
 INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
 PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
 """Colours that people with any kind of colour vision tell apart, all of them at least 4.5:1 on white."""
@@ -473,9 +472,17 @@ def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: s
             place, bar.value, 0.62, color=PAGE if bar.outlined else colour, edgecolor=colour, linewidth=1.0, zorder=2
         )
         if bar.error and round(bar.error, digits):
-            around: dict[str, Any] = {"xerr": bar.error, "capsize": 2.5}
-            axes.errorbar(bar.value, place, ecolor=PAGE, elinewidth=3.0, capthick=3.0, zorder=3, **around)
-            axes.errorbar(bar.value, place, ecolor=INK, elinewidth=1.0, zorder=3.5, **around)
+            for ink, width, cap, layer in ((PAGE, 3.0, 3.0, 3.0), (INK, 1.0, None, 3.5)):
+                axes.errorbar(
+                    bar.value,
+                    place,
+                    xerr=bar.error,
+                    capsize=2.5,
+                    ecolor=ink,
+                    elinewidth=width,
+                    capthick=cap,
+                    zorder=layer,
+                )
         if bar.start is not None:
             axes.plot(bar.start, place, "D", color=INK, markerfacecolor=PAGE, markersize=4.5, zorder=4)
     ends = [max(0.0, bar.value + (bar.error or 0.0), bar.start or 0.0) for bar in values]
@@ -561,8 +568,8 @@ def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, descripti
         begun = [(place, start) for place, _, start in line.points if start is not None]
         axes.plot(*zip(*shown, strict=True), color=colour, marker=marker, linewidth=1.6, markersize=5, clip_on=False)
         if begun:
-            look: dict[str, Any] = {"linestyle": (0, (1.5, 1.5)), "markerfacecolor": PAGE, "markersize": 4.5}
-            axes.plot(*zip(*begun, strict=True), color=colour, marker=marker, linewidth=0.8, clip_on=False, **look)
+            (points,) = axes.plot(*zip(*begun, strict=True), color=colour, marker=marker, linewidth=0.8, clip_on=False)
+            points.set(linestyle=(0, (1.5, 1.5)), markerfacecolor=PAGE, markersize=4.5)
     places = sorted({place for line in lines for place, _, _ in line.points})
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.grid(False, axis="x")

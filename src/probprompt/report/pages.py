@@ -1,18 +1,20 @@
-"""The page of a report: run folders are read and checked, put into words, and set in HTML."""
+"""The pages of a report: run folders are read and checked, described as text, and set in HTML."""
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Self
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from probprompt.config import flatten
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import figures
@@ -20,57 +22,96 @@ from probprompt.report.compare import (
     FAA,
     FILES,
     FORGETTING,
-    MARKED,
     SIMILARITY,
     ColumnGroup,
     Comparison,
     Entry,
+    FormattedCell,
     Measure,
     Row,
     Table,
+    gather_runs,
 )
 from probprompt.report.figures import Bar, Growth, Series
-from probprompt.report.formats import count, duration, number, percent
-from probprompt.report.reading import Run, Similarity, read_runs
+from probprompt.report.tables import (
+    MARKED,
+    NOTHING,
+    count,
+    csv_table,
+    duration,
+    fill_page,
+    latex,
+    markdown,
+    number,
+    percent,
+)
 from probprompt.runs.grid import describe
+from probprompt.runs.run import Accuracy, Diagnostics, Queries, Relevance, Run, RunRecord, Similarity
 from probprompt.storage import write_bytes, write_error
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the files of a run contain, read and checked."""
+
+    record: RunRecord
+    accuracy: Accuracy
+    diagnostics: Diagnostics
+    losses: list[list[tuple[int, float]]]
+    label: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a run's folder; a missing or invalid file is an error that names it."""
+        run = Run.open(folder)
+        record = run.record
+        return cls(record, run.accuracy, run.diagnostics, run.losses, record.name or run.folder.name)
+
+    @property
+    def total(self) -> int:
+        """Number of tasks that the run is to learn."""
+        return len(self.record.stream.tasks)
+
+    @property
+    def steps(self) -> int:
+        """Number of tasks learned so far."""
+        return self.accuracy.finished_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether all tasks were learned."""
+        return self.steps == self.total
+
+    @property
+    def matrix(self) -> list[list[float | None]]:
+        """Accuracies of the tasks learned so far."""
+        return [row[: self.steps] for row in self.accuracy.matrix[: self.steps]]
+
+
+# The page of a run: text
 
 
 def _plain(value: object) -> str:
     if value is None or value == "":
-        return "—"
+        return NOTHING
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return ", ".join(_plain(item) for item in value) or "—"
+        return ", ".join(_plain(item) for item in value) or NOTHING
     return str(value)
 
 
-def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Give the leaves of nested settings, with their full names."""
-    if isinstance(value, dict) and (value or not name):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, None if value == {} else value
-
-
-def _rows(content: dict[str, Any]) -> list[dict[str, str]]:
-    """Rows of a table; a hash is cut short, and its full value kept for the title."""
+def _rows(content: Iterable[tuple[str, object]]) -> list[tuple[str, str, str]]:
+    """Return names, values and full hashes, which are abbreviated as values."""
     rows = []
-    for name, value in _flat(content):
+    for name, value in content:
         text = _plain(value)
         digest = bool(re.search(r"sha256|hash", name)) and len(text) > 16
-        rows.append({"name": name, "text": text[:12] + "…" if digest else text, "full": text if digest else ""})
+        rows.append((name, text[:12] + "…" if digest else text, text if digest else ""))
     return rows
 
 
-def _seconds(run: Run) -> float | None:
-    seconds = run.record.time.get("total_s")
-    return float(seconds) if isinstance(seconds, int | float) else None
-
-
-def _headline(run: Run) -> str:
+def _headline(run: RunFiles) -> str:
     classes = len({name for task in run.record.stream.tasks[: run.steps] for name in task})
     end = " so far" if not run.finished else " at the end" if run.steps > 1 else ""
     tasks = f"in {run.steps} tasks, one after another," if run.steps > 1 else "in one task"
@@ -89,7 +130,15 @@ def _headline(run: Run) -> str:
     return text + f" On the earlier tasks it is {number(forgetting)} points below its best."
 
 
-def _badges(run: Run) -> list[str]:
+def _words(run: RunFiles) -> list[str]:
+    """State briefly what was to be learned, and by which method and backbone."""
+    record, classes = run.record, len({name for task in run.record.stream.tasks for name in task})
+    method = f"method {record.method}" if record.method else ""
+    words = (record.benchmark, count(run.total, "task"), count(classes, "class"), method, record.backbone.name)
+    return [word for word in words if word]
+
+
+def _badges(run: RunFiles) -> list[str]:
     badges = [] if run.finished else [f"unfinished: {run.steps} of {count(run.total, 'task')}"]
     if run.record.evaluated_on != "test":
         badges.append(f"evaluated on {run.record.evaluated_on} images")
@@ -100,280 +149,22 @@ def _badges(run: Run) -> list[str]:
     return badges
 
 
-# Comparing
-
-
-def _distinct(runs: Sequence[Run], value: Callable[[Run], object]) -> bool:
-    return len({json.dumps(value(run), sort_keys=True, default=str) for run in runs}) > 1
-
-
-def _each(runs: Sequence[Run], value: Callable[[Run], object]) -> str:
-    return ", ".join(f"{_plain(value(run))} ({run.label})" for run in runs)
-
-
-def differences(runs: Sequence[Run]) -> list[str]:
-    """Reasons why the numbers of these runs must not be set against each other."""
-    reasons = []
-    if _distinct(runs, lambda run: run.benchmark):
-        reasons.append("The benchmarks differ: " + _each(runs, lambda run: run.benchmark) + ".")
-    if _distinct(runs, lambda run: run.total):
-        reasons.append("The numbers of tasks differ: " + _each(runs, lambda run: run.total) + ".")
-    elif _distinct(runs, lambda run: [sorted(task) for task in run.record.stream.tasks]):
-        reasons.append("The tasks do not hold the same classes in the same order.")
-    if _distinct(runs, lambda run: run.record.evaluated_on):
-        reasons.append(
-            "Not all were evaluated on the same images: " + _each(runs, lambda run: run.record.evaluated_on) + "."
-        )
-    elif not reasons and _distinct(runs, lambda run: run.record.stream.split_hash):
-        reasons.append("The division into training and test images differs.")
-    return reasons
-
-
-def _caveats(runs: Sequence[Run]) -> list[str]:
-    """Differences that are allowed in a comparison, but that its reader must know."""
-    notes = []
-    if _distinct(runs, lambda run: run.record.backbone.get("sha256") or run.record.backbone.get("name")):
-        names = _each(runs, lambda run: run.record.backbone.get("name"))
-        notes.append(f"The backbones differ: {names}. The method is not the only cause of a difference.")
-    if _distinct(runs, lambda run: run.record.preprocessing):
-        notes.append("The preprocessing of the images differs: see the provenance of each run.")
-    if not all(run.finished for run in runs):
-        notes.append("An unfinished run has had fewer tasks to forget: only finished runs are ranked.")
-    for run in runs:
-        notes += [f"{run.label} must not be ranked. {mark.capitalize()}." for mark in run.record.marks]
-    notes.append("Each row is a single run: a difference of a few points may be chance.")
-    return notes
-
-
-def _best(runs: Sequence[Run], value: Callable[[Run], float | None], sign: int) -> set[int]:
-    """Find the runs that are best to the digits shown; none where all are level."""
-    values = {run.index: round(v, 2) * sign for run in runs if _ranked(run) and (v := value(run)) is not None}
-    if len(set(values.values())) < 2:
-        return set()
-    return {index for index, v in values.items() if v == max(values.values())}
-
-
-def _ranked(run: Run) -> bool:
-    """Whether it stands for a ranking: all tasks learned, and nothing published that is wrong was asked for."""
-    return run.finished and not run.record.marks
-
-
-def _table(runs: Sequence[Run], ranked: bool) -> list[dict[str, Any]]:
-    measures: list[tuple[Callable[[Run], float | None], int]] = [
-        (lambda run: run.accuracy.final, 1),
-        (lambda run: run.accuracy.cumulative, 1),
-        (lambda run: run.accuracy.forgetting, -1),
-    ]
-    best = [_best(runs, value, sign) if ranked else set() for value, sign in measures]
-    rows = []
-    for run in runs:
-        cells = [
-            {"text": "—" if (v := value(run)) is None else number(v, 2), "best": run.index in marked}
-            for (value, _), marked in zip(measures, best, strict=True)
-        ]
-        seconds = _seconds(run)
-        trainable = run.record.trainable_parameters
-        rows.append(
-            _identity(run)
-            | {"cells": cells, "badges": _badges(run)}
-            | {"time": "—" if seconds is None else duration(seconds)}
-            | {"parameters": "—" if trainable is None else f"{trainable:,}"}
-        )
-    return rows
-
-
-def _verdict(runs: Sequence[Run]) -> str:
-    ranked = sorted((run for run in runs if run.finished), key=lambda run: -run.accuracy.final)
-    if len(ranked) < 2:
-        return " ".join(_headline(run) for run in runs)
-    first, second = ranked[0], ranked[1]
-    setting = f"After {count(first.total, 'task')}, "
-    gap = round(first.accuracy.final, 2) - round(second.accuracy.final, 2)
-    if gap < 0.005:
-        both = f"{first.label} and {second.label} are level"
-        return f"{setting}{both} at {percent(first.accuracy.final)} average accuracy."
-    points = number(gap, 1 if gap >= 0.05 else 2)
-    rest = f"{points} points above {second.label}"
-    rest += f", the next of {len(ranked)} runs" if len(ranked) > 2 else ""
-    share = f"{percent(first.accuracy.final)} of the {first.record.evaluated_on} images"
-    return f"{setting}{first.label} recognises {share} on average, {rest}."
-
-
-def _config_differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    settings = [dict(_flat(run.record.config)) for run in runs]
-    names = list(dict.fromkeys(name for flat in settings for name in flat))
-    rows = [
-        {"name": name, "values": [_plain(flat[name]) if name in flat else "not set" for flat in settings]}
-        for name in names
-    ]
-    return [row for row in rows if len(set(row["values"])) > 1 and row["name"] != "name"]
-
-
-# Sections
-
-
-def _identity(run: Run) -> dict[str, Any]:
-    return {"label": run.label, "anchor": f"run-{run.index + 1}", "swatch": Markup(figures.swatch(run.index))}
-
-
-def _floor(runs: Sequence[Run]) -> float:
-    return figures.accuracy_floor([v for run in runs for row in run.accuracy.matrix for v in row if v is not None])
-
-
-def _curves(runs: Sequence[Run], key: str) -> dict[str, Any]:
-    """Average accuracy after each step, and the accuracy on each task, of all given runs."""
-    floor, total = _floor(runs), max(run.total for run in runs)
-    words = "; ".join(f"{run.label}: {', '.join(number(v) for v in run.accuracy.averages)}" for run in runs)
-    average = figures.average_curves(
-        [Series(run.accuracy.averages, run.index) for run in runs],
-        total,
-        floor,
-        f"{key}-average",
-        f"Line chart of the average accuracy in percent after each task. {words}.",
-    )
-    panels = [_panel(runs, task, floor, key) for task in range(max(run.steps for run in runs))]
-    return {
-        "average": Markup(average),
-        "legend": [_identity(run) | {"value": number(run.accuracy.final)} for run in runs],
-        "panels": panels,
-        "floor": f"{floor:.0f}",
-    }
-
-
-def _panel(runs: Sequence[Run], task: int, floor: float, key: str) -> dict[str, Any]:
-    series, legend, words = [], [], []
-    for run in runs:
-        if run.steps <= task:
-            continue
-        line = Series(run.accuracy.matrix[task][: run.steps], run.index)
-        values = line.points[1]
-        drop = number(values[0] - values[-1])
-        series.append(line)
-        legend.append(_identity(run) | {"drop": drop})
-        words.append(f"{run.label} from {number(values[0])} to {number(values[-1])}, drop {drop}")
-    total = max(run.total for run in runs)
-    description = f"Accuracy on task {task + 1} in percent: {'; '.join(words)}."
-    svg = figures.task_panel(series, total, floor, f"{key}-task-{task + 1}", description)
-    return {"task": task + 1, "svg": Markup(svg), "legend": legend}
-
-
-def _matrix(run: Run, floor: float) -> dict[str, Any]:
-    def cell(value: float | None) -> dict[str, str] | None:
-        if value is None:
-            return None
-        background, ink = figures.shade(value, floor, 100.0)
-        return {"text": "100" if value >= 99.95 else number(value), "background": background, "ink": ink}
-
-    rows = [[cell(value) for value in row[: run.steps]] for row in run.accuracy.matrix[: run.steps]]
-    key = [figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)]
-    averages = [number(value) for value in run.accuracy.averages]
-    return {"rows": rows, "averages": averages, "floor": f"{floor:.0f}", "key": key, "dense": run.steps > 10}
-
-
-def _mean_similarity(part: Similarity) -> str:
-    mean = f"mean {number(part.mean, 2)}"
-    return mean if part.initial_mean is None else f"{mean}, {number(part.initial_mean, 2)} at initialisation"
-
-
-def _similarity(run: Run, low: float) -> dict[str, Any] | None:
-    part = run.diagnostics.similarity
-    if part is None:
-        return None
-    key = f"run-{run.index + 1}"
-    words = _mean_similarity(part)
-    heat = figures.similarity_map(
-        part.matrix,
-        part.labels,
-        low,
-        f"{key}-similarity",
-        f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}.",
-    )
-    blocks = list(part.per_block.items())
-    bars = ""
-    if len(blocks) > 1:
-        spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in blocks)
-        bars = figures.block_bars(
-            blocks, part.mean, f"{key}-blocks", f"Bar chart of the mean similarity by block. {spoken}."
-        )
-    numbers = [("Mean similarity", part.mean, part.initial_mean, 2)]
-    if part.effective_rank is not None:
-        numbers.append(("Effective rank", part.effective_rank, part.initial_effective_rank, 1))
-    shown = [
-        (name, number(value, digits), None if start is None else number(start, digits))
-        for name, value, start, digits in numbers
-    ]
-    return {"svg": Markup(heat), "bars": Markup(bars), "numbers": shown, "classes": len(part.labels)}
-
-
-def _relevance(run: Run) -> dict[str, Any] | None:
-    part = run.diagnostics.relevance
-    if part is None:
-        return None
-    spoken = ", ".join(
-        f"block {block}: {number(value, 2)}" for block, value in zip(part.blocks, part.entropy, strict=True)
-    )
-    svg = figures.relevance_map(
-        part.usage,
-        part.blocks,
-        part.entropy,
-        part.max_weight,
-        f"run-{run.index + 1}-relevance",
-        f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}.",
-    )
-    size = len(part.usage[0])
-    mean = math.fsum(part.entropy) / len(part.entropy)
-    return {
-        "svg": Markup(svg),
-        "number": size,
-        "even": f"{100 / size:.3g}",
-        "entropy": number(mean, 2),
-        "weight": bool(part.max_weight),
-    }
-
-
-def _queries(run: Run) -> dict[str, Any] | None:
-    part = run.diagnostics.queries
-    if part is None:
-        return None
-    present = sorted(set(part.labels))
-    svg = figures.query_scatter(
-        part.points,
-        part.labels,
-        f"run-{run.index + 1}-queries",
-        f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {count(len(present), 'class')}.",
-    )
-    legend = [(Markup(figures.swatch(index, line=False)), part.names[index]) for index in present]
-    return {"svg": Markup(svg), "legend": legend, "embedding": part.embedding, "task": part.task}
-
-
-def _loss(run: Run) -> Markup | None:
-    finite = [value for task in run.losses for _, value in task if math.isfinite(value)]
-    if not finite:
-        return None
-    words = f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}."
-    return Markup(figures.loss_curve(run.losses, run.index, f"run-{run.index + 1}-loss", words))
-
-
-def _tiles(run: Run) -> list[tuple[str, str, str]]:
+def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     record, accuracy = run.record, run.accuracy
     tiles = [
         ("Final average (FAA)", percent(accuracy.final, 2), "mean over the tasks after the last step"),
-        (
-            "Cumulative average (CAA)",
-            percent(accuracy.cumulative, 2),
-            "mean of the averages after each step",
-        ),
+        ("Cumulative average (CAA)", percent(accuracy.cumulative, 2), "mean of the averages after each step"),
     ]
     if accuracy.forgetting is not None and run.steps > 1:
         tiles.append(("Forgetting", number(accuracy.forgetting, 2), "points below the best, on earlier tasks"))
     if record.trainable_parameters is not None:
-        whole = run.backbone_size
+        whole = record.backbone.parameters
         about = [f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's"] if whole else []
         if record.model_mb:
             use, learn = (_size(record.model_mb[part]) for part in ("use", "learn"))
             about.append(f"{use} on disk, {learn} to learn on")
         tiles.append(("Trained parameters", f"{record.trainable_parameters:,}", "; ".join(about)))
-    seconds = _seconds(run)
+    seconds = record.time.get("total_s")
     if seconds is not None:
         memory = record.peak_memory_mb
         tiles.append(("Time", duration(seconds), "" if memory is None else f"{memory:,.0f} MB at most"))
@@ -386,120 +177,153 @@ def _size(megabytes: float) -> str:
     return f"{number(megabytes, 1)}\u00a0MB"
 
 
-def _provenance(run: Run) -> list[tuple[str, list[dict[str, str]]]]:
+def _provenance(run: RunFiles) -> list[tuple[str, list[tuple[str, str, str]]]]:
     record = run.record
-    seconds = {k.removesuffix("_s"): duration(v) for k, v in record.time.items() if isinstance(v, int | float)}
     memory = {} if record.peak_memory_mb is None else {"peak memory": f"{record.peak_memory_mb:,.0f} MB"}
-    size = {} if run.backbone_size is None else {"parameters": f"{run.backbone_size:,}"}
+    size = {"parameters": f"{record.backbone.parameters:,}"} if record.backbone.parameters else {}
     groups = {
         "Run": {"name": record.name, "created": record.created.replace("T", " "), "evaluated on": record.evaluated_on},
-        "Backbone": record.backbone | size,
-        "Preprocessing": record.preprocessing,
+        "Backbone": record.backbone.to_json() | size,
+        "Preprocessing": record.preprocessing.to_json(),
         "Stream": {"class order hash": record.stream.order_hash, "split hash": record.stream.split_hash},
-        "Time and memory": seconds | memory,
-        "Hardware": record.hardware,
+        "Time and memory": {k.removesuffix("_s"): duration(v) for k, v in record.time.items()} | memory,
+        "Hardware": record.hardware.to_json(),
         "Versions": record.versions,
     }
-    return [(title, _rows(content)) for title, content in groups.items() if content]
+    return [(title, _rows(flatten(content).items())) for title, content in groups.items() if content]
 
 
-def _tasks(run: Run) -> list[dict[str, Any]]:
+def _tasks(run: RunFiles) -> list[tuple[list[str], str, str]]:
+    """Return the classes of each task, and its numbers of images."""
     stream = run.record.stream
 
     def images(counts: list[int], task: int) -> str:
-        return f"{counts[task]:,}" if task < len(counts) else "—"
+        return f"{counts[task]:,}" if task < len(counts) else NOTHING
 
     return [
-        {
-            "number": task + 1,
-            "classes": classes,
-            "train": images(stream.train_images, task),
-            "test": images(stream.test_images, task),
-        }
+        (classes, images(stream.train_images, task), images(stream.test_images, task))
         for task, classes in enumerate(stream.tasks)
     ]
 
 
-def _view(run: Run, peers: Sequence[Run], low: float) -> dict[str, Any]:
-    """All that the page says about one run, on one colour scale with the runs it is compared with."""
-    return _identity(run) | {
-        "headline": _headline(run),
-        "setting": ([] if len(peers) > 1 else _stream_words(run)) + _model_words(run),
-        "images": run.record.evaluated_on,
-        "badges": _badges(run),
-        "tiles": _tiles(run),
-        "matrix": _matrix(run, _floor(peers)),
-        "curves": _curves([run], f"run-{run.index + 1}") if len(peers) == 1 and run.total > 1 else None,
-        "similarity": _similarity(run, low),
-        "relevance": _relevance(run),
-        "queries": _queries(run),
-        "loss": _loss(run),
-        "config": _rows(run.record.config),
-        "provenance": _provenance(run),
-        "tasks": _tasks(run),
-        "skipped": run.record.skipped,
-    }
+# The page of a run: figures
 
 
-def _similarity_floor(runs: Sequence[Run]) -> float:
-    """One colour scale for the similarities of all runs: from 0, or lower where some are negative, to 1."""
-    parts = [run.diagnostics.similarity for run in runs]
-    lowest = min((value for part in parts if part for row in part.matrix for value in row), default=0.0)
-    return min(0.0, math.floor(lowest * 10) / 10)
+def _floor(runs: Sequence[RunFiles]) -> float:
+    return figures.accuracy_floor([v for run in runs for row in run.accuracy.matrix for v in row if v is not None])
 
 
-def _stream_words(run: Run) -> list[str]:
-    """Say in a few words what was to be learned."""
-    classes = len({name for task in run.record.stream.tasks for name in task})
-    words = [run.benchmark, count(run.total, "task"), count(classes, "class")]
-    return [word for word in words if word]
+def _average_curve(run: RunFiles, floor: float) -> Markup:
+    words = f"{run.label}: {', '.join(map(number, run.accuracy.averages))}"
+    description = f"Line chart of the average accuracy in percent after each task. {words}."
+    return Markup(figures.average_curves([Series(run.accuracy.averages)], run.total, floor, "average", description))
 
 
-def _model_words(run: Run) -> list[str]:
-    """Say in a few words what learned it."""
-    words = [f"method {run.method}" if run.method else "", str(run.record.backbone.get("name") or "")]
-    return [word for word in words if word]
+def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
+    """Draw the accuracy on each task over the steps, and return its drop with it."""
+    panels = []
+    for task, row in enumerate(run.matrix):
+        line = Series(row)
+        first, last = line.points[1][0], line.points[1][-1]
+        drop = number(first - last)
+        words = f"{run.label} from {number(first)} to {number(last)}, drop {drop}"
+        description = f"Accuracy on task {task + 1} in percent: {words}."
+        panels.append((Markup(figures.task_panel([line], run.total, floor, f"task-{task + 1}", description)), drop))
+    return panels
 
 
-def _comparison(runs: Sequence[Run], reasons: Sequence[str]) -> dict[str, Any]:
-    """All that the page says about the runs together; reasons forbid ranking them and drawing them as one."""
-    rows = _table(runs, ranked=not reasons)
-    return {
-        "reasons": reasons,
-        "caveats": [] if reasons else _caveats(runs),
-        "rows": rows,
-        "starred": any(cell["best"] for row in rows for cell in row["cells"]),
-        "curves": _curves(runs, "all") if not reasons and runs[0].total > 1 else None,
-        "settings": _config_differences(runs),
-    }
+def _matrix_cell(value: float | None, floor: float) -> tuple[str, str, str] | None:
+    """Return the text, background and ink of a cell of the accuracy matrix."""
+    if value is None:
+        return None
+    return ("100" if value >= 99.95 else number(value), *figures.shade(value, floor, 100.0))
 
 
-def render_runs(runs: Sequence[Run]) -> str:
-    """Set the runs in one HTML page."""
-    several = len(runs) > 1
-    reasons = differences(runs) if several else []
-    headline = _verdict(runs) if several else _headline(runs[0])
-    if reasons:
-        headline = "These runs did not learn the same thing, so their numbers cannot be set against each other."
-    low = _similarity_floor(runs)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = resources.files("probprompt.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
-        title=" · ".join(run.label for run in runs),
-        headline=headline,
-        setting=[] if reasons else _stream_words(runs[0]) + ([] if several else _model_words(runs[0])),
-        created=sorted({run.record.created[:10] for run in runs if run.record.created}),
-        comparison=_comparison(runs, reasons) if several else None,
-        runs=[_view(run, [run] if reasons else runs, low) for run in runs],
+def _mean_similarity(part: Similarity) -> str:
+    mean = f"mean {number(part.mean, 2)}"
+    return mean if part.initial_mean is None else f"{mean}, {number(part.initial_mean, 2)} at initialisation"
+
+
+def _similarity_figures(part: Similarity) -> list[Markup]:
+    """Draw the similarity of prompts, between classes and by block."""
+    lowest = min(0.0, math.floor(min(map(min, part.matrix)) * 10) / 10)
+    words = _mean_similarity(part)
+    description = f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}."
+    drawn = [figures.similarity_map(part.matrix, part.labels, lowest, "similarity", description)]
+    if len(part.per_block) > 1:
+        spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in part.per_block.items())
+        description = f"Bar chart of the mean similarity by block. {spoken}."
+        drawn.append(figures.block_bars(list(part.per_block.items()), part.mean, "blocks", description))
+    return [Markup(svg) for svg in drawn]
+
+
+def _relevance_map(part: Relevance) -> Markup:
+    pairs = zip(part.blocks, part.entropy, strict=True)
+    spoken = ", ".join(f"block {block}: {number(value, 2)}" for block, value in pairs)
+    description = f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}."
+    key = "relevance"
+    return Markup(figures.relevance_map(part.usage, part.blocks, part.entropy, part.max_weight, key, description))
+
+
+def _query_scatter(part: Queries) -> Markup:
+    classes = count(len(set(part.labels)), "class")
+    description = f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {classes}."
+    return Markup(figures.query_scatter(part.points, part.labels, "queries", description))
+
+
+def _loss(run: RunFiles) -> Markup | None:
+    finite = [value for task in run.losses for _, value in task if math.isfinite(value)]
+    if not finite:
+        return None
+    words = f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}."
+    return Markup(figures.loss_curve(run.losses, 0, "loss", words))
+
+
+def render_run(run: RunFiles) -> str:
+    """Set a run in one self-contained HTML page."""
+    floor, inside = _floor([run]), run.diagnostics
+    page = _template("report").render(
+        run=run,
+        record=run.record,
+        number=number,
+        swatch=lambda index, line=True: Markup(figures.swatch(index, line)),
+        headline=_headline(run),
+        setting=_words(run),
+        badges=_badges(run),
+        tiles=_tiles(run),
+        floor=f"{floor:.0f}",
+        average=_average_curve(run, floor) if run.total > 1 else None,
+        panels=_task_panels(run, floor),
+        cells=[[_matrix_cell(value, floor) for value in row] for row in run.matrix],
+        ramp=[figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)],
+        similarity=inside.similarity,
+        similarity_figures=_similarity_figures(inside.similarity) if inside.similarity else [],
+        relevance=inside.relevance,
+        relevance_map=_relevance_map(inside.relevance) if inside.relevance else None,
+        queries=inside.queries,
+        query_scatter=_query_scatter(inside.queries) if inside.queries else None,
+        loss=_loss(run),
+        config=_rows(flatten(run.record.config).items()),
+        provenance=_provenance(run),
+        tasks=_tasks(run),
     )
     return figures.UNPRINTABLE.sub("�", page)
+
+
+def _template(name: str) -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_resource(f"{name}.html.jinja"))
+
+
+def _resource(name: str) -> str:
+    return resources.files("probprompt.report").joinpath(name).read_text(encoding="utf-8")
 
 
 # Writing
 
 
 def write(path: Path, content: bytes) -> Path:
-    """Write a file, in a new folder if need be; what stands in the way is told in words."""
+    """Write a file, in a new folder if need be; an obstacle is a clear error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -510,37 +334,48 @@ def write(path: Path, content: bytes) -> Path:
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Write the page; see probprompt.report.write_report."""
-    return write(Path(out), render_runs(read_runs(runs)).encode("utf-8"))
+    if not runs:
+        raise UserError("no run was given: name at least one run folder")
+    several = len(runs) > 1
+    page = render_comparison(gather_runs(runs, preset_columns=False)) if several else render_run(RunFiles.read(runs[0]))
+    return write(Path(out), page.encode("utf-8", "replace"))
 
 
 def save_overview(runs: Sequence[Path], out: Path) -> Path:
-    """Save the picture; see probprompt.report.save_overview."""
+    """Save the figure; see probprompt.report.save_overview."""
     out = Path(out)
     kind = out.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg"):
         raise UserError(f"{out} must end in .png or .svg: that says which kind of picture to save")
-    read = read_runs(runs)
-    reasons = differences(read)
+    if len(runs) > 1:
+        _check_comparable(gather_runs(runs, preset_columns=False))
+    return write(out, figures.overview(_overview([RunFiles.read(run) for run in runs]), kind))
+
+
+def _check_comparable(comparison: Comparison) -> None:
+    places = comparison.places
+    reasons = [note for place in places if not comparison.comparable(place) for note in comparison.caveats(place)]
+    if len(places) > 1:
+        reasons.insert(0, f"The benchmarks differ: {', '.join(place.benchmark for place in places)}.")
     if reasons:
-        raise UserError("these runs cannot share one picture. " + " ".join(reasons))
-    return write(out, figures.overview(_overview(read), kind))
+        raise UserError(f"these runs cannot share one picture. {' '.join(reasons)}")
 
 
-def _overview(runs: Sequence[Run]) -> figures.Overview:
+def _overview(runs: Sequence[RunFiles]) -> figures.Overview:
     first, shown = runs[0], next((run for run in runs if run.diagnostics.similarity), None)
     similarity = shown.diagnostics.similarity if shown else None
-    words = ""
-    if shown and similarity:
-        words = f"{shown.label}, {_mean_similarity(similarity)}"
     return figures.Overview(
-        lines=[(run.label, Series(run.accuracy.averages, run.index)) for run in runs],
-        total=first.total,
+        lines=[(run.label, Series(run.accuracy.averages, index)) for index, run in enumerate(runs)],
+        total=max(run.total for run in runs),
         floor=_floor(runs),
-        matrix=[row[: first.steps] for row in first.accuracy.matrix[: first.steps]],
+        matrix=first.matrix,
         matrix_of=first.label,
         similarity=similarity.matrix if similarity else None,
-        similarity_of=words,
+        similarity_of=f"{shown.label}, {_mean_similarity(similarity)}" if shown and similarity else "",
     )
+
+
+# The page of a comparison
 
 
 COMPONENTS = ("method.components", "method.components_per_task")
@@ -548,24 +383,21 @@ COMPONENTS = ("method.components", "method.components_per_task")
 
 def render_comparison(comparison: Comparison) -> str:
     """Set the comparison in one self-contained HTML page."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages = resources.files("probprompt.report")
-    template = pages.joinpath("comparison.html.jinja").read_text(encoding="utf-8")
     # The report's own style sheet: the two pages look alike.
-    style = re.search(r"<style>\n(.*?)</style>", pages.joinpath("report.html.jinja").read_text("utf-8"), re.DOTALL)
-    made = environment.from_string(template).render(
+    style = re.search(r"<style>\n(.*?)</style>", _resource("report.html.jinja"), re.DOTALL)
+    page = _template("comparison").render(
         style=Markup(style[1] if style else ""),
         title=_title(comparison),
         headline=" ".join(filter(None, (_comparison_verdict(comparison, place) for place in comparison.places))),
         setting=_setting(comparison),
-        created=sorted({str(result.record.get("created", ""))[:10] for result in comparison.results} - {""}),
+        created=sorted({result.record.created[:10] for result in comparison.results} - {""}),
         failed=comparison.failed,
-        tables=[_comparison_table(comparison, table) for table in comparison.tables()],
+        tables=[_page_table(comparison, table) for table in comparison.tables()],
         legend_items=_legend(comparison),
         sections=_sections(comparison),
         tasks=[part for place in comparison.places if (part := _tasks_section(comparison, place))],
     )
-    return figures.UNPRINTABLE.sub("�", made)
+    return figures.UNPRINTABLE.sub("�", page)
 
 
 # Words
@@ -579,8 +411,8 @@ def _title(comparison: Comparison) -> str:
 
 
 def _setting(comparison: Comparison) -> list[str]:
-    presets = list(dict.fromkeys(place.preset for place in comparison.places))
-    words = [f"preset{'s' if len(presets) > 1 else ''} {', '.join(presets)}"]
+    presets = list(dict.fromkeys(place.preset for place in comparison.places if place.preset))
+    words = [f"preset{'s' if len(presets) > 1 else ''} {', '.join(presets)}"] if presets else []
     return [*words, count(len(comparison.results), "run"), f"seeds {', '.join(map(str, comparison.seeds))}"]
 
 
@@ -593,7 +425,7 @@ def _comparison_verdict(comparison: Comparison, place: ColumnGroup) -> str:
     if len(ranked) < 2:
         return ""
     ((first, spread), best), ((second, other), next_best) = ranked[:2]
-    where = f"On {place.benchmark} ({place.preset}), "
+    where = f"On {place.benchmark}{f' ({place.preset})' if place.preset else ''}, "
     gap = round(first, 2) - round(second, 2)
     if gap < 0.005:
         level = [row.label for (value, _), row in ranked if round(value, 2) == round(first, 2)]
@@ -606,24 +438,25 @@ def _comparison_verdict(comparison: Comparison, place: ColumnGroup) -> str:
 # Tables
 
 
-def _comparison_table(comparison: Comparison, table: Table) -> dict[str, Any]:
-    groups = [{"label": place.label, "width": width} for place, width in table.places]
-    starts = {sum(width for _, width in table.places[:group]) for group in range(1, len(groups))}
+class PageTable(NamedTuple):
+    """A table of the page: groups of columns with widths, headings, rows; true begins a group of columns."""
+
+    caption: str
+    groups: list[tuple[str, int]]
+    columns: list[tuple[str, bool]]
+    rows: list[tuple[Row, Markup, list[tuple[FormattedCell, bool]]]]
+    notes: Sequence[str]
+
+
+def _page_table(comparison: Comparison, table: Table) -> PageTable:
+    groups = [(place.label, width) for place, width in table.places]
+    starts = {sum(width for _, width in groups[:group]) for group in range(1, len(groups))}
     rows = [
-        {
-            "label": row.label,
-            "bound": row.bound,
-            "swatch": _swatch(comparison, row),
-            "cells": [
-                {"text": shown.text, "sign": shown.sign, "rank": shown.rank, "first": place in starts}
-                for place, shown in enumerate(cells)
-            ],
-        }
+        (row, _swatch(comparison, row), [(shown, place in starts) for place, shown in enumerate(cells)])
         for row, cells in table.rows
     ]
-    columns = [{"name": measure.heading, "first": place in starts} for place, (_, measure) in enumerate(table.columns)]
-    heads = {"groups": groups if len(groups) > 1 else [], "columns": columns}
-    return {"caption": table.caption, **heads, "rows": rows, "notes": table.notes}
+    columns = [(measure.heading, place in starts) for place, (_, measure) in enumerate(table.columns)]
+    return PageTable(table.caption, groups if len(groups) > 1 else [], columns, rows, table.notes)
 
 
 # Pictures
@@ -644,10 +477,10 @@ def _swatch(comparison: Comparison, row: Row) -> Markup:
     return Markup(figures.swatch(_looks(comparison)[row]))
 
 
-def _legend(comparison: Comparison) -> list[dict[str, Any]]:
+def _legend(comparison: Comparison) -> list[tuple[Markup, str]]:
     """The look of each row that is drawn line by line."""
     drawn = {row for (row, _), entry in comparison.entries.items() if len(entry.matrix) > 1}
-    return [{"label": row.label, "swatch": _swatch(comparison, row)} for row in comparison.rows if row in drawn]
+    return [(_swatch(comparison, row), row.label) for row in comparison.rows if row in drawn]
 
 
 def _here(comparison: Comparison, place: ColumnGroup) -> list[tuple[int, Row, Entry]]:
@@ -656,24 +489,24 @@ def _here(comparison: Comparison, place: ColumnGroup) -> list[tuple[int, Row, En
     return [(look, row, entry) for look, row, entry in found if entry]
 
 
-def _sections(comparison: Comparison) -> list[dict[str, Any]]:
-    """Pictures by subject, one of each place."""
+def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Markup]]]]:
+    """Titles, texts and figures by subject, a figure of each place."""
     subjects: list[tuple[str, str, Callable[[Comparison, ColumnGroup, str], str]]] = [
-        ("Final accuracy", _FINAL, _final),
+        ("Final accuracy", _FINAL, partial(_bars, FAA, "final average accuracy, %")),
         ("Average accuracy", _AVERAGE, _average),
-        ("Forgetting", _FORGETTING, _forgetting),
-        ("Prompt similarity", _SIMILAR, _similarity_section),
+        ("Forgetting", _FORGETTING, partial(_bars, FORGETTING, "forgetting, points")),
+        ("Prompt similarity", _SIMILAR, partial(_bars, SIMILARITY, "prompt similarity")),
         ("More components", _MORE, _more),
     ]
     found = []
     for subject, (title, text, draw) in enumerate(subjects):
         drawn = [
-            {"label": place.label, "svg": Markup(svg)}
+            (place.label, Markup(svg))
             for index, place in enumerate(comparison.places)
             if (svg := draw(comparison, place, f"s{subject}-{index}"))
         ]
         if drawn:
-            found.append({"title": title, "text": text, "figures": drawn})
+            found.append((title, text, drawn))
     return found
 
 
@@ -681,24 +514,16 @@ _FINAL = (
     "Average accuracy over all tasks in the end (FAA), mean and standard deviation over the seeds. "
     "An outlined bar is not ranked: an upper bound, or published behaviour that is wrong (†)."
 )
-
-
 _AVERAGE = "After each step: the mean accuracy over all tasks learned so far. A point at the end is an upper bound."
-
-
 _FORGETTING = "How far the earlier tasks ended below their best, in points. Less is better; below 0 they gained."
-
-
 _SIMILAR = (
     "Mean cosine similarity between the prompts that different classes receive. The diamond is the same at the start: "
     "random prompts begin unlike each other, and only what training changed says something. At 1 they have collapsed."
 )
-
-
 _MORE = "The similarity against the number of components. Dotted, with hollow marks: the same at the start."
 
 
-def _bars(comparison: Comparison, place: ColumnGroup, measure: Measure, axis: str, key: str) -> str:
+def _bars(measure: Measure, axis: str, comparison: Comparison, place: ColumnGroup, key: str) -> str:
     drawn, words = [], []
     for look, row, entry in _here(comparison, place):
         found, begun = entry.value(measure), entry.start(measure)
@@ -714,22 +539,6 @@ def _bars(comparison: Comparison, place: ColumnGroup, measure: Measure, axis: st
         return ""
     digits = 1 if measure.better else 2
     return figures.bars(drawn, axis, digits, key, f"Bar chart of {axis}: {'; '.join(words)}.")
-
-
-def _final(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    return _bars(comparison, place, FAA, "final average accuracy, %", key)
-
-
-def _forgetting(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    return _bars(comparison, place, FORGETTING, "forgetting, points", key)
-
-
-def _similarity_section(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    return _bars(comparison, place, SIMILARITY, "prompt similarity", key)
-
-
-def _comparison_floor(here: Sequence[tuple[int, Row, Entry]]) -> float:
-    return figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here])
 
 
 def _average(comparison: Comparison, place: ColumnGroup, key: str) -> str:
@@ -775,25 +584,32 @@ def _more(comparison: Comparison, place: ColumnGroup, key: str) -> str:
 # Task by task
 
 
-def _tasks_section(comparison: Comparison, place: ColumnGroup) -> dict[str, Any] | None:
-    """The course of each task under all methods, and what each lost of it."""
+class TasksSection(NamedTuple):
+    """The accuracy on each task over the steps, and the points that each row lost of it."""
+
+    label: str
+    panels: list[Markup]
+    rows: list[tuple[Markup, str, list[str], str]]
+    floor: str
+
+
+def _tasks_section(comparison: Comparison, place: ColumnGroup) -> TasksSection | None:
     here = [(index, row, entry) for index, row, entry in _here(comparison, place) if len(entry.matrix) > 1]
     if not here:
         return None
-    total, floor = max(len(entry.matrix) for _, _, entry in here), _comparison_floor(here)
+    total, floor = (
+        max(len(entry.matrix) for _, _, entry in here),
+        figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here]),
+    )
     at = comparison.places.index(place)
-    panels = [
-        {"task": task + 1, "svg": Markup(_comparison_panel(here, task, total, floor, f"t{at}-{task}"))}
-        for task in range(total)
-    ]
+    panels = [Markup(_comparison_panel(here, task, total, floor, f"t{at}-{task}")) for task in range(total)]
     rows = []
     for index, row, entry in here:
         drops = [number(value) for value in metrics.per_task_drop(entry.matrix)[:-1]]
         drops += [""] * (total - 1 - len(drops))
         forgetting = entry.value(FORGETTING)
-        mean = number(forgetting[0]) if forgetting else ""
-        rows.append({"label": row.label, "swatch": Markup(figures.swatch(index)), "drops": drops, "forgetting": mean})
-    return {"label": place.label, "panels": panels, "rows": rows, "total": total, "floor": f"{floor:.0f}"}
+        rows.append((Markup(figures.swatch(index)), row.label, drops, number(forgetting[0]) if forgetting else ""))
+    return TasksSection(place.label, panels, rows, f"{floor:.0f}")
 
 
 def _comparison_panel(here: Sequence[tuple[int, Row, Entry]], task: int, total: int, floor: float, key: str) -> str:
@@ -808,25 +624,20 @@ def _comparison_panel(here: Sequence[tuple[int, Row, Entry]], task: int, total: 
     return figures.task_panel(series, total, floor, key, description)
 
 
-# Writing
+# Writing a comparison
 
 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     """Write the tables and the page into a folder."""
-    pass
-    from probprompt.report.tables import csv_table, latex, markdown
-
     if not comparison.results:
         raise UserError("no run is finished: there is nothing to compare")
-    makers: dict[str, Callable[[Comparison], str]] = dict(
-        zip(FILES, (markdown, latex, csv_table, render_comparison), strict=True)
-    )
-    return [write(out / name, make(comparison).encode("utf-8", "replace")) for name, make in makers.items()]
+    makers: tuple[Callable[[Comparison], str], ...] = (markdown, latex, csv_table, render_comparison)
+    return [
+        write(out / name, make(comparison).encode("utf-8", "replace")) for name, make in zip(FILES, makers, strict=True)
+    ]
 
 
 def write_page(comparison: Comparison, path: Path) -> Path:
     """Put the tables into a page of Markdown; what else stands in it stays."""
-    from probprompt.report.tables import fill_page
-
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     return write(path, fill_page(before, comparison).encode())

@@ -1,30 +1,56 @@
-"""The tables of a comparison, set in Markdown, LaTeX and CSV."""
+"""The one writer of tables: numbers, Markdown, LaTeX and CSV."""
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from probprompt.config import flatten
-from probprompt.evaluation import metrics
-from probprompt.report.compare import (
-    ACCURACY,
-    HELD_OUT,
-    INSIDE,
-    MARKED,
-    NOTHING,
-    Comparison,
-    FormattedCell,
-    Result,
-    Row,
-    Table,
-)
-from probprompt.runs.grid import describe
-from probprompt.runs.run import without_paths
+if TYPE_CHECKING:
+    from probprompt.report.compare import Comparison, FormattedCell, Row, Table
+
+NOTHING = "—"
+MARKED, HELD_OUT = "†", "‡"
 
 
-def markdown(comparison: Comparison) -> str:
+# Numbers
+
+
+def number(value: float, digits: int = 1) -> str:
+    """A number with so many decimals, a real minus and no negative zero."""
+    text = f"{value:,.{digits}f}"
+    return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A number with a percent sign."""
+    return number(value, digits) + "\u00a0%"  # a line must not end between the two
+
+
+def count(number: int, thing: str) -> str:
+    """How many of a thing, with its plural."""
+    plural = thing + ("es" if thing.endswith("s") else "s")
+    return f"{number:,} {thing if number == 1 else plural}"
+
+
+def duration(seconds: float) -> str:
+    """Say a time as people do.
+
+    >>> duration(42.2), duration(754), duration(7260)
+    ('42 s', '12 min 34 s', '2 h 1 min')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+# Tables
+
+
+def markdown(comparison: "Comparison") -> str:
     """The tables in Markdown, with what must be said about them."""
     parts = ["# Comparison"]
     for table in comparison.tables():
@@ -56,7 +82,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_co
     return "\n".join(map(line, (header, rule, *lines[1:])))
 
 
-def fill_page(page: str, comparison: Comparison) -> str:
+def fill_page(page: str, comparison: "Comparison") -> str:
     """Put the tables into a page of Markdown between two marks, over those that stood there before.
 
     A page without the marks gets them at its end.
@@ -73,16 +99,16 @@ def _markdown(text: str) -> str:
     return "".join(f"\\{letter}" if letter in r"\`*_[]|~" else letter for letter in " ".join(escaped.split()))
 
 
-def _markdown_label(row: Row) -> str:
+def _markdown_label(row: "Row") -> str:
     return _markdown(row.label) + (" (upper bound)" if row.bound else "")
 
 
-def _markdown_cell(shown: FormattedCell) -> str:
+def _markdown_cell(shown: "FormattedCell") -> str:
     before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[shown.rank]  # u is not allowed everywhere
     return f"{before}{shown.text}{after}{shown.sign}"
 
 
-def latex(comparison: Comparison) -> str:
+def latex(comparison: "Comparison") -> str:
     """The tables in LaTeX, to be used with booktabs."""
     head = "% needs \\usepackage{booktabs}\n"
     return head + "\n".join(_latex_table(table) for table in comparison.tables())
@@ -98,7 +124,7 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
 
 
-def _latex_table(table: Table) -> str:
+def _latex_table(table: "Table") -> str:
     places, rules, first = [], [], 2
     for place, width in table.places:
         places.append(f"\\multicolumn{{{width}}}{{c}}{{{_latex(place.label)}}}")
@@ -124,58 +150,21 @@ def _latex_table(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _latex_label(row: Row) -> str:
+def _latex_label(row: "Row") -> str:
     return _latex(row.label) + (r" \emph{(upper bound)}" if row.bound else "")
 
 
-def _latex_cell(shown: FormattedCell) -> str:
+def _latex_cell(shown: "FormattedCell") -> str:
     text = _latex(shown.text)
     command = {1: r"\textbf{%s}", 2: r"\underline{%s}", 0: "%s"}[shown.rank]
     return command % text + _latex(shown.sign)
 
 
-def csv_table(comparison: Comparison) -> str:
+def csv_table(comparison: "Comparison") -> str:
     """One line per run with all its numbers and settings."""
-    lines = [_csv_line(result) for result in comparison.results]
+    lines = [result.csv_line() for result in comparison.results]
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return stream.getvalue()
-
-
-def _csv_line(result: Result) -> dict[str, Any]:
-    record, row = result.record, result.row
-    stream, backbone = record.get("stream") or {}, record.get("backbone") or {}
-    measures = (*ACCURACY, *INSIDE)
-    line: dict[str, Any] = {
-        "method": row.method,
-        "varied": " ".join(describe(row.varied)),
-        "preset": result.place.preset,
-        "benchmark": result.place.benchmark,
-        "seed": result.seed,
-        **{key: result.values.get(key) for measure in measures for key in (measure.key, measure.start) if key},
-        "peak_memory_mb": result.values.get("peak_memory_mb"),
-        "upper_bound": row.bound,
-        "marks": "; ".join(map(str, record.get("marks") or ())),
-        "evaluated_on": record.get("evaluated_on"),
-        "tasks": len(result.matrix),
-        "matrix": json.dumps(metrics.to_json(result.matrix)),
-        "backbone": backbone.get("name"),
-        "backbone_sha256": backbone.get("sha256"),
-        "order_hash": stream.get("order_hash"),
-        "split_hash": stream.get("split_hash"),
-        "config_hash": record.get("config_hash"),
-        "created": record.get("created"),
-        **{key: (record.get("hardware") or {}).get(key) for key in ("device", "gpu")},
-        **{f"{key}_version": (record.get("versions") or {}).get(key) for key in ("probprompt", "torch", "timm")},
-        "folder": result.folder,
-    }
-    settings = flatten(record.get("config") or {})
-    return line | {name: _portable(value) for name, value in settings.items() if name not in line}
-
-
-def _portable(value: Any) -> Any:
-    """A setting's value; of a path on this machine, the last part."""
-    bare = without_paths(value)
-    return bare if isinstance(bare, str | int | float | None) else json.dumps(bare)

@@ -24,8 +24,6 @@ from probprompt.storage import read_tensors, write_tensors
 
 SHARE = 0.01
 """Of the time, for checkpoints."""
-
-
 LATENCY, SPEED = 0.01, 2e8
 """Seconds that a small file takes and bytes written in a second, until one was written and timed."""
 

@@ -171,7 +171,7 @@ def _refuse_other_weights(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         path = Path(outcome.cell.config.backbone.weights or "")
         if outcome.run and path.is_file():
-            before, found = outcome.run.record["backbone"]["sha256"], hashed(path)
+            before, found = outcome.run.record.backbone.sha256, hashed(path)
             if before != found:
                 raise UserError(
                     f"{outcome.cell.folder} was run with other weights than {path} holds now (sha256 {before}, now "

@@ -26,7 +26,6 @@ _NAME = 60  # characters that a value may take in the name of a folder
 _OWN = {"data.benchmark": "benchmarks", "method.name": "methods", "preset": "presets"} | dict.fromkeys(
     ("seeds.order", "seeds.init", "seeds.data"), "seeds"
 )  # settings that the grid itself gives
-
 Varied = tuple[tuple[str, Any], ...]  # settings by their dotted names
 VAGUE = ("alignment.", "head.kind")  # begin settings whose last part says nothing by itself
 Result = TypeVar("Result")
@@ -178,8 +177,7 @@ class Outcome:
     @property
     def seconds(self) -> float | None:
         """How long the finished run took."""
-        found = (self.run.record.get("time") or {}).get("total_s") if self.run else None
-        return None if found is None else float(found)
+        return self.run.record.time.get("total_s") if self.run else None
 
 
 def brief(value: Any) -> str:
@@ -230,7 +228,7 @@ class Grid:
         self._not_offered: dict[tuple[str, str], dict[str, str]] = {}
         _check_names(spec)
         self._fields = {method: _fields(method) for method in methods.registered()}
-        self._settings, self._vary = (self._resolved(part) for part in (flatten(spec.settings), spec.vary))
+        self._settings, self._vary = self._resolved(flatten(spec.settings)), self._resolved(spec.vary)
         self.cells = self._expand()
         """Every one with checked settings, all those of the first seed first: a whole table comes early."""
         self._refuse_clashes()
@@ -249,7 +247,7 @@ class Grid:
         """How things stand, cell by cell."""
         return [cell.outcome for cell in self.cells]
 
-    def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolved(self, settings: Mapping[str, Result]) -> dict[str, Result]:
         """Settings by their dotted names; all that are unknown are refused at once."""
         own, every = (
             list(dict.fromkeys(name for method in some for name in self._fields[method]))
@@ -271,20 +269,22 @@ class Grid:
                 for cell in mistakes.of(self._cell, group, base, varied, seed)
             ]
 
-    def _own(self, settings: Mapping[str, Any], method: str) -> dict[str, Any]:
+    def _own(self, settings: Mapping[str, Result], method: str) -> dict[str, Result]:
         """Those settings that a run with this method has."""
         return {name: value for name, value in settings.items() if name in self._fields[method]}
 
     def _base(self, benchmark: str, preset: str, method: str) -> dict[str, Any] | None:
         """A cell's settings before they are varied; None for what the preset does not offer."""
-        base: dict[str, Any] = {"data": {"benchmark": benchmark}, "method": {"name": method}}
-        if preset != CUSTOM:
-            try:
-                base = presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
-            except UserError as problem:
-                left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
-                left_out[method] = str(problem)
-                return None
+        try:
+            base = (
+                {"data": {"benchmark": benchmark}, "method": {"name": method}}
+                if preset == CUSTOM
+                else presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
+            )
+        except UserError as problem:
+            left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
+            left_out[method] = str(problem)
+            return None
         own = self._own(self._settings, method)
         kind = own.get("head.kind") or base.get("head", {}).get("kind") or methods.find(method).preferred_head
         foreign = {f"head.{name}" for name in setting_names() if kind in HEADS and name not in setting_names(kind)}

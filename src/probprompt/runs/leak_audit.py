@@ -36,6 +36,7 @@ from probprompt.evaluation.audit import (
     compare,
     spread_of,
 )
+from probprompt.methods.settings import Settings
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.run import Run, config_hash
 from probprompt.runs.train import TrainingSetup, prepare
@@ -44,17 +45,9 @@ from probprompt.storage import write_json
 SAVED_IMAGES, METHOD_IMAGES = 64, 32
 """Images to audit a saved model, or a method, with."""
 COMMON_TASKS = 2  # learned before the futures part
-
-
 CLASS_IMAGES = 8  # training images of a class: to leak or not to leak needs no accuracy
-
-
 _FUTURES = ("as it is", "another", "none")
-
-
 _STRANGERS = 16  # images of classes not learned, at most
-
-
 _UNSEEN = -1  # stands for the task of a class not learned
 
 
@@ -126,7 +119,7 @@ def _audit_loaded(
     loaded = load_model(folder, device)
     note = loaded.note
     if data is not None:
-        found = datasets.find(data).load(_stored_side(note))
+        found = datasets.find(data).load(_stored_side(loaded))
         sample = _sample(found, DataConfig(), data, loaded, count, device, progress)
     elif run is not None:
         sample = _run_sample(run, loaded, count, device, progress)
@@ -145,16 +138,16 @@ def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device,
     """Images that the run was evaluated on; others than at its time are refused."""
     config, record = run.config.data, run.record
     benchmark = datasets.find(config.benchmark, config.test, config.test_fraction, config.root)
-    found = benchmark.load(config.short_side(_stored_side(loaded.note)))
+    found = benchmark.load(config.short_side(_stored_side(loaded)))
     if config.validation:
         found = benchmark.hold_out(found, config.validation)
-    before, now = record["stream"]["split_hash"], found.split_hash()
+    before, now = record.stream.split_hash, found.split_hash()
     if before != now:
         raise UserError(
             f"the images of {config.benchmark} are not those of the run (hash {before[:12]}, now {now[:12]}): "
             "put them back, or audit with images of another folder (--data FOLDER)"
         )
-    source = f"{config.benchmark} ({record['evaluated_on']})"
+    source = f"{config.benchmark} ({record.evaluated_on})"
     return _sample(found, config, source, loaded, count, device, progress)
 
 
@@ -186,7 +179,7 @@ def _sample(
     unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
     if unreadable and not config.skip_unreadable:
         raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
-    view = _viewer(loaded.note["preprocessing"], device)
+    view = _viewer(loaded, device)
     tasks = torch.tensor([task_of[label] for label in own.labels.tolist()], device=device)
     return Sample(_views(view, own), tasks, _views(view, strange) if len(strange.labels) else None, source)
 
@@ -204,11 +197,12 @@ def _task_of(loaded: LoadedModel) -> dict[str, int]:
     return dict(zip(loaded.class_names, tasks, strict=True))
 
 
-def _stored_side(note: dict[str, Any]) -> int:
-    return enlarged(int(note["preprocessing"]["image_size"]))
+def _stored_side(loaded: LoadedModel) -> int:
+    return enlarged(int(loaded.note["preprocessing"]["image_size"]))
 
 
-def _viewer(preprocessing: dict[str, Any], device: torch.device) -> Preprocessor:
+def _viewer(loaded: LoadedModel, device: torch.device) -> Preprocessor:
+    preprocessing = loaded.note["preprocessing"]
     size, resized, mean, std = (preprocessing[name] for name in ("image_size", "resized", "mean", "std"))
     return Preprocessor.of(size, resized, mean, std, preprocessing.get("interpolation", "bilinear"), device)
 
@@ -228,7 +222,7 @@ def _spread(rows: list[int], count: int) -> list[int]:
 
 def quick_config(method: str, benchmark: str, given: Mapping[str, Any]) -> RunConfig:
     """Return the settings of the shortest training that an audit of a method needs: an epoch of a few images."""
-    quick: dict[str, Any] = {"training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}, "head": {"kind": None}}
+    quick: Settings = {"training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}, "head": {"kind": None}}
     if methods.find(method).preferred_head == "ridge":
         quick["head"]["projections"] = 256
     settings = merge(presets.settings("matched", method, benchmark), quick)
@@ -386,6 +380,6 @@ def _test_sample(workshop: TrainingSetup, common: int, count: int) -> Sample:
     )
 
 
-def _circumstances(device: torch.device) -> dict[str, Any]:
+def _circumstances(device: torch.device) -> dict[str, str | Mapping[str, str | int]]:
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created": created, "versions": versions(), "hardware": hardware(device)}

@@ -8,13 +8,13 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypedDict
 
 from probprompt import __version__
 from probprompt.errors import UserError
@@ -24,33 +24,24 @@ from probprompt.runs.run import Run
 from probprompt.storage import write_bytes, write_error
 
 _LOCAL = "local"
-
-
 _TRIES = 3  # workers that a cell may lose without coming any further
-
-
 _GRACE = 20.0  # seconds for running cells to stop by themselves
-
-
 _PATIENCE = 60.0  # seconds for a machine to answer, or for a file of another to be seen here
-
-
 _LINE = 300  # characters of a message of Ray's
-
-
 _STORE = 100 * 2**20  # bytes of shared memory: next to nothing passes between cells
-
-
 _TOKEN_HINT = "Where it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH here, too"
-
-
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # messages of its servers: what matters of them is told in ours
 }
 
 
-Machine = Mapping[str, Any]  # as Ray describes it
+class Machine(TypedDict, total=False):
+    """A machine as Ray describes it."""
+
+    NodeID: str
+    NodeManagerHostname: str
+    Resources: dict[str, float]
 
 
 @contextmanager
@@ -109,7 +100,7 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
 
 
-def _prepare(stack: ExitStack) -> dict[str, Any]:
+def _prepare(stack: ExitStack) -> dict[str, str | int]:
     """Settings of a cluster on this machine that leaves nothing behind: no files, and no token in the home folder."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))

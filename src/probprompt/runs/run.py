@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from probprompt.config import RunConfig, parse_config
+from probprompt import presets
+from probprompt.config import RunConfig, flatten, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.storage import (
@@ -30,13 +34,275 @@ FORMAT = 1
 
 
 def config_hash(config: RunConfig) -> str:
-    """Fingerprint of all settings."""
+    """Return a fingerprint of all settings."""
     return settings_hash(config.model_dump(mode="json"))
 
 
-def settings_hash(settings: Mapping[str, Any]) -> str:
-    """Fingerprint of settings as they are written down."""
+def settings_hash(settings: object) -> str:
+    """Return a fingerprint of settings as they are stored."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+# Contents of a run's files
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Value = str | int | float | bool | list[Any] | None
+"""The value of a setting, as JSON has it."""
+
+
+class Part(BaseModel):
+    """A part of a run's files; entries of other versions are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entries that the file has."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class BackboneRecord(Part):
+    """The frozen weights of a run."""
+
+    name: str = ""
+    source: str = ""
+    sha256: str = ""
+    parameters: int | None = None
+    precision: Literal["fp32", "bf16"] | None = None
+
+
+class PreprocessingRecord(Part):
+    """How images were prepared."""
+
+    image_size: int | None = None
+    resized: int | None = None
+    mean: list[float] = []
+    std: list[float] = []
+    interpolation: str = "bilinear"
+    normalisation: str = "backbone"
+
+
+class ImagesRecord(Part):
+    """How the images of a split were stored."""
+
+    stored_side: int | Literal["full"] | None = None
+    bytes: int | None = None
+    resident: str | None = None
+    resident_share: float | None = None
+    pixels_sha256: str | None = None
+    """Hash of the pixels, or of all files of a folder."""
+
+
+class StreamRecord(Part):
+    """Classes and images by task."""
+
+    classes: list[str] = []
+    tasks: list[list[str]] = Field(default=[], min_length=1)
+    order_hash: str = ""
+    split_hash: str = ""
+    differences: list[str] | None = None
+    """How the images differ from the published ones; None where this was not recorded."""
+    train_images: list[int] = []
+    test_images: list[int] = []
+    test_classes: list[int] = []
+
+
+class HardwareRecord(Part):
+    """The machine of a run."""
+
+    device: str | None = None
+    machine: str | None = None
+    processor: str | None = None
+    system: str | None = None
+    cores: int | None = None
+    threads: int | None = None
+    gpu: str | None = None
+
+
+class RunRecord(Part):
+    """``run.json``: what was run, on what, and at what cost."""
+
+    format: Literal[1] = 1
+    name: str = ""
+    created: str = ""
+    status: Literal["running", "finished"] = "running"
+    config: dict[str, Any] = {}
+    """Settings as stored, possibly by another version."""
+    config_hash: str = ""
+    backbone: BackboneRecord = BackboneRecord()
+    preprocessing: PreprocessingRecord = PreprocessingRecord()
+    data: dict[Literal["train", "test"], ImagesRecord] = {}
+    stream: StreamRecord = StreamRecord()
+    versions: dict[str, str] = {}
+    hardware: HardwareRecord = HardwareRecord()
+    world_size: int = 1
+    evaluated_on: Literal["test", "validation"] = "test"
+    head: str = ""
+    joint: bool = False
+    marks: list[str] = []
+    skipped: list[str] = []
+    time: dict[str, float] = {}
+    peak_memory_mb: float | None = None
+    trainable_parameters: int | None = None
+    model_mb: dict[str, float] = {}
+    audit: dict[str, Any] = {}
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return str(self.config.get("method", {}).get("name", ""))
+
+    @property
+    def benchmark(self) -> str:
+        """Name of the benchmark, or the folder of its images."""
+        return str(self.config.get("data", {}).get("benchmark", ""))
+
+    @property
+    def preset(self) -> str | None:
+        """The preset that the settings were laid over."""
+        return self.config.get("preset") or None
+
+    @cached_property
+    def settings(self) -> RunConfig | None:
+        """All settings, younger ones at their defaults; None if another version made them."""
+        try:
+            return parse_config(self.config)
+        except UserError:
+            return None
+
+    @cached_property
+    def flat_settings(self) -> dict[str, Value]:
+        """All settings by dotted names; as stored if another version made them."""
+        return flatten(self.settings.model_dump(mode="json") if self.settings else self.config)
+
+    @cached_property
+    def preset_settings(self) -> dict[str, Value] | None:
+        """All settings of the preset, or else the defaults, by dotted names; None if another version made them."""
+        defaults = {"data": {"benchmark": self.benchmark}, "method": {"name": self.method}}
+        try:
+            chosen = presets.of_run(self.preset, self.config, self.config["data"].get("tasks")) or defaults
+            return flatten(parse_config(chosen).model_dump(mode="json"))
+        except UserError:
+            return None
+
+    @cached_property
+    def preset_overrides(self) -> dict[str, Value]:
+        """Settings that differ from the preset, or else from the defaults, by dotted names, except seeds."""
+        own, base = without_paths(self.flat_settings), self.preset_settings or {}
+        return {name: own[name] for name in own if own[name] != base.get(name) and not name.startswith("seeds.")}
+
+
+class Accuracy(Part):
+    """``accuracy.json``: row i, column j is the accuracy in % on task i after step j."""
+
+    matrix: list[list[Finite | None]]
+    final: Finite = Field(alias="FAA")
+    cumulative: Finite = Field(alias="CAA")
+    forgetting: Finite | None = None
+    finished_steps: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        size = len(self.matrix)
+        if any(len(row) != size for row in self.matrix):
+            raise ValueError(f"the matrix is not square: {size} rows of {[len(row) for row in self.matrix]}")
+        if self.finished_steps > size:
+            raise ValueError(f"finished_steps is {self.finished_steps}, but the matrix has {size} tasks")
+        missing = [(i, j) for j in range(self.finished_steps) for i in range(j + 1) if self.matrix[i][j] is None]
+        if missing:
+            task, step = missing[0]
+            raise ValueError(f"the matrix has no accuracy on task {task + 1} after step {step + 1}")
+        if abs(self.averages[-1] - self.final) > 0.05:
+            raise ValueError(f"FAA is {self.final}, but the matrix gives {self.averages[-1]:.2f} after the last step")
+        return self
+
+    @property
+    def averages(self) -> list[float]:
+        """Average accuracy over the tasks seen, after each finished step."""
+        columns = ([row[step] for row in self.matrix[: step + 1]] for step in range(self.finished_steps))
+        return [math.fsum(value or 0.0 for value in column) / len(column) for column in columns]
+
+
+class Similarity(Part):
+    """Similarity of the prompts of different classes."""
+
+    labels: list[str]
+    matrix: list[list[Finite]] = Field(min_length=1)
+    mean: Finite
+    initial_mean: Finite | None = None
+    per_block: dict[str, Finite] = {}
+    effective_rank: Finite | None = None
+    initial_effective_rank: Finite | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if {len(self.labels)} != {len(self.matrix), *map(len, self.matrix)}:
+            raise ValueError(f"the matrix does not have one row and one column per label ({len(self.labels)})")
+        return self
+
+
+class Relevance(Part):
+    """Use of each prompt distribution in each block."""
+
+    blocks: list[int] = Field(min_length=1)
+    usage: list[list[Finite]]
+    entropy: list[Finite]
+    max_weight: list[Finite] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        lengths = {len(self.usage), len(self.entropy), len(self.max_weight or self.blocks)}
+        if lengths != {len(self.blocks)} or len({len(row) for row in self.usage}) != 1 or not self.usage[0]:
+            raise ValueError(f"usage, entropy and max_weight do not fit the {len(self.blocks)} blocks")
+        return self
+
+
+class Queries(Part):
+    """Queries of one task in the plane."""
+
+    points: list[tuple[Finite, Finite]] = Field(min_length=1)
+    labels: list[Annotated[int, Field(ge=0)]]
+    names: list[str]
+    embedding: str = "t-SNE"
+    task: int = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.labels) != len(self.points) or max(self.labels) >= len(self.names):
+            raise ValueError("points, labels and names do not fit each other")
+        return self
+
+
+class Diagnostics(Part):
+    """``diagnostics.json``: any part may be missing."""
+
+    similarity: Similarity | None = None
+    relevance: Relevance | None = None
+    queries: Queries | None = None
+
+
+class _Epoch(Part):
+    """A line of ``events.jsonl`` with a training loss."""
+
+    task: int
+    epoch: int
+    loss: float | None
+
+
+Kind = TypeVar("Kind", bound=Part)
+
+
+def _checked(kind: type[Kind], content: object, path: Path) -> Kind:
+    """Parse a part of a file; an error names the file and the first invalid entry."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        words = (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))
+        raise UserError(f"{path} is malformed: {': '.join(filter(None, words))}") from error
+
+
+# The folder
 
 
 class Run:
@@ -54,7 +320,7 @@ class Run:
         self._events = folder / "events.jsonl"
 
     @classmethod
-    def create(cls, folder: Path, record: Mapping[str, Any]) -> "Run":
+    def create(cls, folder: Path, record: RunRecord) -> "Run":
         """Make a new folder; one that holds anything is refused."""
         refuse_used(folder)
         run = cls(folder)
@@ -63,7 +329,7 @@ class Run:
             run.model.mkdir(exist_ok=True)
         except OSError as problem:
             raise write_error(folder, problem) from problem
-        write_json(folder / "run.json", {"format": FORMAT, **record})
+        write_json(folder / "run.json", {"format": FORMAT, **record.to_json()})
         return run
 
     @classmethod
@@ -80,19 +346,58 @@ class Run:
         return cls(folder)
 
     @property
-    def record(self) -> dict[str, Any]:
-        """What ``run.json`` says."""
-        return dict(read_json(self.folder / "run.json"))
+    def record(self) -> RunRecord:
+        """Content of ``run.json``."""
+        return _checked(RunRecord, read_json(self.folder / "run.json"), self.folder / "run.json")
 
     @property
     def config(self) -> RunConfig:
         """The run's settings."""
-        return parse_config(self.record["config"])
+        return parse_config(self.record.config)
 
     @property
     def finished(self) -> bool:
         """Whether all tasks were learned."""
-        return bool(self.record.get("status") == "finished")
+        return self.record.status == "finished"
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """Content of ``accuracy.json``, checked."""
+        path = self.folder / "accuracy.json"
+        content = read_json(path) if path.is_file() else {"finished_steps": 0}
+        if isinstance(content, dict) and content.get("finished_steps") == 0:
+            raise UserError(f"{self.folder} has nothing to report yet: no task is finished (see accuracy.json)")
+        accuracy, tasks = _checked(Accuracy, content, path), len(self.record.stream.tasks)
+        if len(accuracy.matrix) > tasks:
+            raise UserError(f"{path} has {len(accuracy.matrix)} tasks, but run.json has {tasks}")
+        return accuracy
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """Content of ``diagnostics.json``, checked."""
+        path = self.folder / "diagnostics.json"
+        return _checked(Diagnostics, read_json(path), path) if path.is_file() else Diagnostics()
+
+    @property
+    def losses(self) -> list[list[tuple[int, float]]]:
+        """Training loss of each task by epoch; after a resume the last event of an epoch counts."""
+        path = self._events
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        losses: dict[int, dict[int, float]] = {}
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                if number == len(lines):
+                    break  # a killed run may leave half a line
+                raise UserError(f"{path} is malformed: line {number} is not JSON: {error}") from error
+            if isinstance(event, dict) and event.get("event") == "epoch":
+                epoch = _checked(_Epoch, event, path)
+                losses.setdefault(epoch.task, {})[epoch.epoch] = math.nan if epoch.loss is None else epoch.loss
+        return [sorted(losses[task].items()) for task in sorted(losses)]
 
     @property
     def matrix(self) -> NDArray[np.float64]:
@@ -106,7 +411,7 @@ class Run:
 
     def update(self, **values: Any) -> None:
         """Change entries of ``run.json``."""
-        write_json(self.folder / "run.json", {**self.record, **values})
+        write_json(self.folder / "run.json", {**read_json(self.folder / "run.json"), **values})
 
     def write_accuracy(self, matrix: NDArray[np.float64]) -> None:
         """Write the accuracy matrix and what follows from it."""
@@ -161,8 +466,6 @@ def _negligible(entry: Path) -> bool:
 
 
 RECORDS_FORMAT = 1
-
-
 _INSIDE = ("mean", "initial_mean", "effective_rank", "initial_effective_rank")
 
 
@@ -171,7 +474,7 @@ class Recorded:
     """A finished run: settings, weights, split, versions and hardware, accuracy, likeness of its prompts."""
 
     where: str
-    record: Mapping[str, Any]
+    record: RunRecord
     matrix: NDArray[np.float64]
     similarity: Mapping[str, float]
 
@@ -185,22 +488,13 @@ class Recorded:
     def line(self) -> str:
         """As a line of a book, without any path of this machine."""
         entry = {"where": self.where, "matrix": metrics.to_json(self.matrix), "similarity": dict(self.similarity)}
-        return json.dumps(
-            with_hash(without_paths({"book": RECORDS_FORMAT, **entry, "run": self.record})), allow_nan=False
-        )
+        content = {"book": RECORDS_FORMAT, **entry, "run": self.record.to_json()}
+        return json.dumps(with_hash(without_paths(content)), allow_nan=False)
 
 
 def is_absolute(text: str) -> bool:
     """Whether a text is a path from the root of some machine."""
     return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
-
-
-def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """All settings of a record, those that are younger as they are by default; None where another version made it."""
-    try:
-        return parse_config(config).model_dump(mode="json")
-    except UserError:
-        return None
 
 
 def without_paths(value: Any) -> Any:
@@ -238,9 +532,10 @@ def read_book(path: Path) -> list[Recorded]:
         raise UserError(f"{path} is not a book of results, or it is damaged: {problem}") from None
 
 
-def _parse(entry: Mapping[str, Any]) -> Recorded:
+def _parse(entry: Any) -> Recorded:
     if entry["book"] != RECORDS_FORMAT:
         raise ValueError(f"it has format {entry['book']!r}, this version reads {RECORDS_FORMAT}")
     if is_changed(entry):
         raise ValueError(f"the line of {entry['where']} was changed by hand: it has not the hash that it records")
-    return Recorded(entry["where"], entry["run"], metrics.from_json(entry["matrix"]), entry["similarity"])
+    record, matrix = RunRecord.model_validate(entry["run"]), metrics.from_json(entry["matrix"])
+    return Recorded(entry["where"], record, matrix, entry["similarity"])

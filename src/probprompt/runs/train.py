@@ -45,7 +45,7 @@ from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.checkpoint import Position, Saved, Saving, load_checkpoint, save_checkpoint
-from probprompt.runs.run import Run, config_hash, refuse_used
+from probprompt.runs.run import Run, RunRecord, config_hash, refuse_used
 from probprompt.storage import write_json
 
 TRACKERS = {"tensorboard": ("torch.utils.tensorboard", "track"), "trackio": ("trackio",) * 2, "wandb": ("wandb",) * 2}
@@ -150,19 +150,18 @@ def resume(out: Path, device: str | None = None, progress: ProgressCallback = SI
         return run
     with run.locked() if from_environment().writes else nullcontext():
         record = run.record
-        begun_on = record["hardware"]["device"]
+        begun_on = record.hardware.device
         world, place = join(pick_device(device or begun_on))
         with world.in_turn():
-            weights = record["backbone"]
-            precision = weights.get("precision")
-            workshop = prepare(run.config, place, progress, weights["sha256"], world, precision, out)
+            weights = record.backbone
+            workshop = prepare(run.config, place, progress, weights.sha256, world, weights.precision, out)
         if workshop.device.type != begun_on:
             progress.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
-        workshop.learner.viewer.check_record(record["preprocessing"])
+        workshop.learner.viewer.check_record(record.preprocessing.to_json())
         _refuse_changed_data(record, workshop)
         saved = None
         if run.checkpoint.exists():
-            saved = load_checkpoint(run.checkpoint, record["config_hash"], workshop.device)
+            saved = load_checkpoint(run.checkpoint, record.config_hash, workshop.device)
             saved.restore(workshop.learner, workshop.tasks)
         position = saved.position if saved else Position()
         more = {} if world.alone else {"world_size": world.size}
@@ -285,12 +284,12 @@ def _names(workshop: TrainingSetup) -> list[list[str]]:
     return [order[task.first : task.first + task.classes] for task in workshop.tasks]
 
 
-def describe(workshop: TrainingSetup, name: str) -> dict[str, Any]:
+def describe(workshop: TrainingSetup, name: str) -> RunRecord:
     """The record of a run before it starts."""
     config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
     names = _names(workshop)
     viewer = workshop.learner.viewer
-    return {
+    content = {
         "name": name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "status": "running",
@@ -324,24 +323,25 @@ def describe(workshop: TrainingSetup, name: str) -> dict[str, Any]:
         "marks": list(config.method.marks()),
         "skipped": workshop.skipped,
     }
+    return RunRecord.model_validate(content)
 
 
-def _refuse_changed_data(record: dict[str, Any], workshop: TrainingSetup) -> None:
-    stream, remedy = record["stream"], "put them back as they were, or start a new run"
+def _refuse_changed_data(record: RunRecord, workshop: TrainingSetup) -> None:
+    stream, remedy = record.stream, "put them back as they were, or start a new run"
     sides = {"train": workshop.learner.images.sha256, "test": workshop.scorer.images.sha256}
-    pixels = {side: record.get("data", {}).get(side, {}).get("pixels_sha256") for side in sides}
+    pixels = {side: (images.pixels_sha256 or "", sides[side] or "") for side, images in record.data.items()}
     for what, before, after in (
-        ("tasks", stream["order_hash"], workshop.order_hash),
-        ("images", stream["split_hash"], workshop.split_hash),
+        ("tasks", stream.order_hash, workshop.order_hash),
+        ("images", stream.split_hash, workshop.split_hash),
         # Pixels of files have a hash only where they are kept on disk.
-        *((f"pixels of the {side} images", pixels[side], now) for side, now in sides.items() if now and pixels[side]),
+        *((f"pixels of the {side} images", *hashes) for side, hashes in pixels.items() if all(hashes)),
     ):
         if before != after:
             raise UserError(
                 f"the {what} of {workshop.config.data.benchmark} are not those the run began with "
                 f"(hash {before[:12]}, now {after[:12]}): {remedy}"
             )
-    changed = sorted(set(record["skipped"]) ^ set(workshop.skipped))
+    changed = sorted(set(record.skipped) ^ set(workshop.skipped))
     if changed:
         raise UserError(f"other images can be read than when the run began ({shorten(changed)}): {remedy}")
 
@@ -378,7 +378,7 @@ class RunLoop(Callbacks):
         self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
         self.learner, count = workshop.learner, len(workshop.tasks)
         self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
-        self.hash = run.record["config_hash"]
+        self.hash = run.record.config_hash
         self.writes = workshop.world.writes
         self._begun = time.perf_counter()
         self._before = sum(self.position.seconds.values())
@@ -465,8 +465,8 @@ class RunLoop(Callbacks):
             "marks": list(config.method.marks()),
             "head": config.head.model_dump(mode="json"),
             "seed": config.seeds.init,
-            "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record["backbone"]["sha256"]},
-            "preprocessing": record["preprocessing"],
+            "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record.backbone.sha256},
+            "preprocessing": record.preprocessing.to_json(),
             "classes": [name for group in names[: task.index + 1] for name in group],
             "task_sizes": [len(group) for group in names[: task.index + 1]],
             "adapted_tasks": sum(self.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
@@ -499,14 +499,13 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
     if not workshop.world.writes:
         return {}
-    found: dict[str, Any] = {}
-    if every:
-        found["relevance"] = diagnostics.component_usage(model.method, torch.cat(every))
+    relevance = diagnostics.component_usage(model.method, torch.cat(every)) if every else None
     adapted = [task.classes for task in workshop.tasks if workshop.learner.adapts(task)]
     fresh = build_method(workshop.config, workshop.backbone, workshop.device, adapted)
-    found["similarity"] = diagnostics.prompt_diversity(model.method, fresh, single, names)
-    found["queries"] = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
-    return {name: part for name, part in found.items() if part is not None}
+    similarity = diagnostics.prompt_diversity(model.method, fresh, single, names)
+    queries = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
+    parts = {"relevance": relevance, "similarity": similarity, "queries": queries}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _peak_memory(device: torch.device) -> float:
