@@ -16,7 +16,7 @@ from torch import Tensor
 
 from probprompt import methods
 from probprompt.backbones.vit import FrozenViT
-from probprompt.cli.cmd_audit import run_audit
+from probprompt.cli import cmd_audit
 from probprompt.config import parse_config
 from probprompt.data.image_store import ImageStore, Loaded
 from probprompt.engine.learner import Learner
@@ -577,12 +577,11 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setenv("COLUMNS", "140")
 
     def call(target: object = None, method: str | None = None, every: bool = False, **given: Any) -> tuple[int, str]:
-        defaults: dict[str, Any] = {"assignments": [], "data": None, "images": None, "precision": "fp32"}
         code = 0
         capsys.readouterr()
         try:
             text = None if target is None else str(target)
-            run_audit(text, method, every, **{**defaults, "device": "cpu", "out": None, **given})
+            cmd_audit.audit(text, method, every, **{"device": "cpu", **given})
         except typer.Exit as end:
             code = end.exit_code
         return code, capsys.readouterr().out

@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 from probprompt import api, presets
-from probprompt.cli import Interrupted
-from probprompt.cli.cmd_compare import GridScreen, read_spec, run_compare
+from probprompt.cli import cmd_compare
+from probprompt.cli.cmd_compare import read_spec
+from probprompt.cli.grid_screen import GridScreen
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
-from probprompt.errors import UserError
+from probprompt.errors import Interrupted, UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as grids
 from probprompt.runs.executors import (
@@ -418,8 +419,8 @@ def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any)
     """The command on a grid of which one cell diverges."""
     assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
-    vary = ["head_rate=0.01,1e30"]
-    run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)
+    settings = {"assignments": assignments, "vary": ["head_rate=0.01,1e30"], "show_only": show_only}
+    cmd_compare.compare(**{**chosen, **settings, **given}, out=out, device="cpu")
 
 
 def test_a_real_grid_is_run_once_and_a_failure_is_told_in_the_end(
@@ -463,7 +464,7 @@ def test_an_interrupted_command_says_how_to_go_on(
 
 def test_runs_and_a_grid_cannot_be_asked_for_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--from takes runs that are there"):
-        run_compare(None, options(methods=["apt"]), [], [], [tmp_path], None, None, False)
+        cmd_compare.compare(methods=["apt"], runs=[tmp_path])
 
 
 # What the screen shows

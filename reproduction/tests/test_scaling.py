@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from probprompt.bench import measure, record
+from probprompt.bench import measure, results
 from probprompt.bench.synthetic import Scale
 from probprompt.config import RunConfig, parse_config
 from probprompt.errors import UserError
@@ -105,7 +105,7 @@ def test_ends_of_tasks_are_measured_only_if_quick(
 
 def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = Axis("classes", "classes", (20, 40))
-    curve = scaling.measure_curve(axis, _config(), CPU, 0.002, ProgressCallback())
+    curve: Any = scaling.measure_curve(axis, _config(), CPU, 0.002, ProgressCallback())
     assert [point["value"] for point in curve["points"]] == [20, 40]
     for point in curve["points"]:
         assert min(point["training_images_per_s"], point["inference_images_per_s"], point["closing_s"]) > 0
@@ -132,7 +132,7 @@ def test_growth_is_recorded_drawn_and_compared(
     answer = reproduction("scaling", "batch", "image-size", *small, "--out", first, "--plot", tmp_path / "1.png")
     assert answer.code == 0, answer.err
     assert "batch: probprompt on test_vit" in answer.out and "memory in training: exponent" in answer.out
-    grown = record.read_record(first)["growth"]
+    grown = results.read_record(first)["growth"]
     assert [curve["axis"] for curve in grown] == ["batch", "image-size"]
     assert 0 < grown[0]["exponents"]["memory"]["whole"] < 1.1
     answer = reproduction("scaling", "batch", *small, "--out", second, "--against", first)

@@ -1,27 +1,37 @@
 """What the user sees in the terminal: progress bars and tables."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from probprompt.progress import ProgressCallback
-from probprompt.runs.run import Run
+
+if TYPE_CHECKING:
+    from probprompt.runs.run import Run
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-
-
 WIDE = 10_000  # columns: more than any table has
-
-
 WORDS = 16  # columns that words need at least to be read
+REMARK = TextColumn("{task.fields[remark]}")
 
 
 class Screen(ProgressCallback):
@@ -40,24 +50,37 @@ class Screen(ProgressCallback):
         """Print a heading."""
         self.console.print(text, style="bold")
 
+    def _bars(self, width: int, *columns: ProgressColumn) -> Progress:
+        """Bars that are drawn in a terminal only."""
+        first = TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=20)
+        return Progress(*first, *columns, console=self.console, disable=not self.console.is_terminal)
+
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
         """A bar for this stage."""
-        columns = (
-            TextColumn("{task.description:<14}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[remark]}"),
-        )
         self._remark = ""
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+        timer = TimeRemainingColumn(elapsed_when_finished=True)
+        with self._bars(14, MofNCompleteColumn(), timer, REMARK) as progress:
             self._progress = progress
             self._bar = progress.add_task(description, total=total, remark="")
             yield
             if not self.console.is_terminal:
                 self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
         self._progress = None
+
+    @contextmanager
+    def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
+        """A bar of bytes, with their speed and the time that is left."""
+        timer = TimeRemainingColumn(elapsed_when_finished=True)
+        with self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer) as progress:
+            self._progress = progress
+            self._bar = progress.add_task(description, total=total, completed=done)
+            try:
+                yield
+            finally:
+                self._progress = None
+        if not self.console.is_terminal:
+            self.say(f"{description}: done")
 
     def advance(self, steps: int) -> None:
         """Move the bar."""
@@ -96,6 +119,11 @@ class Screen(ProgressCallback):
         for name, *rest in rows:
             self.entry(name, zip(header[1:], rest, strict=True))
 
+    def fits(self, table: Table) -> bool:
+        """Return True if the terminal is wide enough for a table."""
+        options = self.console.options.update(width=WIDE)
+        return Measurement.get(self.console, options, table).maximum <= self.console.width
+
     def entry(self, name: str, parts: Iterable[tuple[str, str]]) -> None:
         """A row that is too wide for one line: its name, and under it what the columns say."""
         self.say(name)
@@ -126,25 +154,22 @@ class Screen(ProgressCallback):
         steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
         rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
         whole = _table(("", *steps), rows)
-        if Measurement.get(self.console, self.console.options.update(width=WIDE), whole).maximum <= self.console.width:
+        if self.fits(whole):
             self.console.print(whole)
             return
         ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
-        self.console.print(_table(("", "when learned", "in the end"), ends))
+        self.figures(("", "when learned", "in the end"), ends)
 
     def _summary(self, runs: Sequence[Run]) -> None:
         keys = ("FAA", "CAA", "forgetting")
-        rows = []
-        for run in runs:
-            values = run.metrics
-            rows.append((run.record["config"]["method"]["name"], *(f"{values[key]:.2f}" for key in keys)))
+        rows = [(run.record["config"]["method"]["name"], *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
         self.say("")
-        self.console.print(_table(("", *keys), rows))
+        self.figures(("", *keys), rows)
         self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
 
 def _cell(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.1f}"
+    return "" if math.isnan(value) else f"{value:.1f}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
