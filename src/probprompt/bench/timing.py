@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, TypedDict
+from unittest import mock
 
 import numpy as np
 import torch
@@ -206,25 +207,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             own[name] = before
 
 
-@contextmanager
-def _plain_steps() -> Iterator[None]:
-    """Keep the engine from capturing steps inside the block: a replayed one cannot be timed call by call."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "off"
-    try:
-        yield
-    finally:
-        del os.environ[SWITCH]
-        if before is not None:
-            os.environ[SWITCH] = before
-
-
 def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
     """Return the share of each stage in this many training steps."""
     learner, device, task = setup.learner, setup.device, setup.steps_of(steps)
     watch = Stopwatch(device)
     with ExitStack() as stack:
-        stack.enter_context(_plain_steps())
+        stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # a replayed step cannot be timed by call
         optimizer = learner.optimiser(task)  # a new one, so that the engine makes a new step
         learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
         for owner, name, stage in _calls(setup, optimizer):

@@ -1,18 +1,17 @@
 """The command ``audit``: look for leaks, show a table, write the report, and exit with 1 where there is a leak."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from probprompt.cli.console import Screen
 from probprompt.cli.options import Device, Precision
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
-    from probprompt.cli.console import Screen
     from probprompt.evaluation.audit import Audit, Check
     from probprompt.runs.leak_audit import AuditReport
 
@@ -32,26 +31,25 @@ _WORDS = {
 def audit(
     target: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[RUN|MODEL|BENCHMARK]",
             help="A run's or a model's folder; with --method or --all a benchmark.",
             show_default="emoji-r",
         ),
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Train this method on a few images and audit it.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Train and audit every method.")] = False,
+    method: Annotated[str | None, Option(help="Train this method on a few images and audit it.")] = None,
+    every: Annotated[bool, Option("--all", help="Train and audit every method.")] = False,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of that training.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting of that training.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Images for a saved model: a folder or a benchmark.")] = None,
-    images: Annotated[int | None, typer.Option(min=2, help="How many images: 64 for a model, 32 for a method.")] = None,
-    precision: Annotated[Precision, typer.Option(help="What the backbone computes in.")] = Precision.fp32,
+    data: Annotated[str | None, Option(help="Images for a saved model: a folder or a benchmark.")] = None,
+    images: Annotated[int | None, Option(min=2, help="How many images: 64 for a model, 32 for a method.")] = None,
+    precision: Annotated[Precision, Option(help="What the backbone computes in.")] = Precision.fp32,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the proof to a JSON file, too.")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the proof to a JSON file, too.")] = None,
 ) -> None:
     """Prove that predictions depend on their own image alone; a leak is told with exit code 1."""
     from probprompt import methods
-    from probprompt.cli.console import Screen
     from probprompt.config import apply_assignments
     from probprompt.engine.build import pick_device
     from probprompt.runs import leak_audit
@@ -85,7 +83,7 @@ def audit(
         raise typer.Exit(LEAK)
 
 
-def _show(screen: Screen, proofs: Sequence[AuditReport]) -> None:
+def _show(screen: Screen, proofs: "Sequence[AuditReport]") -> None:
     _show_overview(screen, proofs) if len(proofs) > 1 else _show_checks(screen, proofs[0])
     for proof in proofs:
         for mark in proof.about["marks"]:
@@ -93,7 +91,7 @@ def _show(screen: Screen, proofs: Sequence[AuditReport]) -> None:
     screen.say(_statement(proofs[0].audit))
 
 
-def _show_checks(screen: Screen, proof: AuditReport) -> None:
+def _show_checks(screen: Screen, proof: "AuditReport") -> None:
     outcome = proof.audit
     method = proof.about["method"]["name"]
     subject = method if proof.subject == method else f"{proof.subject} ({method})"
@@ -104,7 +102,7 @@ def _show_checks(screen: Screen, proof: AuditReport) -> None:
     screen.say(f"\n{verdict}")
 
 
-def _line(check: Check) -> tuple[str, ...]:
+def _line(check: "Check") -> tuple[str, ...]:
     compared = f"{check.question} ({check.note})" if check.note else check.question
     if check.worst is None:
         return check.name, compared, "", "", "", "", _verdict(check)
@@ -113,7 +111,7 @@ def _line(check: Check) -> tuple[str, ...]:
     return check.name, compared, worst, f"{check.tolerance:g}", beyond, changed, _verdict(check)
 
 
-def _show_overview(screen: Screen, proofs: Sequence[AuditReport]) -> None:
+def _show_overview(screen: Screen, proofs: "Sequence[AuditReport]") -> None:
     """Show one line per method."""
     from rich.table import Table
 
@@ -130,11 +128,11 @@ def _show_overview(screen: Screen, proofs: Sequence[AuditReport]) -> None:
     screen.say(f"\n{verdict}\nThe columns in full, with numbers: probprompt audit --method NAME")
 
 
-def _verdict(check: Check) -> str:
+def _verdict(check: "Check") -> str:
     return {True: "ok", False: "LEAK", None: "-"}[check.passed]
 
 
-def _statement(outcome: Audit) -> str:
+def _statement(outcome: "Audit") -> str:
     """Say how it was measured, and what counts as a leak."""
     from probprompt.evaluation.audit import TOLERANCES
 

@@ -1,13 +1,12 @@
 """The command ``bench``: measure, show tables, write a record, compare with an earlier one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
+from probprompt.cli.console import Screen
 from probprompt.cli.options import Assignments, Device, Precision, Preset
 from probprompt.errors import UserError
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
     from probprompt.bench.results import BenchRecord, Entry
     from probprompt.bench.timing import Rate
-    from probprompt.cli.console import Screen
     from probprompt.config import RunConfig
 
 _DEFAULTS = {"cpu": ("demo", 16), "cuda": ("vit_base_patch16_224", 128)}
@@ -27,29 +25,28 @@ _NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
 def bench(
-    method: Annotated[str | None, typer.Option(help="What to measure.", show_default="probprompt")] = None,
+    method: Annotated[str | None, Option(help="What to measure.", show_default="probprompt")] = None,
     methods: Annotated[
-        list[str] | None, typer.Option(help="Several methods, with commas between; all: a cost table of every one.")
+        list[str] | None, Option(help="Several methods, with commas between; all: a cost table of every one.")
     ] = None,
     backbone: Annotated[
-        str | None, typer.Option(help="As in training, with random weights.", show_default="demo; on a GPU ViT-B/16")
+        str | None, Option(help="As in training, with random weights.", show_default="demo; on a GPU ViT-B/16")
     ] = None,
     preset: Preset = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.", show_default="16; on a GPU 128")] = None,
-    image_size: Annotated[int | None, typer.Option(min=8, help="Side of the images; the backbone's own.")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="What the backbone computes in.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Images per step.", show_default="16; on a GPU 128")] = None,
+    image_size: Annotated[int | None, Option(min=8, help="Side of the images; the backbone's own.")] = None,
+    precision: Annotated[Precision | None, Option(help="What the backbone computes in.")] = None,
     assignments: Assignments = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.01, help="For each measurement.", show_default="5; 1 where there are many")
+        float | None, Option(min=0.01, help="For each measurement.", show_default="5; 1 where there are many")
     ] = None,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a record in JSON.")] = None,
-    against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with an earlier record.")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write a record in JSON.")] = None,
+    against: Annotated[Path | None, Option(metavar="FILE", help="Compare with an earlier record.")] = None,
 ) -> None:
     """Measure what training and prediction cost on this machine."""
     from probprompt.bench.measure import Peaks, measure_each
     from probprompt.bench.results import make_record, read_record, refuse_unwritable, write_record
-    from probprompt.cli.console import Screen
     from probprompt.engine.build import pick_device
     from probprompt.methods import registered
 
@@ -87,8 +84,8 @@ def bench_config(
     given: Mapping[str, Mapping[str, Any]],
     preset: str | None,
     assignments: Sequence[str],
-    device: torch.device,
-) -> RunConfig:
+    device: "torch.device",
+) -> "RunConfig":
     """Return the settings: the preset or the defaults of this device, then the options, then the assignments."""
     from probprompt import presets
     from probprompt.config import apply_assignments, merge, parse_config
@@ -101,13 +98,13 @@ def bench_config(
     return parse_config(merge({"backbone": {"name": backbone}, "training": {"batch": batch}}, settings))
 
 
-def _machine(record: BenchRecord) -> str:
+def _machine(record: "BenchRecord") -> str:
     from probprompt.engine.hardware import chip_words
 
     return chip_words(record["hardware"])
 
 
-def _show_one(screen: Screen, record: BenchRecord, entry: Entry) -> None:
+def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
     from rich.table import Table
 
     from probprompt.cli.console import PLAIN
@@ -133,7 +130,7 @@ def _show_one(screen: Screen, record: BenchRecord, entry: Entry) -> None:
     screen.say(f"warm-up with whatever is compiled in it, not counted: {warm}")
 
 
-def _rows(record: BenchRecord, entry: Entry) -> list[tuple[str, str, str]]:
+def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
     """Return a label, a value and a note for each figure."""
     from probprompt.bench.measure import EPOCH_IMAGES
 
@@ -143,7 +140,7 @@ def _rows(record: BenchRecord, entry: Entry) -> list[tuple[str, str, str]]:
     held = f", {_size(reserved)} reserved" if reserved is not None else ""
     passes = f", {_NUMBERS.get(entry['passes'], entry['passes'])} passes" if entry["passes"] > 1 else ""
 
-    def speed(rate: Rate | None) -> str:
+    def speed(rate: "Rate | None") -> str:
         return f"{rate['images_per_s']:,.1f} images/s" if rate else DASH
 
     def share(flops: float | None, part: float | None) -> str:
@@ -161,7 +158,7 @@ def _rows(record: BenchRecord, entry: Entry) -> list[tuple[str, str, str]]:
     ]
 
 
-def _show_costs(screen: Screen, record: BenchRecord) -> None:
+def _show_costs(screen: Screen, record: "BenchRecord") -> None:
     """Show the paper's cost table, with what else was measured."""
     from probprompt.bench.measure import EPOCH_IMAGES
 
@@ -182,7 +179,7 @@ def _show_costs(screen: Screen, record: BenchRecord) -> None:
         screen.say("Where features never change they are computed once: training is then that of the head alone.")
 
 
-def show_ratios(screen: Screen, before: BenchRecord, now: BenchRecord) -> None:
+def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord") -> None:
     """Show every figure relative to the earlier one, and which settings differ."""
     from probprompt.bench.results import differences, matched, ratios
 

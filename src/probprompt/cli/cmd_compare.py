@@ -1,15 +1,14 @@
 """The command ``compare``: a grid of runs, then the tables."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from probprompt.cli.console import Screen
 from probprompt.cli.options import (
     VALIDATION,
     Assignments,
@@ -24,18 +23,17 @@ from probprompt.cli.options import (
 from probprompt.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from probprompt.cli.console import Screen
     from probprompt.report.compare import Comparison
     from probprompt.runs.grid import GridSpec, Outcome
 
 
 def compare(
-    grid: Annotated[Path | None, typer.Argument(help="A grid in a TOML file (see examples/compare.toml).")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="Methods, with commas between; all: every one.")] = None,
-    benchmarks: Annotated[list[str] | None, typer.Option(help="Benchmarks or folders, with commas between.")] = None,
-    seeds: Annotated[list[str] | None, typer.Option(help="0,1,2 or 0-4.", show_default="0,1,2")] = None,
+    grid: Annotated[Path | None, Argument(help="A grid in a TOML file (see examples/compare.toml).")] = None,
+    methods: Annotated[list[str] | None, Option(help="Methods, with commas between; all: every one.")] = None,
+    benchmarks: Annotated[list[str] | None, Option(help="Benchmarks or folders, with commas between.")] = None,
+    seeds: Annotated[list[str] | None, Option(help="0,1,2 or 0-4.", show_default="0,1,2")] = None,
     presets: Annotated[
-        list[str] | None, typer.Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
+        list[str] | None, Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
     ] = None,
     backbone: Backbone = None,
     weights: Weights = None,
@@ -45,29 +43,29 @@ def compare(
     skip_unreadable: SkipUnreadable = False,
     assignments: Assignments = None,
     vary: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=A,B", help="Values of a setting to try; may be repeated.")
+        list[str] | None, Option(metavar="KEY=A,B", help="Values of a setting to try; may be repeated.")
     ] = None,
     runs: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="RUN", help="Tabulate runs that are there: one, a folder of them, or a book."),
+        Option("--from", metavar="RUN", help="Tabulate runs that are there: one, a folder of them, or a book."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
+    out: Annotated[Path | None, Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
     device: Device = None,
-    show_only: Annotated[bool, typer.Option("--no-run", help="Only tabulate what is finished.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Cells that run side by side, each in a process.")] = 1,
+    show_only: Annotated[bool, Option("--no-run", help="Only tabulate what is finished.")] = False,
+    workers: Annotated[int, Option(min=1, help="Cells that run side by side, each in a process.")] = 1,
     on: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="CLUSTER",
             help="ray: started here; ray:auto, ray:HOST:PORT or ray://HOST:PORT: one whose machines share --out.",
         ),
     ] = None,
     gpus_per_cell: Annotated[
-        float | None, typer.Option(min=0, help="On Ray; fractions share a GPU.", show_default="1 where there are any")
+        float | None, Option(min=0, help="On Ray; fractions share a GPU.", show_default="1 where there are any")
     ] = None,
-    cpus_per_cell: Annotated[float | None, typer.Option(min=0, help="On Ray.", show_default="1")] = None,
-    book: Annotated[Path | None, typer.Option(help="Write the records of all runs into one JSONL file.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Put the tables into this page of Markdown.")] = None,
+    cpus_per_cell: Annotated[float | None, Option(min=0, help="On Ray.", show_default="1")] = None,
+    book: Annotated[Path | None, Option(help="Write the records of all runs into one JSONL file.")] = None,
+    page: Annotated[Path | None, Option(help="Put the tables into this page of Markdown.")] = None,
 ) -> None:
     """Run a grid of methods, benchmarks, seeds and settings, and set the results side by side."""
     from probprompt import api, distributed
@@ -109,7 +107,7 @@ def compare(
     _conclude(screen, outcomes)
 
 
-def _present(screen: Screen, comparison: Comparison, out: Path, book: Path | None, page: Path | None) -> None:
+def _present(screen: Screen, comparison: "Comparison", out: Path, book: Path | None, page: Path | None) -> None:
     """Write the tables, and show them."""
     from probprompt.cli.grid_screen import show_table
     from probprompt.report.pages import write_comparison, write_page
@@ -131,7 +129,7 @@ def _present(screen: Screen, comparison: Comparison, out: Path, book: Path | Non
         screen.say(f"written: {path}")
 
 
-def _conclude(screen: Screen, outcomes: Sequence[Outcome]) -> None:
+def _conclude(screen: Screen, outcomes: "Sequence[Outcome]") -> None:
     """Tell which cells are not there."""
     failed = [outcome for outcome in outcomes if outcome.problem]
     missing = [outcome for outcome in outcomes if not outcome.run and not outcome.problem]
@@ -150,7 +148,7 @@ def read_spec(
     assignments: Sequence[str],
     vary: Sequence[str],
     options: Mapping[str, Any] | None = None,
-) -> GridSpec:
+) -> "GridSpec":
     """A grid from a file; over it the options, which may be settings by their dotted names."""
     from probprompt.config import flatten, parse_value, read_toml
     from probprompt.data.stream import parse_tasks

@@ -1,38 +1,35 @@
 """The commands ``data get``, ``data check`` and ``data sample``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from probprompt.cli.console import Screen
 from probprompt.errors import Interrupted, UserError, suggest
 
 if TYPE_CHECKING:
-    from probprompt.cli.console import Screen
     from probprompt.data.datasets import Benchmark
     from probprompt.data.published import Dataset
 
 TROUBLE = 1  # exit code
-Quick = Annotated[bool, typer.Option("--quick", help="Only count the images, do not read them.")]
+Quick = Annotated[bool, Option("--quick", help="Only count the images, do not read them.")]
 app = typer.Typer(no_args_is_help=True, help="Bring published datasets onto this machine, and check them.")
 
 
 @app.command("get")
 def get_dataset(
-    name: Annotated[str, typer.Argument(help="cifar100, imagenet-r, cub200, tiny-imagenet or tu-berlin.")],
+    name: Annotated[str, Argument(help="cifar100, imagenet-r, cub200, tiny-imagenet or tu-berlin.")],
     to: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where datasets are kept.", show_default="PROBPROMPT_DATA"),
+        Path | None, Option(metavar="FOLDER", help="Where datasets are kept.", show_default="PROBPROMPT_DATA")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A mirror of the archive; it must have the published hash.")] = None,
-    file: Annotated[Path | None, typer.Option(help="The archive, where it is on this machine already.")] = None,
+    url: Annotated[str | None, Option(help="A mirror of the archive; it must have the published hash.")] = None,
+    file: Annotated[Path | None, Option(help="The archive, where it is on this machine already.")] = None,
     quick: Quick = False,
 ) -> None:
     """Fetch a dataset (going on where it was cut), verify, unpack and check it."""
-    from probprompt.cli.console import Screen
     from probprompt.data.download import get
     from probprompt.data.published import PLACE, data_folder
 
@@ -49,27 +46,24 @@ def get_dataset(
 
 @app.command("check")
 def check_dataset(
-    path: Annotated[str, typer.Argument(help="The folder of a dataset, or the name of a benchmark.")],
+    path: Annotated[str, Argument(help="The folder of a dataset, or the name of a benchmark.")],
     benchmark: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What it should be; found out by its layout by default.")
+        str | None, Option(metavar="NAME", help="What it should be; found out by its layout by default.")
     ] = None,
     quick: Quick = False,
 ) -> None:
     """Compare with the published figures, find unreadable files and images on both sides; exit code 1 on trouble."""
-    from probprompt.cli.console import Screen
-
     _check(_named(path, benchmark), quick, Screen())
 
 
 @app.command("sample")
 def write_pictures(
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
-    classes: Annotated[str, typer.Option(help="How many, or their names with commas between.")] = "4",
-    images: Annotated[int, typer.Option(min=1, help="Pictures of each class.")] = 12,
-    test: Annotated[bool, typer.Option("--test", help="In styles that the others are not drawn in.")] = False,
+    folder: Annotated[Path, Argument(help="A new folder.")],
+    classes: Annotated[str, Option(help="How many, or their names with commas between.")] = "4",
+    images: Annotated[int, Option(min=1, help="Pictures of each class.")] = 12,
+    test: Annotated[bool, Option("--test", help="In styles that the others are not drawn in.")] = False,
 ) -> None:
     """Write pictures to try things with, embedded ones, as a folder of class folders."""
-    from probprompt.cli.console import Screen
     from probprompt.data.datasets import subfolders
     from probprompt.data.emoji_r import write_sample
 
@@ -95,7 +89,7 @@ def list_benchmarks(screen: Screen) -> None:
     screen.say(f"{place}; what is not there is fetched with: probprompt data get NAME")
 
 
-def _here(kind: type[Benchmark]) -> str:
+def _here(kind: "type[Benchmark]") -> str:
     """Return whether the images of a benchmark are on this machine."""
     from probprompt.data.published import Dataset
 
@@ -107,7 +101,7 @@ def _here(kind: type[Benchmark]) -> str:
         return "no"
 
 
-def _named(path: str, name: str | None) -> Benchmark:
+def _named(path: str, name: str | None) -> "Benchmark":
     from probprompt.data import datasets
     from probprompt.data.verify import source_at
 
@@ -119,7 +113,7 @@ def _named(path: str, name: str | None) -> Benchmark:
     return source_at(folder)
 
 
-def _published(name: str) -> type[Dataset]:
+def _published(name: str) -> "type[Dataset]":
     from probprompt.data import datasets
     from probprompt.data.published import Dataset
 
@@ -129,7 +123,7 @@ def _published(name: str) -> type[Dataset]:
     return known[name]
 
 
-def _check(dataset: Benchmark, quick: bool, screen: Screen) -> None:
+def _check(dataset: "Benchmark", quick: bool, screen: Screen) -> None:
     """Show what is right about a dataset and what is not."""
     from probprompt.data.verify import check
 

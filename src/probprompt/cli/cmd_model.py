@@ -1,7 +1,5 @@
 """The commands on a classifier: teach it, ask it, and change what it knows."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -13,20 +11,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from probprompt.cli.console import Screen
 from probprompt.cli.options import Device
 from probprompt.errors import Interrupted, UserError, shorten
 
 if TYPE_CHECKING:
     from probprompt.classifier import ContinualClassifier, Evaluation, LearnReport, Prediction
-    from probprompt.cli.console import Screen
 
 _MOST_RISKS = 10  # shown after learning
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of a classifier.")]
-ImageFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="One folder of images per class.")]
-Version = Annotated[int | None, typer.Option(min=1, help="Another version than the current one.")]
-AsJson = Annotated[bool, typer.Option("--json", help="A JSON object per line.")]
+Model = Annotated[Path, Argument(metavar="MODEL", help="The folder of a classifier.")]
+ImageFolder = Annotated[Path, Argument(metavar="FOLDER", help="One folder of images per class.")]
+Version = Annotated[int | None, Option(min=1, help="Another version than the current one.")]
+AsJson = Annotated[bool, Option("--json", help="A JSON object per line.")]
 
 
 class Known(StrEnum):
@@ -40,33 +38,31 @@ class Known(StrEnum):
 
 
 def learn(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of a classifier, new or there already.")],
+    model: Annotated[Path, Argument(metavar="MODEL", help="The folder of a classifier, new or there already.")],
     folder: ImageFolder,
     known: Annotated[
-        Known, typer.Option(help="Classes known already: refuse them, or learn their images as more of the same.")
+        Known, Option(help="Classes known already: refuse them, or learn their images as more of the same.")
     ] = Known.refuse,
-    name: Annotated[str | None, typer.Option(help="What this is called in the history.")] = None,
-    method: Annotated[str | None, typer.Option(help="Of a new one; see: probprompt list methods.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Of a new one: flagship, ridge, matched or published.")] = None,
+    name: Annotated[str | None, Option(help="What this is called in the history.")] = None,
+    method: Annotated[str | None, Option(help="Of a new one; see: probprompt list methods.")] = None,
+    preset: Annotated[str | None, Option(help="Of a new one: flagship, ridge, matched or published.")] = None,
     backbone: Annotated[
-        str | None,
-        typer.Option(help="Of a new one: demo, or any timm arch.tag.", show_default="a small ViT; on a GPU sup1k"),
+        str | None, Option(help="Of a new one: demo, or any timm arch.tag.", show_default="a small ViT; on a GPU sup1k")
     ] = None,
-    weights: Annotated[str | None, typer.Option(help="Of a new one: a file of weights for that architecture.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Of a new one: epochs where anything is trained.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of a new one: initial parameters, batches.")] = None,
+    weights: Annotated[str | None, Option(help="Of a new one: a file of weights for that architecture.")] = None,
+    epochs: Annotated[int | None, Option(min=1, help="Of a new one: epochs where anything is trained.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Of a new one: initial parameters, batches.")] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of a new one: any setting.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Of a new one: any setting.")
     ] = None,
     keep_versions: Annotated[
-        int | None, typer.Option(min=1, help="How many versions can be gone back to.", show_default="10")
+        int | None, Option(min=1, help="How many versions can be gone back to.", show_default="10")
     ] = None,
     device: Device = None,
 ) -> None:
     """Learn new classes from a folder of class folders; the images are not needed again."""
     from probprompt.classifier import changing
     from probprompt.classifier.store import Store
-    from probprompt.cli.console import Screen
     from probprompt.config import apply_assignments, merge
 
     given = {"method": method, "preset": preset, "backbone": backbone, "epochs": epochs, "seed": seed}
@@ -87,7 +83,7 @@ def learn(
     _show_lesson(screen, model, classifier, report)
 
 
-def _show_lesson(screen: Screen, model: Path, classifier: ContinualClassifier, report: LearnReport) -> None:
+def _show_lesson(screen: Screen, model: Path, classifier: "ContinualClassifier", report: "LearnReport") -> None:
     for warning in report.warnings:
         screen.say(warning)
     new = f"{len(report.classes)} new class(es)" if report.classes else ""
@@ -108,10 +104,9 @@ def _show_lesson(screen: Screen, model: Path, classifier: ContinualClassifier, r
     screen.say(f"version {report.version} saved: {model}")
 
 
-def forget(model: Model, name: Annotated[str, typer.Argument(metavar="CLASS", help="The class to forget.")]) -> None:
+def forget(model: Model, name: Annotated[str, Argument(metavar="CLASS", help="The class to forget.")]) -> None:
     """Forget a class, as if its images had never been learned."""
     from probprompt.classifier import changing
-    from probprompt.cli.console import Screen
 
     with _unchanged(model), changing(model) as classifier:
         classifier.forget(name)
@@ -125,12 +120,11 @@ def forget(model: Model, name: Annotated[str, typer.Argument(metavar="CLASS", he
 
 def rename(
     model: Model,
-    old: Annotated[str, typer.Argument(metavar="CLASS", help="The class to rename.")],
-    new: Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")],
+    old: Annotated[str, Argument(metavar="CLASS", help="The class to rename.")],
+    new: Annotated[str, Argument(metavar="NAME", help="Its new name.")],
 ) -> None:
     """Give a class another name."""
     from probprompt.classifier import changing
-    from probprompt.cli.console import Screen
 
     with _unchanged(model), changing(model) as classifier:
         classifier.rename(old, new)
@@ -138,11 +132,10 @@ def rename(
 
 
 def rollback(
-    model: Model, to: Annotated[int, typer.Option("--to", metavar="N", min=1, help="The version to go back to.")]
+    model: Model, to: Annotated[int, Option("--to", metavar="N", min=1, help="The version to go back to.")]
 ) -> None:
     """Make an earlier version the current one again; no version is lost by it."""
     from probprompt.classifier import changing
-    from probprompt.cli.console import Screen
 
     with _unchanged(model), changing(model) as classifier:
         classifier.rollback(to)
@@ -161,7 +154,6 @@ def _unchanged(model: Path) -> Iterator[None]:
 def history(model: Model, as_json: AsJson = False) -> None:
     """List what was learned when, and the versions that can be gone back to."""
     from probprompt.classifier import ContinualClassifier
-    from probprompt.cli.console import Screen
 
     versions = ContinualClassifier.load(model, device="cpu").history()
     if as_json:
@@ -179,17 +171,16 @@ def history(model: Model, as_json: AsJson = False) -> None:
 
 def predict(
     model: Model,
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Images, or folders with all below them.")],
+    files: Annotated[list[Path], Argument(metavar="FILES...", help="Images, or folders with all below them.")],
     as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, with a header.")] = False,
-    top_k: Annotated[int, typer.Option(min=1, help="How many classes are named.")] = 1,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images looked at together.")] = None,
+    as_csv: Annotated[bool, Option("--csv", help="Comma-separated, with a header.")] = False,
+    top_k: Annotated[int, Option(min=1, help="How many classes are named.")] = 1,
+    batch: Annotated[int | None, Option(min=1, help="Images looked at together.")] = None,
     version: Version = None,
     device: Device = None,
 ) -> None:
     """Classify images: a row for each, written as it comes; one that cannot be read is a row with its error."""
     from probprompt.classifier import ContinualClassifier
-    from probprompt.cli.console import Screen
     from probprompt.data.inputs import pictures
 
     if as_json and as_csv:
@@ -216,7 +207,7 @@ def predict(
         screen.say(f"{failed} of {total} file(s) could not be read")
 
 
-def _write_text(answer: Prediction) -> None:
+def _write_text(answer: "Prediction") -> None:
     if answer.error:
         text = f"not read: {answer.error}"
     else:
@@ -225,18 +216,18 @@ def _write_text(answer: Prediction) -> None:
     sys.stdout.write(f"{_printable(answer.source)}: {text}\n")
 
 
-def _write_json(answer: Prediction) -> None:
+def _write_json(answer: "Prediction") -> None:
     top = [{"label": label, "probability": chance} for label, chance in answer.top]
     sys.stdout.write(json.dumps({**asdict(answer), "top": top}) + "\n")
 
 
-def _csv_writer(top_k: int) -> Callable[[Prediction], None]:
+def _csv_writer(top_k: int) -> "Callable[[Prediction], None]":
     """Write the header, and return what writes a row."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     more = [f"{name}_{place}" for place in range(2, top_k + 1) for name in ("label", "probability")]
     writer.writerow(["file", "label", "probability", *more, "unknown", "novelty", "error"])
 
-    def write(answer: Prediction) -> None:
+    def write(answer: "Prediction") -> None:
         cells = [cell for label, chance in answer.top for cell in (label, f"{chance:.6f}")]
         cells += [""] * (2 * top_k - len(cells))
         cells += ["", "", answer.error] if answer.error else [str(answer.unknown).lower(), f"{answer.novelty:.4f}", ""]
@@ -254,15 +245,14 @@ def evaluate(
     model: Model,
     folder: ImageFolder,
     unknown: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Images of no known class: how well are they told apart?")
+        Path | None, Option(metavar="DIR", help="Images of no known class: how well are they told apart?")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="All of it as one JSON object.")] = False,
     version: Version = None,
     device: Device = None,
 ) -> None:
     """Measure accuracy on images whose classes are known: per task, overall, and what was forgotten."""
     from probprompt.classifier import ContinualClassifier
-    from probprompt.cli.console import Screen
 
     classifier = ContinualClassifier.load(model, version=version, device=device)
     screen = Screen(stderr=as_json)
@@ -273,7 +263,7 @@ def evaluate(
         _show_evaluation(screen, evaluation)
 
 
-def _show_evaluation(screen: Screen, found: Evaluation) -> None:
+def _show_evaluation(screen: Screen, found: "Evaluation") -> None:
     tasks = [
         (task.name, str(len(task.classes)), str(task.images), _percent(task.when_learned), _percent(task.accuracy))
         for task in found.per_task

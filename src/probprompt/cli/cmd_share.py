@@ -1,39 +1,36 @@
 """The commands ``export``, ``push``, ``pull`` and ``serve``: hand a model on."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from probprompt.cli.console import Screen
 from probprompt.cli.options import Device
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
-    from probprompt.cli.console import Screen
     from probprompt.export.push_pull import Moved
 
 NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 TOKEN_VARIABLE = "PROBPROMPT_TOKEN"
-SavedModel = Annotated[Path, typer.Argument(help="The folder of a saved classifier, or of a run.")]
-Repository = Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the Hugging Face hub.")]
+SavedModel = Annotated[Path, Argument(help="The folder of a saved classifier, or of a run.")]
+Repository = Annotated[str, Argument(metavar="REPO", help="owner/name on the Hugging Face hub.")]
 
 
 def export(
     model: SavedModel,
-    onnx: Annotated[bool, typer.Option("--onnx", help="The format, the only one so far.")] = False,
+    onnx: Annotated[bool, Option("--onnx", help="The format, the only one so far.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the file goes.", show_default="MODEL.onnx, here")
+        Path | None, Option(metavar="FILE", help="Where the file goes.", show_default="MODEL.onnx, here")
     ] = None,
 ) -> None:
     """Write a model as one ONNX file, prompts and backbone together, checked against torch with onnxruntime."""
     if not onnx:
         raise UserError("name the format of the file: probprompt export MODEL --onnx")
-    from probprompt.cli.console import Screen
     from probprompt.export.onnx import BATCHES, export_onnx
 
     screen = Screen()
@@ -49,16 +46,12 @@ def export(
 def push(
     model: SavedModel,
     repository: Repository,
-    private: Annotated[bool, typer.Option("--private", help="Only you and those you allow may see it.")] = False,
+    private: Annotated[bool, Option("--private", help="Only you and those you allow may see it.")] = False,
     with_statistics: Annotated[
-        bool,
-        typer.Option(
-            "--with-statistics", help="Also what further learning needs: sums, and features of single images."
-        ),
+        bool, Option("--with-statistics", help="Also what further learning needs: sums, and features of single images.")
     ] = False,
 ) -> None:
     """Send a model to the Hugging Face hub, with a model card made from its record."""
-    from probprompt.cli.console import Screen
     from probprompt.export import push_pull
 
     screen = Screen()
@@ -71,14 +64,13 @@ def push(
 
 def pull(
     repository: Repository,
-    model: Annotated[Path, typer.Argument(help="A new folder.")],
-    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit; the newest by default.")] = None,
+    model: Annotated[Path, Argument(help="A new folder.")],
+    revision: Annotated[str | None, Option(help="A branch, tag or commit; the newest by default.")] = None,
     weights: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The backbone's weights, for a model made with a file of them.")
+        Path | None, Option(metavar="FILE", help="The backbone's weights, for a model made with a file of them.")
     ] = None,
 ) -> None:
     """Fetch a model from the Hugging Face hub; every file is verified, and none is executed."""
-    from probprompt.cli.console import Screen
     from probprompt.export import push_pull
 
     screen = Screen()
@@ -88,28 +80,28 @@ def pull(
     screen.say(f"{model}: {'can learn further classes' if done.statistics else without}")
 
 
-def _show_transfer(screen: Screen, done: Moved) -> None:
+def _show_transfer(screen: Screen, done: "Moved") -> None:
     screen.say(f"{done.url} at {done.commit[:12]}: {done.files} files, {done.bytes / 1e6:.1f} MB, all verified")
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="The folder of a classifier, as made by probprompt learn.")],
+    model: Annotated[Path, Argument(help="The folder of a classifier, as made by probprompt learn.")],
     host: Annotated[
-        str, typer.Option(help="The address to listen at; any but this machine's own needs the token for everything.")
+        str, Option(help="The address to listen at; any but this machine's own needs the token for everything.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
     token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A token of your own; PROBPROMPT_TOKEN does, too.", show_default="drawn"),
+        Option(metavar="FILE", help="A token of your own; PROBPROMPT_TOKEN does, too.", show_default="drawn"),
     ] = None,
     max_upload: Annotated[
-        int | None, typer.Option(metavar="MB", min=1, help="What one request may bring.", show_default="512")
+        int | None, Option(metavar="MB", min=1, help="What one request may bring.", show_default="512")
     ] = None,
     max_images: Annotated[
-        int | None, typer.Option(min=1, help="Images in one request for predictions.", show_default="64")
+        int | None, Option(min=1, help="Images in one request for predictions.", show_default="64")
     ] = None,
     max_pixels: Annotated[
-        float | None, typer.Option(metavar="MP", min=0.1, help="Of one image, in millions.", show_default="64")
+        float | None, Option(metavar="MP", min=0.1, help="Of one image, in millions.", show_default="64")
     ] = None,
     device: Device = None,
 ) -> None:
@@ -118,7 +110,6 @@ def serve(
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: install them with pip install 'probprompt[serve]'")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads: its threads share the cores with requests
-    from probprompt.cli.console import Screen
     from probprompt.serve import routes
     from probprompt.serve.security import Limits, make_access
 

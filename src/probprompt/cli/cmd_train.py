@@ -1,7 +1,5 @@
 """The commands ``train``, ``demo``, ``report``, ``list`` and ``cache``."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
@@ -12,8 +10,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from probprompt.cli.console import Screen
 from probprompt.cli.options import (
     VALIDATION,
     Assignments,
@@ -40,13 +39,12 @@ class Listed(StrEnum):
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Where the runs are written; runs/demo by default.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
+    out: Annotated[Path | None, Option(help="Where the runs are written; runs/demo by default.")] = None,
+    seed: Annotated[int, Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
     device: Device = None,
 ) -> None:
     """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside controls without prompts, all embedded."""
     from probprompt import api, distributed, methods, presets
-    from probprompt.cli.console import Screen
     from probprompt.report import save_overview, write_report
 
     distributed.refuse_several("the demo")
@@ -75,35 +73,34 @@ def demo(
 
 def train(
     benchmark: Annotated[
-        str | None, typer.Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
+        str | None, Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="See: probprompt list methods.")] = None,
+    method: Annotated[str | None, Option(help="See: probprompt list methods.")] = None,
     preset: Preset = None,
     tasks: Tasks = None,
     test: TestFolder = None,
     backbone: Backbone = None,
     weights: Weights = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per task.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="All three seeds at once: order, init, data.")] = None,
-    order_seed: Annotated[int | None, typer.Option(min=0, help="Order of classes.")] = None,
-    init_seed: Annotated[int | None, typer.Option(min=0, help="Initial parameters.")] = None,
-    data_seed: Annotated[int | None, typer.Option(min=0, help="Batches, crops and noise.")] = None,
+    epochs: Annotated[int | None, Option(min=1, help="Epochs per task.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Images per step.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="All three seeds at once: order, init, data.")] = None,
+    order_seed: Annotated[int | None, Option(min=0, help="Order of classes.")] = None,
+    init_seed: Annotated[int | None, Option(min=0, help="Initial parameters.")] = None,
+    data_seed: Annotated[int | None, Option(min=0, help="Batches, crops and noise.")] = None,
     validate: Validate = False,
     skip_unreadable: SkipUnreadable = False,
     assignments: Assignments = None,
-    config: Annotated[Path | None, typer.Option(help="Settings in a TOML file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one under runs/ by default.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
+    config: Annotated[Path | None, Option(help="Settings in a TOML file.")] = None,
+    out: Annotated[Path | None, Option(help="The run's folder; a new one under runs/ by default.")] = None,
+    resume: Annotated[Path | None, Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
     device: Device = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Train on so many GPUs of this machine: a process each, as by torchrun.")
+        int | None, Option(min=1, help="Train on so many GPUs of this machine: a process each, as by torchrun.")
     ] = None,
-    track: Annotated[str | None, typer.Option(help="Send numbers to tensorboard, trackio or wandb.")] = None,
+    track: Annotated[str | None, Option(help="Send numbers to tensorboard, trackio or wandb.")] = None,
 ) -> None:
     """Learn a benchmark, or a folder of images, task by task."""
     from probprompt import api, distributed, presets
-    from probprompt.cli.console import Screen
     from probprompt.config import parse_config
 
     seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
@@ -214,11 +211,10 @@ def _refuse_changes(folder: Path, given: dict[str, Any], assignments: Sequence[s
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
-    out: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
+    out: Annotated[Path | None, Option(help="The page to write.")] = None,
 ) -> None:
     """Write report.html of a run, or one that compares several."""
-    from probprompt.cli.console import Screen
     from probprompt.report import write_report
     from probprompt.runs.run import Run
 
@@ -228,10 +224,8 @@ def report(
     Screen().say(f"report: {write_report(runs, target)}")
 
 
-def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None:
+def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
     """List methods, benchmarks or backbones."""
-    from probprompt.cli.console import Screen
-
     screen = Screen()
     if what is Listed.methods:
         from probprompt import methods
@@ -259,11 +253,10 @@ def list_(what: Annotated[Listed, typer.Argument(help="What to list.")]) -> None
 def cache(
     keep: Annotated[
         float | None,
-        typer.Option(metavar="GB", min=0, help="Remove images, those used longest ago first, until so much is left."),
+        Option(metavar="GB", min=0, help="Remove images, those used longest ago first, until so much is left."),
     ] = None,
 ) -> None:
     """Where decoded images are kept, and how much they take."""
-    from probprompt.cli.console import Screen
     from probprompt.data.cache import ImageCache
 
     screen, images = Screen(), ImageCache.usual()

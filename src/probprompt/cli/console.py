@@ -1,4 +1,4 @@
-"""What the user sees in the terminal: progress bars and tables."""
+"""What the user sees in the terminal: progress bars and tables. Rich is imported inside, so that help comes at once."""
 
 from __future__ import annotations
 
@@ -7,37 +7,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.measure import Measurement
-from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
-
 from probprompt.progress import ProgressCallback
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
     from probprompt.runs.run import Run
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
 WIDE = 10_000  # columns: more than any table has
 WORDS = 16  # columns that words need at least to be read
-REMARK = TextColumn("{task.fields[remark]}")
+REMARK = "{task.fields[remark]}"  # a column of a bar
 
 
 class Screen(ProgressCallback):
     """Draws a bar per stage; where there is no terminal, a line per stage."""
 
     def __init__(self, stderr: bool = False) -> None:
+        from rich.console import Console
+
         self.console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
         self._progress: Progress | None = None
         self._remark = ""
@@ -50,14 +39,18 @@ class Screen(ProgressCallback):
         """Print a heading."""
         self.console.print(text, style="bold")
 
-    def _bars(self, width: int, *columns: ProgressColumn) -> Progress:
+    def _bars(self, width: int, *columns: ProgressColumn | str) -> Progress:
         """Bars that are drawn in a terminal only."""
+        from rich.progress import BarColumn, Progress, TextColumn
+
         first = TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=20)
         return Progress(*first, *columns, console=self.console, disable=not self.console.is_terminal)
 
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
         """A bar for this stage."""
+        from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
         self._remark = ""
         timer = TimeRemainingColumn(elapsed_when_finished=True)
         with self._bars(14, MofNCompleteColumn(), timer, REMARK) as progress:
@@ -71,6 +64,8 @@ class Screen(ProgressCallback):
     @contextmanager
     def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
         """A bar of bytes, with their speed and the time that is left."""
+        from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
         timer = TimeRemainingColumn(elapsed_when_finished=True)
         with self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer) as progress:
             self._progress = progress
@@ -106,6 +101,9 @@ class Screen(ProgressCallback):
 
         Where words would be left too little room, they stand under the name of their row.
         """
+        from rich.cells import cell_len
+        from rich.table import Table
+
         table, least = Table(**PLAIN), 0
         for place, column in enumerate(zip(header, *rows, strict=True)):
             longest = max(map(cell_len, column))
@@ -121,11 +119,15 @@ class Screen(ProgressCallback):
 
     def fits(self, table: Table) -> bool:
         """Return True if the terminal is wide enough for a table."""
+        from rich.measure import Measurement
+
         options = self.console.options.update(width=WIDE)
         return Measurement.get(self.console, options, table).maximum <= self.console.width
 
     def entry(self, name: str, parts: Iterable[tuple[str, str]]) -> None:
         """A row that is too wide for one line: its name, and under it what the columns say."""
+        from rich.padding import Padding
+
         self.say(name)
         for heading, text in parts:
             told = f"{heading}: {text}" if heading else text
@@ -174,6 +176,8 @@ def _cell(value: float) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Names on the left, numbers on the right."""
+    from rich.table import Table
+
     table = Table(header[0], **PLAIN)
     for name in header[1:]:
         table.add_column(name, justify="right", no_wrap=True)
