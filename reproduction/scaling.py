@@ -144,7 +144,7 @@ def measure_point(
         value,
         training_images_per_s=trained.rate["images_per_s"] if trained else None,
         inference_images_per_s=predicted["images_per_s"],
-        memory=trained.memory.peak if trained else None,
+        memory=trained.peak if trained else None,
         closing_s=closing_s if closing else None,
     )
 

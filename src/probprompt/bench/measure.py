@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from probprompt.backbones.vit import FrozenViT, Precision
 from probprompt.bench import timing
-from probprompt.bench.results import Entry, Flops, Memory, Shares
+from probprompt.bench.results import Entry, Memory
 from probprompt.bench.synthetic import BenchSetup, build
 from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.config import RunConfig
@@ -35,21 +35,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """Bytes that training takes at its peak, without the images."""
+class Training:
+    """How fast a task is trained, and the bytes that it takes without the images."""
 
+    rate: Rate
     peak: int
     """Largest sum of live tensors: backbone, prompts, head, statistics, gradients, activations, one batch."""
     reserved: int | None
-    """What the GPU's allocator took from the device, without the images too; None on a CPU."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """How fast a task is trained, and what that takes."""
-
-    rate: Rate
-    memory: MemoryUse
+    """What the GPU's allocator took from the device; None on a CPU."""
 
 
 def training(setup: BenchSetup, seconds: float) -> Training | None:
@@ -57,12 +50,13 @@ def training(setup: BenchSetup, seconds: float) -> Training | None:
     if setup.learner.epochs(setup.task) == 0:
         return None
     epochs, found = Epochs(setup), list[Rate]()
+    used: tuple[int, int | None]
     if setup.device.type == "cuda":
         used = watched(setup, lambda: found.append(_epochs_per_s(epochs, seconds)))
     else:
         found.append(_epochs_per_s(epochs, seconds))
         used = followed(setup, epochs.optimizer, lambda: epochs(epochs.shortest))
-    return Training(found[0], used)
+    return Training(found[0], *used)
 
 
 def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
@@ -169,14 +163,9 @@ def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressC
     predicted = next_part(PARTS[2], lambda: inference(setup, seconds))
     alone = next_part(PARTS[3], lambda: latency(setup, seconds))
     frozen = next_part(PARTS[4], lambda: frozen_pass(setup, seconds))
-    count, memory = count_flops(setup), _memory(setup, trained.memory if trained else None)
-    flops: Flops = {
-        "query": count.query,
-        "prompted": count.prompted,
-        "backward": count.backward,
-        "inference": count.inference,
-    }
-    shares: Shares = {"inference": count.inference * predicted["images_per_s"] / peak}
+    count, memory = count_flops(setup), _memory(setup, trained)
+    flops = {name: getattr(count, name) for name in ("query", "prompted", "backward", "inference")}
+    shares = {"inference": count.inference * predicted["images_per_s"] / peak}
     if trained and passes_backbone:
         flops["training"] = count.training
         shares["training"] = count.training * trained.rate["images_per_s"] / peak
@@ -208,11 +197,11 @@ def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressC
     }
 
 
-def _memory(setup: BenchSetup, used: MemoryUse | None) -> Memory:
+def _memory(setup: BenchSetup, trained: Training | None) -> Memory:
     """Return the bytes."""
     return {
-        "training_peak": used.peak if used else None,
-        "training_reserved": used.reserved if used else None,
+        "training_peak": trained.peak if trained else None,
+        "training_reserved": trained.reserved if trained else None,
         "images": setup.images_bytes,
         "prompts": size_of(setup.model.method.parameters()),
         "backbone": size_of(setup.model.backbone.parameters()),
@@ -288,22 +277,22 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum({_address(one): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def watched(setup: BenchSetup, train: Callable[[], Any]) -> MemoryUse:
-    """Return the peak on a GPU, from its allocator, while something trains from its first step on."""
+def watched(setup: BenchSetup, train: Callable[[], Any]) -> tuple[int, int]:
+    """Return the peak and what is reserved on a GPU, from its allocator, while something trains from its first step."""
     device = setup.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     train()
     without = setup.held_before + setup.images_bytes
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return MemoryUse(peak - without, reserved - without)
+    return peak - without, reserved - without
 
 
-def followed(setup: BenchSetup, optimizer: torch.optim.Optimizer, train: Callable[[], Any]) -> MemoryUse:
+def followed(setup: BenchSetup, optimizer: torch.optim.Optimizer, train: Callable[[], Any]) -> tuple[int, None]:
     """Return the peak on a CPU, which has no allocator to ask, while something trains that has made a step."""
     with LiveTensors() as live:
         train()
-    return MemoryUse(held(setup, optimizer) + live.peak, None)
+    return held(setup, optimizer) + live.peak, None
 
 
 # Operations

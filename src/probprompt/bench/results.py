@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 
@@ -27,23 +27,6 @@ class Memory(TypedDict):
     images: int
     prompts: int
     backbone: int
-
-
-class Flops(TypedDict):
-    """Floating-point operations for one image."""
-
-    query: int
-    prompted: int
-    backward: int
-    inference: int
-    training: NotRequired[int]
-
-
-class Shares(TypedDict):
-    """Shares of the machine's peak at which operations were done."""
-
-    inference: float
-    training: NotRequired[float]
 
 
 class Cost(TypedDict):
@@ -75,8 +58,9 @@ class Entry(TypedDict):
     stages: dict[str, float] | None
     passes: int
     """Missing in older records."""
-    flops_per_image: Flops
-    share_of_peak: Shares
+    flops_per_image: dict[str, int]
+    """Of passes, and of a prediction and a training step."""
+    share_of_peak: dict[str, float]
     cost: Cost
 
 
@@ -91,13 +75,6 @@ class Point(TypedDict):
     note: str
 
 
-class Exponent(TypedDict):
-    """The power with which a cost grows: over all points, and over the last three, where a fixed cost hides less."""
-
-    whole: float
-    end: float
-
-
 class Curve(TypedDict):
     """The costs of a method as one setting grows."""
 
@@ -108,7 +85,8 @@ class Curve(TypedDict):
     precision: Precision
     config: dict[str, Any]
     points: Sequence[Point]
-    exponents: dict[str, Exponent]
+    exponents: dict[str, dict[str, float]]
+    """By cost: over the whole curve, and over its end, where a fixed cost hides less."""
     worse_than_linear: Sequence[str]
 
 

@@ -135,20 +135,20 @@ def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
     from probprompt.bench.measure import EPOCH_IMAGES
 
     memory, cost, latency, flops = entry["memory"], entry["cost"], entry["latency"], entry["flops_per_image"]
-    peak, shares = record["matrix_peak"][entry["precision"]], entry["share_of_peak"]
-    reserved = memory["training_reserved"]
+    peak, reserved = record["matrix_peak"][entry["precision"]], memory["training_reserved"]
     held = f", {_size(reserved)} reserved" if reserved is not None else ""
     passes = f", {_NUMBERS.get(entry['passes'], entry['passes'])} passes" if entry["passes"] > 1 else ""
 
     def speed(rate: "Rate | None") -> str:
         return f"{rate['images_per_s']:,.1f} images/s" if rate else DASH
 
-    def share(flops: float | None, part: float | None) -> str:
-        return f"{_operations(flops)} each, {100 * part:.0f} % of the peak" if flops and part else ""
+    def share(name: str) -> str:
+        part = entry["share_of_peak"].get(name)
+        return f"{_operations(flops[name])} each, {100 * part:.0f} % of the peak" if part else ""
 
     return [
-        ("training", speed(entry["training"]), share(flops.get("training"), shares.get("training"))),
-        (f"inference{passes}", speed(entry["inference"]), share(flops["inference"], shares["inference"])),
+        ("training", speed(entry["training"]), share("training")),
+        (f"inference{passes}", speed(entry["inference"]), share("inference")),
         ("one frozen pass", speed(entry["frozen_pass"]), ""),
         ("one image alone", f"{latency['median_ms']:.2f} ms", f"99 % within {latency['p99_ms']:.2f} ms"),
         ("memory in training", _size(memory["training_peak"]), f"at its peak, without the images{held}"),

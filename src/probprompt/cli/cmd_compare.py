@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+import probprompt.cli.options as shared
 from probprompt.cli.console import Screen
-from probprompt.cli.options import (
-    VALIDATION,
-    Assignments,
-    Backbone,
-    Device,
-    SkipUnreadable,
-    Tasks,
-    TestFolder,
-    Validate,
-    Weights,
-)
 from probprompt.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
@@ -35,13 +25,13 @@ def compare(
     presets: Annotated[
         list[str] | None, Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
     ] = None,
-    backbone: Backbone = None,
-    weights: Weights = None,
-    tasks: Tasks = None,
-    test: TestFolder = None,
-    validate: Validate = False,
-    skip_unreadable: SkipUnreadable = False,
-    assignments: Assignments = None,
+    backbone: shared.Backbone = None,
+    weights: shared.Weights = None,
+    tasks: shared.Tasks = None,
+    test: shared.TestFolder = None,
+    validate: shared.Validate = False,
+    skip_unreadable: shared.SkipUnreadable = False,
+    assignments: shared.Assignments = None,
     vary: Annotated[
         list[str] | None, Option(metavar="KEY=A,B", help="Values of a setting to try; may be repeated.")
     ] = None,
@@ -50,7 +40,7 @@ def compare(
         Option("--from", metavar="RUN", help="Tabulate runs that are there: one, a folder of them, or a book."),
     ] = None,
     out: Annotated[Path | None, Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
-    device: Device = None,
+    device: shared.Device = None,
     show_only: Annotated[bool, Option("--no-run", help="Only tabulate what is finished.")] = False,
     workers: Annotated[int, Option(min=1, help="Cells that run side by side, each in a process.")] = 1,
     on: Annotated[
@@ -80,7 +70,7 @@ def compare(
         "data.test": str(test) if test else None,
         "backbone.name": backbone,
         "backbone.weights": weights,
-        "data.validation": VALIDATION if validate else None,
+        "data.validation": shared.VALIDATION if validate else None,
         "data.skip_unreadable": skip_unreadable or None,
     }
     options = {name: value for name, value in named.items() if value is not None}

@@ -61,7 +61,6 @@ def learn(
     device: Device = None,
 ) -> None:
     """Learn new classes from a folder of class folders; the images are not needed again."""
-    from probprompt.classifier import changing
     from probprompt.classifier.store import Store
     from probprompt.config import apply_assignments, merge
 
@@ -76,7 +75,7 @@ def learn(
         config = apply_assignments({"method": {"name": method}} if method is not None else {}, assignments or [])
         create = {**options, "config": merge(config, {"backbone": {"weights": weights}} if weights else {})}
     screen = Screen()
-    with _unchanged(model), changing(model, device, create) as classifier:
+    with _changing(model, device, create) as classifier:
         if keep_versions is not None:
             classifier.keep_versions = keep_versions
         report = classifier.learn(folder, known=known.value, name=name, progress=screen)
@@ -106,9 +105,7 @@ def _show_lesson(screen: Screen, model: Path, classifier: "ContinualClassifier",
 
 def forget(model: Model, name: Annotated[str, Argument(metavar="CLASS", help="The class to forget.")]) -> None:
     """Forget a class, as if its images had never been learned."""
-    from probprompt.classifier import changing
-
-    with _unchanged(model), changing(model) as classifier:
+    with _changing(model) as classifier:
         classifier.forget(name)
     screen = Screen()
     screen.say(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
@@ -124,9 +121,7 @@ def rename(
     new: Annotated[str, Argument(metavar="NAME", help="Its new name.")],
 ) -> None:
     """Give a class another name."""
-    from probprompt.classifier import changing
-
-    with _unchanged(model), changing(model) as classifier:
+    with _changing(model) as classifier:
         classifier.rename(old, new)
     Screen().say(f"{old!r} is now called {new!r}; version {classifier.version}")
 
@@ -135,18 +130,21 @@ def rollback(
     model: Model, to: Annotated[int, Option("--to", metavar="N", min=1, help="The version to go back to.")]
 ) -> None:
     """Make an earlier version the current one again; no version is lost by it."""
-    from probprompt.classifier import changing
-
-    with _unchanged(model), changing(model) as classifier:
+    with _changing(model) as classifier:
         classifier.rollback(to)
     Screen().say(f"version {classifier.version} is version {to} again: {len(classifier.classes)} classes")
 
 
 @contextmanager
-def _unchanged(model: Path) -> Iterator[None]:
-    """Tell a user who interrupts a change that nothing came of it."""
+def _changing(
+    model: Path, device: str | None = None, create: dict[str, Any] | None = None
+) -> "Iterator[ContinualClassifier]":
+    """Change a classifier; tell a user who interrupts it that nothing came of it."""
+    from probprompt.classifier import changing
+
     try:
-        yield
+        with changing(model, device, create) as classifier:
+            yield classifier
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {model} is as it was") from None
 

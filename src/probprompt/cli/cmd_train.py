@@ -12,19 +12,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+import probprompt.cli.options as shared
 from probprompt.cli.console import Screen
-from probprompt.cli.options import (
-    VALIDATION,
-    Assignments,
-    Backbone,
-    Device,
-    Preset,
-    SkipUnreadable,
-    Tasks,
-    TestFolder,
-    Validate,
-    Weights,
-)
 from probprompt.errors import Interrupted, UserError
 
 _GRACE = 10  # seconds that other processes give the first to say what went wrong
@@ -41,7 +30,7 @@ class Listed(StrEnum):
 def demo(
     out: Annotated[Path | None, Option(help="Where the runs are written; runs/demo by default.")] = None,
     seed: Annotated[int, Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
-    device: Device = None,
+    device: shared.Device = None,
 ) -> None:
     """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside controls without prompts, all embedded."""
     from probprompt import api, distributed, methods, presets
@@ -76,24 +65,24 @@ def train(
         str | None, Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
     ] = None,
     method: Annotated[str | None, Option(help="See: probprompt list methods.")] = None,
-    preset: Preset = None,
-    tasks: Tasks = None,
-    test: TestFolder = None,
-    backbone: Backbone = None,
-    weights: Weights = None,
+    preset: shared.Preset = None,
+    tasks: shared.Tasks = None,
+    test: shared.TestFolder = None,
+    backbone: shared.Backbone = None,
+    weights: shared.Weights = None,
     epochs: Annotated[int | None, Option(min=1, help="Epochs per task.")] = None,
     batch: Annotated[int | None, Option(min=1, help="Images per step.")] = None,
     seed: Annotated[int | None, Option(min=0, help="All three seeds at once: order, init, data.")] = None,
     order_seed: Annotated[int | None, Option(min=0, help="Order of classes.")] = None,
     init_seed: Annotated[int | None, Option(min=0, help="Initial parameters.")] = None,
     data_seed: Annotated[int | None, Option(min=0, help="Batches, crops and noise.")] = None,
-    validate: Validate = False,
-    skip_unreadable: SkipUnreadable = False,
-    assignments: Assignments = None,
+    validate: shared.Validate = False,
+    skip_unreadable: shared.SkipUnreadable = False,
+    assignments: shared.Assignments = None,
     config: Annotated[Path | None, Option(help="Settings in a TOML file.")] = None,
     out: Annotated[Path | None, Option(help="The run's folder; a new one under runs/ by default.")] = None,
     resume: Annotated[Path | None, Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
-    device: Device = None,
+    device: shared.Device = None,
     gpus: Annotated[
         int | None, Option(min=1, help="Train on so many GPUs of this machine: a process each, as by torchrun.")
     ] = None,
@@ -111,7 +100,7 @@ def train(
         "training": {"epochs": epochs, "batch": batch},
         "seeds": {name: seed if value is None else value for name, value in seeds.items()},
     }
-    given["data"] |= {"validation": VALIDATION if validate else None, "skip_unreadable": skip_unreadable or None}
+    given["data"] |= {"validation": shared.VALIDATION if validate else None, "skip_unreadable": skip_unreadable or None}
     parsed = None
     with _one_voice():
         if resume:
