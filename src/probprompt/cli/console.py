@@ -53,9 +53,8 @@ class Screen(ProgressCallback):
 
         self._remark = ""
         timer = TimeRemainingColumn(elapsed_when_finished=True)
-        with self._bars(14, MofNCompleteColumn(), timer, REMARK) as progress:
-            self._progress = progress
-            self._bar = progress.add_task(description, total=total, remark="")
+        with self._bars(14, MofNCompleteColumn(), timer, REMARK) as self._progress:
+            self._bar = self._progress.add_task(description, total=total, remark="")
             yield
             if not self.console.is_terminal:
                 self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
@@ -67,9 +66,8 @@ class Screen(ProgressCallback):
         from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
         timer = TimeRemainingColumn(elapsed_when_finished=True)
-        with self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer) as progress:
-            self._progress = progress
-            self._bar = progress.add_task(description, total=total, completed=done)
+        with self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer) as self._progress:
+            self._bar = self._progress.add_task(description, total=total, completed=done)
             try:
                 yield
             finally:
@@ -135,8 +133,7 @@ class Screen(ProgressCallback):
 
     def show(self, run: Run) -> None:
         """The outcome of a run."""
-        self._matrix(run)
-        self._summary([run])
+        self.compare([run])
         for mark in run.record.get("marks", []):
             self.say(f"not to be compared: {mark}")
         for name in run.record["skipped"]:
