@@ -8,15 +8,15 @@ import torch
 import typer
 
 from probprompt import cli, distributed
-from probprompt.bench.results import make_record, read_record, refuse_unwritable, write_record
-from probprompt.cli.app import Device
+from probprompt.bench.results import BenchRecord, Curve, make_record, read_record, refuse_unwritable, write_record
 from probprompt.cli.cmd_bench import SECONDS_OF_MANY, bench_config, show_ratios
-from probprompt.cli.cmd_compare import GridScreen
 from probprompt.cli.console import Screen
+from probprompt.cli.grid_screen import GridScreen
+from probprompt.cli.options import Device
 from probprompt.config import apply_assignments, flatten
 from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import chip_words, hardware, machine_name
-from probprompt.errors import UserError
+from probprompt.errors import Interrupted, UserError
 from probprompt.runs.executors import ExecutionOptions
 from probprompt.runs.grid import Outcome
 from probprompt.storage import write_bytes
@@ -133,7 +133,7 @@ def run_table(
     try:
         outcomes = run_missing(plan, book, device, screen, ExecutionOptions(workers)) if plan.grid.cells else []
     except KeyboardInterrupt:
-        raise cli.Interrupted("interrupted; finished runs are recorded, continue with the same command") from None
+        raise Interrupted("interrupted; finished runs are recorded, continue with the same command") from None
     if plan.measure:
         screen.say(f"written: {measure_costs(chosen, book, picked, screen)}")
     screen.title(f"\n{chosen.heading}")
@@ -238,7 +238,7 @@ def scaling(
         refuse_unwritable(path)
     before = read_record(against) if against else None
     config = bench_config(method, {"backbone": {"name": backbone}}, preset, assignments or [], picked)
-    curves: list[dict[str, Any]] = []
+    curves: list[Curve] = []
     for axis in find_axes(axes, config):
         curves.append(measure_curve(axis, config, picked, seconds, screen))
         record = make_record([], curves, {}, picked, seconds)
@@ -255,17 +255,18 @@ def scaling(
         screen.say(f"plot: {plot}")
 
 
-def _show_curve(screen: Screen, record: Mapping[str, Any], curve: Mapping[str, Any]) -> None:
+def _show_curve(screen: Screen, record: BenchRecord, curve: Curve) -> None:
     about = f"{curve['method']} on {curve['backbone']}, {curve['precision']}, {chip_words(record['hardware'])}"
     screen.title(f"\n{curve['label']}: {about}")
     units = {"training_images_per_s": (1, ""), "inference_images_per_s": (1, ""), "memory": (2**20, " MiB")}
     units["closing_s"] = (1, " s")
+    points: Sequence[Mapping[str, Any]] = curve["points"]
     rows = [
         (
             f"{point['value']:,} {point['note']}",
             *("-" if point[k] is None else f"{point[k] / unit:,.2f}{text}" for k, (unit, text) in units.items()),
         )
-        for point in curve["points"]
+        for point in points
     ]
     screen.figures(("", "training", "inference", "memory", "closing"), rows)
     for name, exponent in curve["exponents"].items():

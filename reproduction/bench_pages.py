@@ -5,14 +5,17 @@ and ``<!-- end of bench figures -->``. What is between them is replaced; all oth
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from probprompt import methods, presets
 from probprompt.bench.measure import EPOCH_IMAGES
-from probprompt.bench.results import read_record
+from probprompt.bench.results import BenchRecord as Content
+from probprompt.bench.results import Curve, Entry, Point, read_record
+from probprompt.bench.timing import Rate
 from probprompt.config import RunConfig, parse_config
 from probprompt.engine.hardware import chip_words, machine_name
 from probprompt.errors import UserError
@@ -24,7 +27,9 @@ from reproduction.plots import draw_growth, draw_methods
 from reproduction.results_page import bullets
 from reproduction.scaling import AXES, COSTS, WORSE
 
-Result = Mapping[str, Any]
+Part = Literal["training", "inference"]
+PARTS: tuple[Part, ...] = ("training", "inference")
+Setting = Literal["backbone", "image_size", "precision", "batch"]
 DASH = "-"  # not measured
 PLOT = "growth.png"
 """How cost grows, in the folder of the page."""
@@ -36,10 +41,10 @@ class BenchRecord:
     """A record and its file."""
 
     path: Path
-    content: Mapping[str, Any]
+    content: Content
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[Entry]:
         """The methods that were measured."""
         return list(self.content["results"])
 
@@ -123,8 +128,8 @@ def _machines(records: Sequence[BenchRecord]) -> list[str]:
     return [f"{', '.join(names)}: measured on {machine}." for machine, names in lines.items()]
 
 
-def _speed(result: Result, name: str) -> str:
-    return f"{result[name]['images_per_s']:,.0f}" if result[name] else DASH
+def _speed(rate: Rate | None) -> str:
+    return f"{rate['images_per_s']:,.0f}" if rate else DASH
 
 
 def _gib(count: float | None) -> str:
@@ -136,11 +141,11 @@ def _gib(count: float | None) -> str:
 LABELS = ("Backbone", "Method", "Precision", "Batch")
 SPEEDS = ("Training", "Slowest to fastest round", "Inference", "Frozen pass", "One image, ms")
 COSTS_OF_ONE = ("Memory, GiB", "Training, GFLOP", "of peak", "Inference, GFLOP", "of peak", "Warm-up, s")
-SAME = ("backbone", "image_size", "precision", "batch")
+SAME: tuple[Setting, ...] = ("backbone", "image_size", "precision", "batch")
 """What two results must have in common to be compared."""
 OFFICIAL = {"fp32": 293, "TF32": 943}
 """Images/s in training of the official VQ-Prompt code on an H200, ViT-B/16, 224 px, batch 128."""
-OFFICIAL_SETUP = {"method": "vq-prompt", "backbone": "vit_base_patch16_224", "image_size": 224, "batch": 128}
+OFFICIAL_SETUP = ("vq-prompt", "vit_base_patch16_224", 224, 128)  # method, backbone, image size, batch
 
 
 def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
@@ -148,7 +153,7 @@ def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
     single = sorted((record for record in records if len(record.results) == 1), key=lambda r: _order(r.results[0]))
     if not single:
         return None
-    chips = dict[str, list[Result]]()
+    chips = dict[str, list[Entry]]()
     for record in single:
         chips.setdefault(record.chip, []).append(record.results[0])
     notes = [
@@ -168,26 +173,26 @@ def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
     return "\n\n".join([*parts, bullets(notes)])
 
 
-def _order(result: Result) -> tuple[Any, ...]:
+def _order(result: Entry) -> tuple[Any, ...]:
     """Large backbones first, whatever the order of the records."""
-    about = (result[name] for name in ("backbone", "method", "precision", "batch"))
+    about = result["backbone"], result["method"], result["precision"], result["batch"]
     return -result["flops_per_image"]["prompted"], *about
 
 
-def _label(result: Result) -> tuple[str, ...]:
+def _label(result: Entry) -> tuple[str, ...]:
     return _code(result["backbone"]), _code(result["method"]), result["precision"], f"{result['batch']}"
 
 
-def _speeds(result: Result) -> tuple[str, ...]:
-    rounds = (result["training"] or {}).get("rounds")
+def _speeds(result: Entry) -> tuple[str, ...]:
+    rounds = result["training"] and result["training"]["rounds"]
     spread = f"{min(rounds):,.0f} to {max(rounds):,.0f}" if rounds else DASH
     one = f"{result['latency']['median_ms']:.2f}"
-    return _speed(result, "training"), spread, _speed(result, "inference"), _speed(result, "frozen_pass"), one
+    return _speed(result["training"]), spread, _speed(result["inference"]), _speed(result["frozen_pass"]), one
 
 
-def _costs(result: Result) -> tuple[str, ...]:
+def _costs(result: Entry) -> tuple[str, ...]:
     cells = [_gib(result["memory"]["training_peak"])]
-    for name in ("training", "inference"):
+    for name in PARTS:
         share = result["share_of_peak"].get(name)
         cells.append(f"{result['flops_per_image'][name] / 1e9:.1f}")
         cells.append(DASH if share is None else f"{100 * share:.0f} %")
@@ -201,18 +206,18 @@ def _comparisons(records: Sequence[BenchRecord]) -> Iterator[str]:
         for two in (record for record in records if record.results[0]["method"] != "probprompt"):
             other = two.results[0]
             if one.content["hardware"] == two.content["hardware"] and all(own[key] == other[key] for key in SAME):
-                parts = [_extra_time(own, other, name) for name in ("training", "inference")]
+                parts = [_extra_time(own, other, name) for name in PARTS]
                 setup = f"{_code(own['backbone'])}, {own['precision']}, batch {own['batch']}"
                 names = f"{_code(own['method'])} over {_code(other['method'])}"
                 yield f"Time for an image, {names} ({setup}): {', '.join(filter(None, parts))}."
 
 
-def _extra_time(own: Result, other: Result, name: str) -> str:
+def _extra_time(own: Entry, other: Entry, name: Part) -> str:
     """Return how much more time than another method is taken, and whether the rounds of both overlap."""
-    if not own[name] or not other[name]:
+    first, second = own[name], other[name]
+    if not first or not second:
         return ""
-    more = 100 * (other[name]["images_per_s"] / own[name]["images_per_s"] - 1)
-    mine, others = own[name]["rounds"], other[name]["rounds"]
+    more, mine, others = 100 * (second["images_per_s"] / first["images_per_s"] - 1), first["rounds"], second["rounds"]
     overlap = min(mine) <= max(others) and min(others) <= max(mine)
     return f"{name} {more:+.1f} %".replace("-", "−") + (" (the rounds of both overlap)" if overlap else "")
 
@@ -220,8 +225,12 @@ def _extra_time(own: Result, other: Result, name: str) -> str:
 def _over_official(record: BenchRecord) -> Iterator[str]:
     """Compare with the speed of the official code, if that was measured on the same."""
     (result,) = record.results
-    gpu = record.content["hardware"].get("gpu", "")
-    if "H200" in gpu and result["training"] and all(result[key] == value for key, value in OFFICIAL_SETUP.items()):
+    gpu = str(record.content["hardware"].get("gpu", ""))
+    if (
+        "H200" in gpu
+        and result["training"]
+        and ((result["method"], result["backbone"], result["image_size"], result["batch"]) == OFFICIAL_SETUP)
+    ):
         speed = result["training"]["images_per_s"]
         official = " and ".join(f"{value} images/s in {name}" for name, value in OFFICIAL.items())
         times = " and ".join(f"{speed / value:.1f}" for value in OFFICIAL.values())
@@ -248,8 +257,8 @@ def _cost_table(record: BenchRecord) -> str:
             f"{result['cost']['prompts_mb']:.2f}",
             DASH if result["cost"]["epoch_s"] is None else f"{result['cost']['epoch_s']:.2f}",
             f"{result['cost']['fps']:.1f}",
-            _speed(result, "training"),
-            _speed(result, "inference"),
+            _speed(result["training"]),
+            _speed(result["inference"]),
             _gib(result["memory"]["training_peak"]),
         )
         for result in results
@@ -265,7 +274,7 @@ def _cost_table(record: BenchRecord) -> str:
     return f"{markdown_table(header, rows)}\n\n{bullets([*notes, *_machines([record])])}"
 
 
-def _common(results: Sequence[Result], key: str) -> str:
+def _common(results: Sequence[Entry], key: Setting) -> str:
     return " or ".join(str(value) for value in dict.fromkeys(result[key] for result in results))
 
 
@@ -284,12 +293,12 @@ def _growth(records: Sequence[BenchRecord], page: Path) -> str | None:
     return "\n\n".join(tables) or None
 
 
-def _subject(curve: Result) -> tuple[str, ...]:
+def _subject(curve: Curve) -> tuple[str, ...]:
     """Return what curves must have in common to be shown together."""
     return curve["method"], curve["backbone"], curve["precision"]
 
 
-def _curves(records: Iterable[Mapping[str, Any]]) -> list[Result]:
+def _curves(records: Iterable[Content]) -> list[Curve]:
     """Return the curves of all records, in the order of the axes."""
     return sorted((curve for record in records for curve in record["growth"]), key=lambda curve: ORDER[curve["axis"]])
 
@@ -317,11 +326,11 @@ def _growth_table(records: Sequence[BenchRecord]) -> str:
     return f"{markdown_table(header, rows, 2)}\n\n{bullets(notes)}"
 
 
-def _range(points: Sequence[Result]) -> str:
+def _range(points: Sequence[Point]) -> str:
     return f"{points[0]['value']:,} to {points[-1]['value']:,}"
 
 
-def _exponent(curve: Result, cost: str) -> str:
+def _exponent(curve: Curve, cost: str) -> str:
     exponent = curve["exponents"].get(cost)
     if not exponent:
         return DASH
@@ -355,12 +364,12 @@ def images_without_training(method: str, experiment: Experiment) -> float:
     return passes * experiment.training + times * experiment.test
 
 
-def run_seconds(result: Result, experiment: Experiment, epochs: int | None = None) -> float:
+def run_seconds(result: Entry, experiment: Experiment, epochs: int | None = None) -> float:
     """Return the time of a run at measured speeds: training for its published or other epochs, and all passes."""
     trained = (epochs or published(result["method"], experiment).training.epochs) * experiment.training
     passed = images_without_training(result["method"], experiment)
-    seconds: float = trained / result["training"]["images_per_s"] + passed / result["inference"]["images_per_s"]
-    return seconds
+    speed = result["training"]["images_per_s"] if result["training"] else math.inf
+    return trained / speed + passed / result["inference"]["images_per_s"]
 
 
 def time_on(gpus: int, runs: Iterable[float]) -> float:
@@ -384,7 +393,7 @@ def _reproduction(records: Sequence[BenchRecord], page: Path) -> str | None:
     return None
 
 
-def _estimate(record: BenchRecord, results: Sequence[Result]) -> str:
+def _estimate(record: BenchRecord, results: Sequence[Entry]) -> str:
     spent = [[run_seconds(result, each) for each in EXPERIMENTS] for result in results]
     rows = [
         (_code(result["method"]), *(f"{s / 60:.1f}" for s in row), f"{SEEDS * sum(row) / 3600:.1f}")

@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
+from probprompt.bench.results import BenchRecord, Curve, Entry
 from probprompt.bench.timing import STAGES
 from probprompt.engine.hardware import machine_name
 from probprompt.report.figures import INK, MARKERS, MUTED, PAGE, PALETTE, label, styled
 from reproduction.scaling import COSTS
 
-Curve = Mapping[str, Any]
 STAGE_COLORS = (*PALETTE, "#a9b0ba")
 WARNING = "#a3161f"
 
@@ -26,13 +26,13 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _title(figure: Figure, record: Mapping[str, Any], about: Mapping[str, Any], before: str, after: str) -> None:
+def _title(figure: Figure, record: BenchRecord, about: Entry | Curve, before: str, after: str) -> None:
     text = f"{before}{about['backbone']}, {about['precision']}, {machine_name(record['hardware'])}{after}"
     figure.suptitle(text, x=0.01, ha="left", color=MUTED, fontsize=10)
 
 
 @styled
-def draw_methods(record: Mapping[str, Any]) -> bytes:
+def draw_methods(record: BenchRecord) -> bytes:
     """Draw speed, shares of the stages and memory of every method of a record."""
     results = record["results"]
     figure = Figure(figsize=(13, 1.9 + 0.42 * len(results)), layout="constrained", facecolor="white")
@@ -66,10 +66,11 @@ def _bars(axes: Axes, places: Sequence[float], values: Sequence[float], height: 
             axes.text(value, place, f" {value:,.0f}", va="center", color=INK, fontsize=8)
 
 
-def _speed_bars(axes: Axes, results: Sequence[Mapping[str, Any]]) -> None:
+def _speed_bars(axes: Axes, results: Sequence[Entry]) -> None:
     shown: list[float] = []
     for offset, name, color in ((-0.2, "training", PALETTE[0]), (0.2, "inference", PALETTE[1])):
-        rates = [(entry[name] or {}).get("images_per_s", 0.0) for entry in results]
+        measured = [entry["training"] if name == "training" else entry["inference"] for entry in results]
+        rates = [rate["images_per_s"] if rate else 0.0 for rate in measured]
         _bars(axes, [place + offset for place in range(len(results))], rates, 0.36, color=color, label=name)
         shown += filter(None, rates)
     if max(shown) > 30 * min(shown):  # a head alone is trained a hundred times faster than prompts
@@ -80,7 +81,7 @@ def _speed_bars(axes: Axes, results: Sequence[Mapping[str, Any]]) -> None:
         axes.margins(x=0.16)
 
 
-def _stage_bars(axes: Axes, results: Sequence[Mapping[str, Any]]) -> None:
+def _stage_bars(axes: Axes, results: Sequence[Entry]) -> None:
     start = np.zeros(len(results))
     for stage, color in zip(STAGES, STAGE_COLORS, strict=True):
         shares = np.array([100 * (entry["stages"] or {}).get(stage, 0.0) for entry in results])
@@ -100,7 +101,7 @@ ROWS: tuple[tuple[str, float, tuple[tuple[str, str], ...]], ...] = (
 
 
 @styled
-def draw_growth(record: Mapping[str, Any]) -> bytes:
+def draw_growth(record: BenchRecord) -> bytes:
     """Draw small panels on log axes: a column per setting, a row for speed, memory and the end of a task."""
     curves = record["growth"]
     rows = [row for row in ROWS if any(_values(curve, entry) for curve in curves for entry, _ in row[2])]
@@ -120,7 +121,8 @@ def draw_growth(record: Mapping[str, Any]) -> bytes:
 
 
 def _values(curve: Curve, entry: str) -> list[tuple[int, float]]:
-    return [(point["value"], point[entry]) for point in curve["points"] if point[entry] is not None]
+    points: Sequence[Mapping[str, Any]] = curve["points"]
+    return [(point["value"], point[entry]) for point in points if point[entry] is not None]
 
 
 def _panel(axes: Axes, curve: Curve, unit: float, lines: Sequence[tuple[str, str]]) -> None:

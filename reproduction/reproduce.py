@@ -15,7 +15,8 @@ import torch
 from probprompt import api, presets
 from probprompt.backbones import pretrained
 from probprompt.bench.measure import Peaks, measure_each
-from probprompt.bench.results import make_record, read_record, write_record
+from probprompt.bench.results import BenchRecord, make_record, read_record, write_record
+from probprompt.bench.results import Entry as Measured
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import hardware, machine_name
@@ -317,7 +318,7 @@ def run_missing(
             add_runs(finished, folder)
 
 
-def _are_costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
+def _are_costs_known(table: paper.Table, benches: Sequence[BenchRecord], device: torch.device) -> bool:
     """Return True if one record has what all methods cost as published, on the paper's network and this machine."""
     methods, machine = {row.method for row in table.rows}, machine_name(hardware(device))
     return any(
@@ -327,7 +328,7 @@ def _are_costs_known(table: paper.Table, benches: Sequence[Mapping[str, Any]], d
     )
 
 
-def _is_as_published(entry: Mapping[str, Any]) -> bool:
+def _is_as_published(entry: Measured) -> bool:
     smaller = presets.are_smaller(entry["config"]["data"])
     return is_paper_network(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET and not smaller
 

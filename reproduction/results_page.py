@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from probprompt import presets
 from probprompt.backbones import pretrained
 from probprompt.backbones.pretrained import backbone_slug, backbone_words
-from probprompt.bench.results import read_record
+from probprompt.bench.results import BenchRecord, read_record
+from probprompt.bench.results import Entry as Measured
 from probprompt.data.published import published_lists
 from probprompt.engine.hardware import machine_name
 from probprompt.evaluation import metrics
@@ -184,7 +185,7 @@ def missing(table: paper.Table, entries: Sequence[Entry]) -> list[tuple[paper.Ro
 # The paper's tables
 
 
-def paper_table(table: paper.Table, entries: Sequence[Entry], benches: Sequence[Mapping[str, Any]] = ()) -> str:
+def paper_table(table: paper.Table, entries: Sequence[Entry], benches: Sequence[BenchRecord] = ()) -> str:
     """Set a table of the paper in Markdown, our rows under the paper's."""
     single = len(table.columns) == 1
     header = [table.first, "Whose"]
@@ -226,17 +227,18 @@ def _mean(entries: Sequence[Entry], measure: str) -> str:
     return f"{_number((mean,) if len(known) == 1 else (mean, std), 0)} ({len(known)})"
 
 
-def _measured_costs(table: paper.Table, row: paper.Row, benches: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _measured_costs(table: paper.Table, row: paper.Row, benches: Sequence[BenchRecord]) -> list[list[str]]:
     """Return rows with what a method costs on measured machines."""
     lines = []
     for label, entries in _costs(table, benches).items():
         for cost in (entry["cost"] for entry in entries if entry["method"] == row.method):
-            epoch = f"{number(cost['epoch_s'] / 60, 2)} ({number(cost['epoch_s'], 1)} s)"
+            seconds = cost["epoch_s"] or 0.0
+            epoch = f"{number(seconds / 60, 2)} ({number(seconds, 1)} s)"
             lines.append([label, NOTHING, number(cost["with_backbone_mb"], 2), epoch, number(cost["fps"], 2)])
     return lines
 
 
-def _costs(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def _costs(table: paper.Table, benches: Sequence[BenchRecord]) -> dict[str, list[Measured]]:
     """Return measured costs by label, each from the record that has most of the table's methods.
 
     Of several such records the latest counts: speeds of different days and machines are not mixed. The paper's costs
@@ -244,9 +246,9 @@ def _costs(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> dict[str
     """
     benches = [record for record in benches if record["hardware"].get("gpu")] or benches
     methods = {row.method for row in table.rows}
-    best: dict[str, tuple[tuple[int, str], list[Mapping[str, Any]]]] = {}
+    best: dict[str, tuple[tuple[int, str], list[Measured]]] = {}
     for record in benches if table.costs else ():
-        groups: dict[str, list[Mapping[str, Any]]] = {}
+        groups: dict[str, list[Measured]] = {}
         for entry in record["results"]:
             if entry["method"] in methods and entry["cost"]["epoch_s"] is not None:
                 groups.setdefault(_cost_label(table, record, entry), []).append(entry)
@@ -257,7 +259,7 @@ def _costs(table: paper.Table, benches: Sequence[Mapping[str, Any]]) -> dict[str
     return {label: entries for label, (_, entries) in best.items()}
 
 
-def _cost_label(table: paper.Table, record: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+def _cost_label(table: paper.Table, record: BenchRecord, entry: Measured) -> str:
     config, column = entry["config"], table.columns[0]
     weights = config["backbone"]["weights"]
     flags = WEIGHTS if weights or entry["backbone"] != column.backbone else ""
@@ -286,7 +288,7 @@ def _table_notes(table: paper.Table, entries: Sequence[Entry], labels: str) -> l
     ]
 
 
-def read_benches(folder: Path) -> list[dict[str, Any]]:
+def read_benches(folder: Path) -> list[BenchRecord]:
     """Read the records of costs in a folder of results."""
     return [read_record(path) for path in sorted((folder / "bench").glob("*.json"))]
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
 
 from probprompt.bench import measure, timing
+from probprompt.bench.results import Curve
 from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.engine.build import default_precision, release
@@ -141,16 +142,16 @@ def measure_point(
         return Point(value, note="out of memory")
     return Point(
         value,
-        training_images_per_s=trained.rate.images_per_s if trained else None,
-        inference_images_per_s=predicted.images_per_s,
-        memory=trained.memory.peak if trained else None,
+        training_images_per_s=trained.rate["images_per_s"] if trained else None,
+        inference_images_per_s=predicted["images_per_s"],
+        memory=trained.peak if trained else None,
         closing_s=closing_s if closing else None,
     )
 
 
 def measure_curve(
     axis: Axis, config: RunConfig, device: torch.device, seconds: float, progress: ProgressCallback
-) -> dict[str, Any]:
+) -> Curve:
     """Measure all values of an axis, and fit how each cost grows."""
     values, points = values_of(axis, config, device), list[Point]()
     with progress.stage(axis.name, len(values)):
@@ -166,7 +167,7 @@ def measure_curve(
         fitted = fit_exponents(axis, points)
         worse = [cost for cost, exponent in fitted.items() if exponent.worse_than_linear]
         progress.describe(f"worse than linear: {', '.join(COSTS[cost] for cost in worse) or 'nothing'}")
-    return {
+    curve = {
         "axis": axis.name,
         "label": axis.label,
         "method": config.method.name,
@@ -177,6 +178,7 @@ def measure_curve(
         "exponents": {cost: asdict(exponent) for cost, exponent in fitted.items()},
         "worse_than_linear": worse,
     }
+    return cast(Curve, curve)
 
 
 def _is_closed(axis: Axis, points: Sequence[Point], value: int, device: torch.device) -> bool:

@@ -64,12 +64,13 @@ if __name__ == "__main__":
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    import probprompt.cli.app
-    import probprompt.cli.cmd_audit
-    import probprompt.cli.cmd_compare
-    import probprompt.cli.cmd_data
-    import probprompt.cli.cmd_model
-    import probprompt.cli.cmd_train
+    import probprompt.api
+    import probprompt.classifier
+    import probprompt.cli
+    import probprompt.cli.grid_screen
+    import probprompt.data.verify
+    import probprompt.report.pages
+    import probprompt.runs.leak_audit
     import reproduction.__main__
 
     PROGRAMS = {"probprompt": probprompt.cli.main, "reproduction": reproduction.__main__.main}

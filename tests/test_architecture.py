@@ -174,6 +174,15 @@ def test_import_is_quick_and_imports_nothing_heavy() -> None:
     assert min(_seconds("-c", "import probprompt") for _ in range(3)) < 1.0
 
 
+def test_commands_import_nothing_heavy() -> None:
+    """Help and wrong options are answered without waiting for PyTorch."""
+    commands = ", ".join(f"probprompt.cli.{path.stem}" for path in sorted((ROOT / "cli").glob("cmd_*.py")))
+    heavy = "{'torch', 'numpy', 'timm', 'matplotlib', 'pydantic', 'rich'}"
+    probe = f"import sys, {commands}; print({heavy} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "set()"
+
+
 def test_reading_records_loads_no_backbone() -> None:
     """Whoever compares runs, or builds the book, does not wait for what trains them."""
     probe = "import sys, probprompt.runs.run; print({'timm', 'probprompt.engine.learner'} & set(sys.modules))"

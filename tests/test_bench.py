@@ -28,6 +28,7 @@ from probprompt.storage import with_hash
 TINY = {"name": "test_vit", "weights": "random", "image_size": 32}
 CPU = torch.device("cpu")
 Command = Callable[..., Any]
+PEAK: timing.Peak = {"flops": 1e9, "size": 512, "precision": "fp32"}
 
 
 def config(named: str = "probprompt", **groups: dict[str, Any]) -> RunConfig:
@@ -141,13 +142,13 @@ def test_images_and_steps_are_those_of_the_measurement_without_its_warm_up() -> 
     begun = time.perf_counter()
     found = timing.rate(work, 0.1, CPU)
     whole = time.perf_counter() - begun
-    assert found.images == 7 * found.steps / 2
-    assert len(calls) - 3 <= found.steps / 2 <= len(calls) - 2  # two or three calls came before
-    assert 0.004 <= found.first_s <= found.warm_up_s < whole - found.seconds + 1e-3
-    assert found.seconds >= 0.004 * found.steps / 2
+    assert found["images"] == 7 * found["steps"] / 2
+    assert len(calls) - 3 <= found["steps"] / 2 <= len(calls) - 2  # two or three calls came before
+    assert 0.004 <= found["first_s"] <= found["warm_up_s"] < whole - found["seconds"] + 1e-3
+    assert found["seconds"] >= 0.004 * found["steps"] / 2
     assert (
-        1 < len(found.rounds) <= timing.ROUNDS
-        and min(found.rounds) <= found.images_per_s <= max(found.rounds) < 7 / 0.004
+        1 < len(found["rounds"]) <= timing.ROUNDS
+        and min(found["rounds"]) <= found["images_per_s"] <= max(found["rounds"]) < 7 / 0.004
     )
 
 
@@ -159,20 +160,20 @@ def test_a_round_that_something_else_slows_down_does_not_count() -> None:
         return 1, 1
 
     found = timing.rate(work, 0.1, CPU)
-    assert found.images_per_s > 1.3 * found.images / found.seconds
+    assert found["images_per_s"] > 1.3 * found["images"] / found["seconds"]
 
 
 def test_latency_has_a_median_and_a_tail() -> None:
     slow = timing.latency(lambda number: time.sleep(0.05 if number % 5 == 4 else 0.001), 0.3, CPU)
-    assert 1 <= slow.median_ms < 40 and slow.p99_ms > 45 and slow.count >= 5
+    assert 1 <= slow["median_ms"] < 40 and slow["p99_ms"] > 45 and slow["count"] >= 5
 
 
 def test_the_peak_is_that_of_products() -> None:
     peak = timing.matrix_peak(CPU, "fp32", 0.01)
     square = torch.ones(256, 256)
     one = min(timing.timed(lambda: square @ square, CPU) for _ in range(5))
-    assert peak.size in timing.PEAK_SIZES["cpu"] and peak.precision == "fp32"
-    assert peak.flops > 2 * 256**3 / one / 10
+    assert peak["size"] in timing.PEAK_SIZES["cpu"] and peak["precision"] == "fp32"
+    assert peak["flops"] > 2 * 256**3 / one / 10
 
 
 def test_an_epoch_trains_the_images_it_says(count_queries: Callable[[Any], list[int]]) -> None:
@@ -186,7 +187,7 @@ def test_an_epoch_trains_the_images_it_says(count_queries: Callable[[Any], list[
 
 def test_training_is_counted_in_whole_batches() -> None:
     found = measure.training(build(), 0.02)
-    assert found is not None and found.rate.images == 4 * found.rate.steps > 0
+    assert found is not None and found.rate["images"] == 4 * found.rate["steps"] > 0
 
 
 @pytest.mark.parametrize("method", ["nearest-mean", "ranpac"])
@@ -260,8 +261,8 @@ def test_memory_grows_with_the_batch_from_what_is_always_held() -> None:
     for batch in (4, 8, 12):
         place = build(training={"batch": batch})
         found = measure.training(place, 0.01)
-        assert found is not None and found.memory.reserved is None
-        peaks.append(found.memory.peak)
+        assert found is not None and found.reserved is None
+        peaks.append(found.peak)
     weights = measure.size_of(place.model.parameters())
     assert peaks[0] < peaks[1] < peaks[2]
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.1)
@@ -303,7 +304,7 @@ def test_where_prompts_learn_in_the_first_task_that_one_is_measured() -> None:
     place = build("probprompt", head={"kind": "ridge", "projections": 32})
     assert (place.task.index, place.task.classes, place.later) == (0, 3, 5)
     place.close()
-    assert measure.inference(place, 0.01).images_per_s > 0 and len(place.model.head) == 8
+    assert measure.inference(place, 0.01)["images_per_s"] > 0 and len(place.model.head) == 8
 
 
 def test_all_at_once_is_one_task() -> None:
@@ -340,7 +341,7 @@ def test_nothing_is_downloaded(name: str, weights: str | None, expected: tuple[s
 @pytest.mark.parametrize("method", methods.registered())
 def test_every_method_is_measured(method: str) -> None:
     peaks = measure.Peaks(CPU)
-    peaks.found["fp32"] = timing.Peak(1e9, 512, "fp32")
+    peaks.found["fp32"] = PEAK
     entry = measure.measure(config(method, data={"tasks": [2, 2]}), 0.002, peaks)
     made = methods.find(method)
     assert (entry["training"] is None) == (made.preferred_head not in ("linear", "normalised"))
@@ -358,15 +359,15 @@ def test_every_method_is_measured(method: str) -> None:
 
 def test_the_memory_of_prompts_is_that_of_the_method() -> None:
     place = build("probprompt", method={"tokens": 4, "components": 3, "blocks": [0, 1]})
-    entry = measure._memory(place, None)
-    assert entry["prompts"] == 2 * 2 * 4 * 3 * 64 * 4  # means and deviations, blocks, tokens, components, width, bytes
-    assert entry["images"] == sum(array.nbytes for array in synthetic.random_images(64, 37))
+    memory = measure._memory(place, None)
+    assert memory["prompts"] == 2 * 2 * 4 * 3 * 64 * 4  # means and deviations, blocks, tokens, components, width, bytes
+    assert memory["images"] == sum(array.nbytes for array in synthetic.random_images(64, 37))
 
 
 # Records --------------------------------------------------------------------------------------------------------
 
 
-def entry(method: str, speed: float, **more: Any) -> dict[str, Any]:
+def entry(method: str, speed: float, **more: Any) -> Any:
     return {
         "method": method,
         "backbone": "demo",
@@ -386,11 +387,11 @@ def entry(method: str, speed: float, **more: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def empty_record() -> dict[str, Any]:
-    return results.make_record([], [], {"fp32": timing.Peak(1e9, 512, "fp32")}, CPU, 1.0)
+def empty_record() -> results.BenchRecord:
+    return results.make_record([], [], {"fp32": PEAK}, CPU, 1.0)
 
 
-def made(*results: dict[str, Any], growth: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+def made(*results: Any, growth: tuple[Any, ...] = ()) -> results.BenchRecord:
     return {**empty_record(), "results": list(results), "growth": list(growth)}
 
 
@@ -490,7 +491,7 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
 ) -> None:
     whole = measure.measure
 
-    def cut(config: RunConfig, *given: Any) -> dict[str, Any]:
+    def cut(config: RunConfig, *given: Any) -> results.Entry:
         if config.method.name == "lda":
             raise KeyboardInterrupt
         return whole(config, *given)
@@ -548,9 +549,9 @@ def test_predictions_are_the_engine_s_own(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(place.model, "predict", watched)
     found = measure.inference(place, 0.01)
-    assert sum(seen) >= found.images + 8 and set(seen) == {4}
+    assert sum(seen) >= found["images"] + 8 and set(seen) == {4}
     seen.clear()
-    assert measure.latency(place, 0.01).count == len(seen) - 3 and set(seen) == {1}
+    assert measure.latency(place, 0.01)["count"] == len(seen) - 3 and set(seen) == {1}
 
 
 def test_a_backbone_is_made_once_and_each_measurement_has_its_own() -> None:

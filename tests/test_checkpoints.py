@@ -24,7 +24,7 @@ from timm.models.vision_transformer import VisionTransformer
 from probprompt import FrozenViT
 from probprompt.backbones import pretrained
 from probprompt.backbones.pretrained import Preprocessing, fetch, find_file, known, load_backbone
-from probprompt.cli.cmd_train import run_list
+from probprompt.cli.cmd_train import Listed, list_
 from probprompt.errors import UserError
 
 # timm's own test model: 64 wide, 6 blocks, 160 px, trained weights "r160_in1k" on the hub.
@@ -558,7 +558,7 @@ def test_what_is_on_this_machine_is_listed_with_its_size(
     found = {item.name: item for item in known()}
     assert list(found)[5:] == [TAGGED] and found["demo"].size == (packaged / "demo.safetensors").stat().st_size
     assert found["sup1k"].size is None and found["sup1k"].place == ""
-    run_list("backbones")
+    list_(Listed.backbones)
     lines = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert lines["dino1k"].endswith("2.0 MB, Hugging Face cache") and lines["sup1k"].endswith(" no")
     assert lines[TAGGED].endswith("1.0 MB, Hugging Face cache")

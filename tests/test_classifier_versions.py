@@ -241,8 +241,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from probprompt.classifier import ContinualClassifier
-from probprompt.cli import main
-import probprompt.cli.app
+from probprompt.cli import console, main
 
 torch.set_num_threads(1)
 folder, lesson, room = sys.argv[1:]

@@ -132,18 +132,18 @@ def test_rows_come_while_images_are_still_read(
     probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, decoded, seen = split("012", "0123456789"), list[Path](), list[int]()
-    write, read = cmd_model._TextRows.write, sys.modules["probprompt.data.inputs"].read_image
+    write, read = cmd_model._write_text, sys.modules["probprompt.data.inputs"].read_image
 
-    def watched_write(rows: Any, answer: Any) -> None:
+    def watched_write(answer: Any) -> None:
         seen.append(len(decoded))
-        write(rows, answer)
+        write(answer)
 
     def watched_read(path: Path, short_side: int | None) -> Any:
         decoded.append(path)
         return read(path, short_side)
 
     monkeypatch.setattr("probprompt.data.inputs.read_image", watched_read)
-    monkeypatch.setattr(cmd_model._TextRows, "write", watched_write)
+    monkeypatch.setattr(cmd_model, "_write_text", watched_write)
     assert probprompt("predict", saved, folder, "--batch", 2).code == 0
     assert len(seen) == 30 and seen[0] < 30 and len(decoded) == 30
 

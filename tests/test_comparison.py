@@ -19,8 +19,9 @@ from rich.console import Console
 
 from html_page import Page
 from probprompt import methods, presets
-from probprompt.cli import cmd_compare
+from probprompt.cli.cmd_compare import compare
 from probprompt.cli.console import Screen
+from probprompt.cli.grid_screen import show_table
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.report import figures
@@ -700,7 +701,7 @@ def test_command_prints_the_tables(
     row = r"^probprompt +72\.50 ± 2\.50 +78\.75 ± 3\.75 +15\.00 ± 5\.00 +2 *$"
     for width, some, deviations in (("200", runs, True), ("60", runs, False)):
         monkeypatch.setenv("COLUMNS", width)
-        cmd_compare.run_compare(None, {}, [], [], some, tmp_path / "out", None, False)
+        compare(runs=some, out=tmp_path / "out")
         printed = capsys.readouterr().out
         assert bool(re.search(row, printed, re.MULTILINE)) is deviations
         assert ("Without the standard deviations" in printed.partition("Prompts and cost")[0]) is not deviations
@@ -717,7 +718,7 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
     accuracy = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1))).tables()[0]
     for width, headers in ((200, 1), (80, 2), (60, 2)):
         screen, text = console(width)
-        assert cmd_compare._show(screen, accuracy) == (width > 60)
+        assert show_table(screen, accuracy) == (width > 60)
         lines = text.getvalue().splitlines()
         assert sum(line.startswith("method") for line in lines) == headers
         assert not any("…" in line or len(line) > width for line in lines)
@@ -726,9 +727,7 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
     columns = [*((place, measure) for measure in ACCURACY), (place, SEEDS)]
     row = replace(accuracy.rows[0][0], label="x" * 100)
     screen, text = console(80)
-    cmd_compare._show(
-        screen, Table("", columns, [(row, [*(FormattedCell(NOTHING) for _ in ACCURACY), FormattedCell("0")])])
-    )
+    show_table(screen, Table("", columns, [(row, [*(FormattedCell(NOTHING) for _ in ACCURACY), FormattedCell("0")])]))
     assert "xxx" not in text.getvalue()
 
 
@@ -742,7 +741,7 @@ def test_no_number_is_cut_next_to_long_names(tmp_path: Path, width: int, headers
         assert all(place == first for place, _ in table.columns[:count])
         part = Table("", table.columns[:count], [(row, cells[:count]) for row, cells in named])
         screen, text = console(width)
-        cmd_compare._show(screen, part)
+        show_table(screen, part)
         assert "…" not in text.getvalue()
         assert sum(line.startswith("method") for line in text.getvalue().splitlines()) <= headers
         assert all(shown.mean in text.getvalue() for _, cells in part.rows for shown in cells)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from probprompt.cli.cmd_data import TransferScreen
+from probprompt.cli.console import Screen
 from probprompt.data import verify
 from probprompt.data.published import Cifar100, Cub200, Dataset, Figures, ImageNetR, Source, TuBerlin
 
@@ -257,7 +257,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_transfer_is_shown(terminal: bool) -> None:
-    screen, drawn = TransferScreen(), io.StringIO()
+    screen, drawn = Screen(), io.StringIO()
     screen.console = Console(file=drawn, force_terminal=terminal, width=120)
     with screen.transfer("a.zip", 4000, done=1000):
         screen.advance(2000)

@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 from probprompt import api, presets
-from probprompt.cli import Interrupted
-from probprompt.cli.cmd_compare import GridScreen, read_spec, run_compare
+from probprompt.cli import cmd_compare
+from probprompt.cli.cmd_compare import read_spec
+from probprompt.cli.grid_screen import GridScreen
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
-from probprompt.errors import UserError
+from probprompt.errors import Interrupted, UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as grids
 from probprompt.runs.executors import (
@@ -380,8 +381,8 @@ def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any)
     """Run the command on a grid of which one run diverges."""
     assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
-    vary = ["head_rate=0.01,1e30"]
-    run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)
+    settings = {"assignments": assignments, "vary": ["head_rate=0.01,1e30"], "show_only": show_only}
+    cmd_compare.compare(**{**chosen, **settings, **given}, out=out, device="cpu")
 
 
 def test_grid_is_run_once_and_failures_are_reported(
@@ -420,7 +421,7 @@ def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(Interrupted, match=r"2 of 4 cells are finished; go on with the same command"):
         compare(tmp_path, pictures)
     with pytest.raises(UserError, match="--from takes runs that are there"):
-        run_compare(None, options(methods=["apt"]), [], [], [tmp_path], None, None, False)
+        cmd_compare.compare(methods=["apt"], runs=[tmp_path])
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from probprompt import methods
-from probprompt.bench import measure, results
+from probprompt.bench import measure
+from probprompt.bench.results import FORMAT, KIND, make_record, write_record
 from probprompt.config import parse_config
 from probprompt.errors import UserError
 from reproduction import bench_pages, paper, results_page, scaling
@@ -27,7 +28,7 @@ def _rate(speed: float, *rounds: float) -> dict[str, Any]:
     return {"images_per_s": speed, "rounds": list(rounds or (speed,)), "warm_up_s": 12.34, "first_s": 9.0}
 
 
-def _entry(method: str = "probprompt", **more: Any) -> dict[str, Any]:
+def _entry(method: str = "probprompt", **more: Any) -> Any:
     return {
         **{"method": method, "backbone": VIT, "precision": "bf16", "image_size": 224, "batch": 128, "static": False},
         "training": _rate(4000.0, 3900.0, 4000.0, 4111.0),
@@ -58,9 +59,9 @@ def _curve(label: str = "classes, 10 tasks", worse: Sequence[str] = (), note: st
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes records."""
 
-    def write(name: str, *entries: dict[str, Any], growth: Sequence[Any] = (), gpu: str = "NVIDIA H200") -> Path:
-        about = {"kind": results.KIND, "format": results.FORMAT, "hardware": {**HARDWARE, "gpu": gpu}}
-        content = {**about, "versions": {**VERSIONS, "revision": "abc"}, "results": entries, "growth": growth}
+    def write(name: str, *results: dict[str, Any], growth: Sequence[Any] = (), gpu: str = "NVIDIA H200") -> Path:
+        about = {"kind": KIND, "format": FORMAT, "hardware": {**HARDWARE, "gpu": gpu}}
+        content = {**about, "versions": {**VERSIONS, "revision": "abc"}, "results": results, "growth": growth}
         (tmp_path / name).write_text(json.dumps(content))
         return tmp_path / name
 
@@ -208,7 +209,7 @@ def test_the_papers_methods_learn_prompts_or_the_backbone() -> None:
 )
 def test_run_seconds_count_epochs_and_passes(method: str, tasks: int, images: int, passed: int) -> None:
     experiment = Experiment("imagenet-r", "", tasks, 24_000, 6_000)
-    measured = {"method": method, "training": {"images_per_s": 10.0}, "inference": {"images_per_s": 40.0}}
+    measured: Any = {"method": method, "training": {"images_per_s": 10.0}, "inference": {"images_per_s": 40.0}}
     assert run_seconds(measured, experiment) == pytest.approx(images / 10 + passed / 40)
 
 
@@ -240,8 +241,8 @@ def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Comman
     cpu, backbone = torch.device("cpu"), {"name": "test_vit", "weights": "random", "image_size": 32}
     base = {"backbone": backbone, "training": {"batch": 4}, "data": {"tasks": [3, 2]}}
     peaks, path, page = measure.Peaks(cpu, 0.01), tmp_path / "real.json", tmp_path / "new.md"
-    measured = [measure.measure(parse_config(base), 0.01, peaks)]
-    results.write_record(path, results.make_record(measured, [], peaks.found, cpu, 0.01))
+    measured: list[Any] = [measure.measure(parse_config(base), 0.01, peaks)]
+    write_record(path, make_record(measured, [], peaks.found, cpu, 0.01))
     answer = reproduction("pages", path, "--page", page, "--plot", tmp_path / "methods.png")
     assert answer.code == 0, answer.err
     text = page.read_text(encoding="utf-8")

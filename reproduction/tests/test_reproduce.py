@@ -331,7 +331,7 @@ def test_wrong_options_are_explained(reproduction: Command, arguments: tuple[str
 
 
 def test_the_cost_is_estimated_from_a_record(tmp_path: Path, reproduction: Command) -> None:
-    rows = [
+    rows: list[Any] = [
         {"method": name, "training": {"images_per_s": speed}, "inference": {"images_per_s": 3 * speed}}
         for name, speed in (("probprompt", 1000.0), ("vq-prompt", 2000.0))
     ]

@@ -105,7 +105,7 @@ def test_ends_of_tasks_are_measured_only_if_quick(
 
 def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = Axis("classes", "classes", (20, 40))
-    curve = scaling.measure_curve(axis, _config(), CPU, 0.002, ProgressCallback())
+    curve: Any = scaling.measure_curve(axis, _config(), CPU, 0.002, ProgressCallback())
     assert [point["value"] for point in curve["points"]] == [20, 40]
     for point in curve["points"]:
         assert min(point["training_images_per_s"], point["inference_images_per_s"], point["closing_s"]) > 0

@@ -8,6 +8,10 @@ class UserError(Exception):
     """A mistake that the user can mend: the message says what was given, what is allowed, what to do next."""
 
 
+class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
+    """The user stopped a command; the message says how to continue."""
+
+
 def suggest(value: str, options: Iterable[str]) -> str:
     """Say the nearest valid names, or list them all where none is near.
 

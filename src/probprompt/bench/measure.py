@@ -4,8 +4,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from probprompt.backbones.vit import FrozenViT, Precision
 from probprompt.bench import timing
+from probprompt.bench.results import Entry, Memory
 from probprompt.bench.synthetic import BenchSetup, build
 from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.config import RunConfig
@@ -30,24 +31,18 @@ STAGE_STEPS = {"cuda": 8, "cpu": 2}
 STATIC_STEPS = {"cuda": MOST_STEPS, "cpu": 4}  # of an epoch on features that are kept: it has one length
 PARTS = ("training", "stages", "inference", "latency", "frozen pass")
 """What is measured, one after the other."""
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes that training takes at its peak, without the images."""
-
-    peak: int
-    """Largest sum of live tensors: backbone, prompts, head, statistics, gradients, activations, one batch."""
-    reserved: int | None
-    """What the GPU's allocator took from the device, without the images too; None on a CPU."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Training:
-    """How fast a task is trained, and what that takes."""
+    """How fast a task is trained, and the bytes that it takes without the images."""
 
     rate: Rate
-    memory: MemoryUse
+    peak: int
+    """Largest sum of live tensors: backbone, prompts, head, statistics, gradients, activations, one batch."""
+    reserved: int | None
+    """What the GPU's allocator took from the device; None on a CPU."""
 
 
 def training(setup: BenchSetup, seconds: float) -> Training | None:
@@ -55,12 +50,13 @@ def training(setup: BenchSetup, seconds: float) -> Training | None:
     if setup.learner.epochs(setup.task) == 0:
         return None
     epochs, found = Epochs(setup), list[Rate]()
+    used: tuple[int, int | None]
     if setup.device.type == "cuda":
         used = watched(setup, lambda: found.append(_epochs_per_s(epochs, seconds)))
     else:
         found.append(_epochs_per_s(epochs, seconds))
         used = followed(setup, epochs.optimizer, lambda: epochs(epochs.shortest))
-    return Training(found[0], used)
+    return Training(found[0], *used)
 
 
 def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
@@ -73,7 +69,9 @@ def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
         wanted = MOST_STEPS if device.type == "cuda" else math.ceil(seconds / EPOCHS_TIMED / again)
         steps = max(1, min(MOST_STEPS, wanted))
     measured = timing.rate(lambda: epochs(steps), seconds, device, warm_ups=2)
-    return replace(measured, first_s=first, warm_up_s=first + again + measured.warm_up_s)
+    measured["first_s"] = first
+    measured["warm_up_s"] += first + again
+    return measured
 
 
 class Epochs:
@@ -144,101 +142,76 @@ class Peaks:
         return self.found[precision]
 
 
-def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT) -> dict[str, Any]:
-    """All figures of one method."""
+def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT) -> Entry:
+    """Measure all figures of one method."""
     setup = build(config, peaks.device)
-    peak = peaks.of(setup.model.precision)
+    model, backbone = setup.model, setup.backbone
+    peak = peaks.of(model.precision)["flops"]
 
-    def next_part(name: str, work: Callable[[], Any]) -> Any:
+    def next_part(name: str, work: Callable[[], T]) -> T:
         progress.describe(name)
         result = work()
         progress.advance(1)
         return result
 
     trained = next_part(PARTS[0], lambda: training(setup, seconds))
-    shown = next_part(PARTS[1], lambda: _stages(setup, trained))
-    if not setup.model.head.trained:
+    passes_backbone = trained is not None and not model.static  # else only the head is trained, on kept features
+    steps = STAGE_STEPS[setup.device.type]
+    stages = next_part(PARTS[1], lambda: timing.shares(setup, steps) if passes_backbone else None)
+    if not model.head.trained:
         setup.close()  # it cannot predict before it is solved
     predicted = next_part(PARTS[2], lambda: inference(setup, seconds))
     alone = next_part(PARTS[3], lambda: latency(setup, seconds))
     frozen = next_part(PARTS[4], lambda: frozen_pass(setup, seconds))
-    entry = {
-        **_about(setup),
-        "training": _rate(trained.rate) if trained else None,
-        "inference": _rate(predicted),
-        "latency": asdict(alone),
-        "frozen_pass": _rate(frozen),
-        "memory": _memory(setup, trained.memory if trained else None),
-        "stages": shown,
-        **_efficiency(setup, trained, predicted, peak),
-    }
-    return {**entry, "cost": _cost(entry)}
-
-
-def _stages(setup: BenchSetup, trained: Training | None) -> dict[str, float] | None:
-    if trained is None or setup.model.static:
-        return None  # nothing passes through the backbone
-    return timing.shares(setup, STAGE_STEPS[setup.device.type])
-
-
-def _about(setup: BenchSetup) -> dict[str, Any]:
-    """What was measured."""
-    config, model = setup.config, setup.model
+    count, memory = count_flops(setup), _memory(setup, trained)
+    flops = {name: getattr(count, name) for name in ("query", "prompted", "backward", "inference")}
+    shares = {"inference": count.inference * predicted["images_per_s"] / peak}
+    if trained and passes_backbone:
+        flops["training"] = count.training
+        shares["training"] = count.training * trained.rate["images_per_s"] / peak
     return {
-        "method": config.method.name,
-        "backbone": setup.backbone.name,
+        "method": setup.config.method.name,
+        "backbone": backbone.name,
         "precision": model.precision,
-        "image_size": setup.backbone.preprocessing.image_size,
-        "batch": config.training.batch,
+        "image_size": backbone.preprocessing.image_size,
+        "batch": setup.config.training.batch,
         "task": setup.task.index + 1,
         "classes": setup.task.first + setup.task.classes,
         "static": model.static,
-        "config": config.model_dump(mode="json"),
+        "config": setup.config.model_dump(mode="json"),
+        "training": trained.rate if trained else None,
+        "inference": predicted,
+        "latency": alone,
+        "frozen_pass": frozen,
+        "memory": memory,
+        "stages": stages,
+        "passes": count.passes,
+        "flops_per_image": flops,
+        "share_of_peak": shares,
+        "cost": {
+            "prompts_mb": memory["prompts"] / 1e6,
+            "with_backbone_mb": (memory["prompts"] + memory["backbone"]) / 1e6,
+            "epoch_s": EPOCH_IMAGES / trained.rate["images_per_s"] if trained else None,
+            "fps": 1e3 / alone["median_ms"],
+        },
     }
 
 
-def _rate(found: Rate) -> dict[str, Any]:
-    return {"images_per_s": found.images_per_s, **asdict(found)}
-
-
-def _memory(setup: BenchSetup, used: MemoryUse | None) -> dict[str, Any]:
-    """Bytes."""
-    method = setup.model.method
+def _memory(setup: BenchSetup, trained: Training | None) -> Memory:
+    """Return the bytes."""
     return {
-        "training_peak": used.peak if used else None,
-        "training_reserved": used.reserved if used else None,
+        "training_peak": trained.peak if trained else None,
+        "training_reserved": trained.reserved if trained else None,
         "images": setup.images_bytes,
-        "prompts": size_of(method.parameters()),
+        "prompts": size_of(setup.model.method.parameters()),
         "backbone": size_of(setup.model.backbone.parameters()),
-    }
-
-
-def _efficiency(setup: BenchSetup, trained: Training | None, predicted: Rate, peak: Peak) -> dict[str, Any]:
-    """Operations for one image, and which share of the machine's peak they were done at."""
-    count = count_flops(setup)
-    needed, done = {"inference": count.inference}, {"inference": predicted.images_per_s}
-    if trained and not setup.model.static:  # else no image passes through the backbone while the head learns
-        needed["training"], done["training"] = count.training, trained.rate.images_per_s
-    shares = {name: operations * done[name] / peak.flops for name, operations in needed.items()}
-    parts = {name: getattr(count, name) for name in ("query", "prompted", "backward")}
-    return {"passes": count.passes, "flops_per_image": {**parts, **needed}, "share_of_peak": shares}
-
-
-def _cost(entry: dict[str, Any]) -> dict[str, Any]:
-    """The columns of the paper's cost table."""
-    used, trained = entry["memory"], entry["training"]
-    return {
-        "prompts_mb": used["prompts"] / 1e6,
-        "with_backbone_mb": (used["prompts"] + used["backbone"]) / 1e6,
-        "epoch_s": EPOCH_IMAGES / trained["images_per_s"] if trained else None,
-        "fps": 1e3 / entry["latency"]["median_ms"],
     }
 
 
 def measure_each(
     configs: Sequence[RunConfig], seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT
-) -> Iterator[dict[str, Any]]:
-    """All figures of several methods, one after the other."""
+) -> Iterator[Entry]:
+    """Measure all figures of several methods, one after the other."""
     for config in configs:
         with progress.stage(config.method.name, len(PARTS)):
             entry = measure(config, seconds, peaks, progress)
@@ -304,22 +277,22 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum({_address(one): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def watched(setup: BenchSetup, train: Callable[[], Any]) -> MemoryUse:
-    """Return the peak on a GPU, from its allocator, while something trains from its first step on."""
+def watched(setup: BenchSetup, train: Callable[[], Any]) -> tuple[int, int]:
+    """Return the peak and what is reserved on a GPU, from its allocator, while something trains from its first step."""
     device = setup.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     train()
     without = setup.held_before + setup.images_bytes
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return MemoryUse(peak - without, reserved - without)
+    return peak - without, reserved - without
 
 
-def followed(setup: BenchSetup, optimizer: torch.optim.Optimizer, train: Callable[[], Any]) -> MemoryUse:
+def followed(setup: BenchSetup, optimizer: torch.optim.Optimizer, train: Callable[[], Any]) -> tuple[int, None]:
     """Return the peak on a CPU, which has no allocator to ask, while something trains that has made a step."""
     with LiveTensors() as live:
         train()
-    return MemoryUse(held(setup, optimizer) + live.peak, None)
+    return held(setup, optimizer) + live.peak, None
 
 
 # Operations

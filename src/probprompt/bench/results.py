@@ -2,42 +2,106 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 
-from probprompt.bench.timing import Peak
+from probprompt.backbones.vit import Precision
+from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.engine.hardware import hardware, versions
 from probprompt.errors import UserError
 from probprompt.storage import is_changed, read_json, with_hash, write_json
 
 KIND, FORMAT = "probprompt bench", 1
-SETTINGS = ("backbone", "image_size", "batch", "precision", "classes", "task")
-"""What two entries must have in common to be compared fairly."""
-PASSES = (("head", "mirrored", False), ("method", "evaluation_draws", 1))
-"""Settings that say how many passes a prediction takes, and what they are where an entry has none: these, too."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A number of an entry: where it stands, what it is, and whether more is better."""
+class Memory(TypedDict):
+    """Bytes; in training None if nothing is trained, reserved None on a CPU too."""
 
-    path: tuple[str, str]
-    words: str
-    more_is_better: bool = True
+    training_peak: int | None
+    training_reserved: int | None
+    images: int
+    prompts: int
+    backbone: int
 
 
-FIGURES = (
-    Figure(("training", "images_per_s"), "training, images/s"),
-    Figure(("inference", "images_per_s"), "inference, images/s"),
-    Figure(("frozen_pass", "images_per_s"), "one frozen pass, images/s"),
-    Figure(("latency", "median_ms"), "latency of one image, median, ms", more_is_better=False),
-    Figure(("latency", "p99_ms"), "latency of one image, 99 %, ms", more_is_better=False),
-    Figure(("memory", "training_peak"), "peak memory in training, bytes", more_is_better=False),
-)
+class Cost(TypedDict):
+    """The columns of the paper's cost table."""
+
+    prompts_mb: float
+    with_backbone_mb: float
+    epoch_s: float | None
+    fps: float
+
+
+class Entry(TypedDict):
+    """What was measured of one method."""
+
+    method: str
+    backbone: str
+    precision: Precision
+    image_size: int
+    batch: int
+    task: int
+    classes: int
+    static: bool
+    config: dict[str, Any]
+    training: Rate | None
+    inference: Rate
+    latency: Latency
+    frozen_pass: Rate
+    memory: Memory
+    stages: dict[str, float] | None
+    passes: int
+    """Missing in older records."""
+    flops_per_image: dict[str, int]
+    """Of passes, and of a prediction and a training step."""
+    share_of_peak: dict[str, float]
+    cost: Cost
+
+
+class Point(TypedDict):
+    """Costs at one value of a setting that grows; None if not measured."""
+
+    value: int
+    training_images_per_s: float | None
+    inference_images_per_s: float | None
+    memory: int | None
+    closing_s: float | None
+    note: str
+
+
+class Curve(TypedDict):
+    """The costs of a method as one setting grows."""
+
+    axis: str
+    label: str
+    method: str
+    backbone: str
+    precision: Precision
+    config: dict[str, Any]
+    points: Sequence[Point]
+    exponents: dict[str, dict[str, float]]
+    """By cost: over the whole curve, and over its end, where a fixed cost hides less."""
+    worse_than_linear: Sequence[str]
+
+
+class BenchRecord(TypedDict):
+    """A record: what was measured, on what."""
+
+    kind: str
+    format: int
+    created: str
+    hardware: dict[str, str | int]
+    versions: dict[str, str]
+    seconds: float
+    matrix_peak: dict[Precision, Peak]
+    results: Sequence[Entry]
+    growth: Sequence[Curve]
 
 
 @dataclass(frozen=True)
@@ -62,13 +126,13 @@ class Ratio:
 
 
 def make_record(
-    results: Sequence[Mapping[str, Any]],
-    growth: Sequence[Mapping[str, Any]],
-    peaks: Mapping[Any, Peak],
+    results: Sequence[Entry],
+    growth: Sequence[Curve],
+    peaks: Mapping[Precision, Peak],
     device: torch.device,
     seconds: float,
-) -> dict[str, Any]:
-    """All that was measured, and on what."""
+) -> BenchRecord:
+    """Put all that was measured together with what it was measured on."""
     return {
         "kind": KIND,
         "format": FORMAT,
@@ -76,27 +140,27 @@ def make_record(
         "hardware": hardware(device),
         "versions": versions(),
         "seconds": seconds,
-        "matrix_peak": {precision: asdict(peak) for precision, peak in peaks.items()},
+        "matrix_peak": dict(peaks),
         "results": list(results),
         "growth": list(growth),
     }
 
 
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
+def write_record(path: Path, record: BenchRecord) -> None:
     """Write a record."""
     write_json(path, with_hash(record))
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> BenchRecord:
     """Read an earlier record."""
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("kind") != KIND:
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("kind") != KIND:
         raise UserError(f"{path} is no record of probprompt bench: name a file that --out wrote")
-    if found.get("format") != FORMAT:
-        raise UserError(f"{path} has format {found.get('format')!r}, this version reads {FORMAT}: measure it again")
-    if is_changed(found):
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path} has format {content.get('format')!r}, this version reads {FORMAT}: measure it again")
+    if is_changed(content):
         raise UserError(f"{path} was changed by hand: it has not the hash that it records; measure it again")
-    return found
+    return cast(BenchRecord, content)
 
 
 def refuse_unwritable(path: Path | None) -> None:
@@ -105,7 +169,7 @@ def refuse_unwritable(path: Path | None) -> None:
         raise UserError(f"there is no folder {path.absolute().parent} to write {path.name} into: make it first")
 
 
-def ratios(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Ratio]:
+def ratios(before: BenchRecord, now: BenchRecord) -> list[Ratio]:
     """Every figure of methods that both records hold, and the speed of growing settings at values that both hold."""
     found = [ratio for old, new in matched(before, now) for ratio in _entry_ratios(old, new)]
     curves = {(curve["axis"], curve["method"]): curve for curve in before["growth"]}
@@ -115,7 +179,7 @@ def ratios(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Ratio]:
     return found
 
 
-def matched(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def matched(before: BenchRecord, now: BenchRecord) -> Iterator[tuple[Entry, Entry]]:
     """Pairs of entries on the same method; of several earlier ones that with the most settings in common."""
     for new in now["results"]:
         same = [old for old in before["results"] if old["method"] == new["method"]]
@@ -123,33 +187,49 @@ def matched(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple
             yield min(same, key=lambda old: len(differences(old, new))), new
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Say what was set otherwise before."""
-    pairs = [(name, old[name], new[name]) for name in SETTINGS]
-    pairs += [
-        (name, old["config"][group].get(name, usual), new["config"][group].get(name, usual))
-        for group, name, usual in PASSES
-    ]
-    return [f"{name} {before} before, {now} now" for name, before, now in pairs if before != now]
+def differences(old: Entry, new: Entry) -> list[str]:
+    """Say which settings were others before."""
+    pairs = zip(_settings(old), _settings(new), strict=True)
+    return [f"{name} {before} before, {now} now" for (name, before), (_, now) in pairs if before != now]
 
 
-def _entry_ratios(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Ratio]:
-    for figure in FIGURES:
-        group, name = figure.path
-        first, second = ((entry[group] or {}).get(name) for entry in (old, new))
+def _settings(entry: Entry) -> Iterator[tuple[str, object]]:
+    """Yield what two entries must have in common to be compared fairly."""
+    for name, value in entry.items():
+        if name in ("backbone", "image_size", "batch", "precision", "classes", "task"):
+            yield name, value
+    # How many passes a prediction takes: entries may have no such setting.
+    for group, name, default in (("head", "mirrored", False), ("method", "evaluation_draws", 1)):
+        yield name, entry["config"][group].get(name, default)
+
+
+def _figures(entry: Entry) -> Iterator[tuple[str, float | None, bool]]:
+    """Yield the words and the value of each figure, and whether more is better."""
+    rates = {"training": entry["training"], "inference": entry["inference"], "one frozen pass": entry["frozen_pass"]}
+    for name, rate in rates.items():
+        yield f"{name}, images/s", rate and rate["images_per_s"], True
+    yield "latency of one image, median, ms", entry["latency"]["median_ms"], False
+    yield "latency of one image, 99 %, ms", entry["latency"]["p99_ms"], False
+    yield "peak memory in training, bytes", entry["memory"]["training_peak"], False
+
+
+def _entry_ratios(old: Entry, new: Entry) -> Iterator[Ratio]:
+    for (words, first, more_is_better), (_, second, _) in zip(_figures(old), _figures(new), strict=True):
         if first and second:
-            yield Ratio(new["method"], figure.words, first, second, figure.more_is_better)
+            yield Ratio(new["method"], words, first, second, more_is_better)
 
 
-def _curve_ratios(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Ratio]:
-    """Geometric means over the values that both curves have."""
-    earlier = {point["value"]: point for point in old["points"]}
-    found = []
-    for name, words in (("training_images_per_s", "training"), ("inference_images_per_s", "inference")):
-        pairs = [(earlier.get(point["value"], {}).get(name), point[name]) for point in new["points"]]
-        known = [(first, second) for first, second in pairs if first and second]
+def _curve_ratios(old: Curve, new: Curve) -> Iterator[Ratio]:
+    """Yield geometric means over the values that both curves have."""
+    before, now = ({point["value"]: point for point in curve["points"]} for curve in (old, new))
+    values, subject = [value for value in now if value in before], f"{new['method']}, {new['axis']} growing"
+    keys: dict[str, Literal["training_images_per_s", "inference_images_per_s"]] = {
+        "training": "training_images_per_s",
+        "inference": "inference_images_per_s",
+    }
+    for words, key in keys.items():
+        pairs = [(before[value][key], now[value][key]) for value in values]
+        known = [(math.log(first), math.log(second)) for first, second in pairs if first and second]
         if known:
-            means = [math.exp(sum(math.log(pair[side]) for pair in known) / len(known)) for side in (0, 1)]
-            subject = f"{new['method']}, {new['axis']} growing"
-            found.append(Ratio(subject, f"{words}, images/s, mean", means[0], means[1], True))
-    return found
+            means = [math.exp(fmean(logs)) for logs in zip(*known, strict=True)]
+            yield Ratio(subject, f"{words}, images/s, mean", means[0], means[1], True)

@@ -9,11 +9,11 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypedDict
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,38 +31,32 @@ STAGES = ("data", "query", "prompts", "prompted forward", "backward", "optimiser
 """Parts of a training step. The embedding of patches, which both passes share, belongs to the query."""
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(TypedDict):
     """Work done in a time; the warm-up before it is reported separately."""
 
+    images_per_s: float
+    """The median of the rounds, since other work on the machine may slow one of them."""
     images: int
     steps: int
     seconds: float
-    rounds: tuple[float, ...]
-    """Images in a second, in each round of the measurement."""
+    rounds: Sequence[float]
+    """Images per second in each round of the measurement."""
     first_s: float
     """The very first call, with whatever is compiled or captured in it."""
     warm_up_s: float
     """All that was done before the measurement, the first call included."""
 
-    @property
-    def images_per_s(self) -> float:
-        """Images in a second: the median of the rounds, since other work on the machine may slow one of them."""
-        return statistics.median(self.rounds)
 
-
-@dataclass(frozen=True)
-class Latency:
-    """How long one image takes, by itself."""
+class Latency(TypedDict):
+    """The time that one image takes, by itself."""
 
     median_ms: float
     p99_ms: float
     count: int
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most operations in a second that square matrix products reach."""
+class Peak(TypedDict):
+    """The most operations per second that square matrix products reach."""
 
     flops: float
     size: int
@@ -99,28 +93,23 @@ def rate(work: Work, seconds: float, device: torch.device, warm_ups: int = 3) ->
     calls = max(2, math.ceil(seconds / max(last, 1e-6)))
     counts = [len(part) for part in np.array_split(range(calls), min(ROUNDS, calls))]
     rounds = [_round(work, count, device) for count in counts]
+    speeds = [images / seconds for images, _, seconds in rounds]
     return Rate(
-        images=sum(part.images for part in rounds),
-        steps=sum(part.steps for part in rounds),
-        seconds=sum(part.seconds for part in rounds),
-        rounds=tuple(part.images / part.seconds for part in rounds),
+        images_per_s=statistics.median(speeds),
+        images=sum(images for images, _, _ in rounds),
+        steps=sum(steps for _, steps, _ in rounds),
+        seconds=sum(seconds for _, _, seconds in rounds),
+        rounds=speeds,
         first_s=first,
         warm_up_s=sum(warm),
     )
 
 
-@dataclass(frozen=True)
-class _Round:
-    images: int
-    steps: int
-    seconds: float
-
-
-def _round(work: Work, calls: int, device: torch.device) -> _Round:
-    """Do the work ``calls`` times without waiting for the device in between."""
+def _round(work: Work, calls: int, device: torch.device) -> tuple[int, int, float]:
+    """Do the work ``calls`` times without waiting for the device in between; return images, steps and seconds."""
     done: list[tuple[int, int]] = []
     spent = timed(lambda: done.extend(work() for _ in range(calls)), device)
-    return _Round(sum(images for images, _ in done), sum(steps for _, steps in done), spent)
+    return sum(images for images, _ in done), sum(steps for _, steps in done), spent
 
 
 def latency(work: Callable[[int], object], seconds: float, device: torch.device) -> Latency:
@@ -132,12 +121,12 @@ def latency(work: Callable[[int], object], seconds: float, device: torch.device)
     while len(found) < 2 or (time.perf_counter() - begun < seconds and len(found) < MOST_LATENCIES):
         found.append(timed(partial(work, len(found)), device))
     median, tail = (1e3 * float(np.percentile(found, share)) for share in (50, 99))
-    return Latency(median, tail, len(found))
+    return Latency(median_ms=median, p99_ms=tail, count=len(found))
 
 
 def matrix_peak(device: torch.device, precision: Precision, seconds: float) -> Peak:
     """Measure the machine's matrix peak: the best of several sizes of square products, ``seconds`` for each."""
-    best = Peak(0.0, 0, precision)
+    best = Peak(flops=0.0, size=0, precision=precision)
     for size in PEAK_SIZES[device.type]:
         source = randomness.generator(device, 0, "bench", "matrix")
         square = torch.randn(size, size, device=device, generator=source).to(DTYPES[precision])
@@ -146,8 +135,10 @@ def matrix_peak(device: torch.device, precision: Precision, seconds: float) -> P
             torch.mm(square, square)
             return 1, 1
 
-        products_per_s = rate(multiply, seconds, device).images_per_s
-        best = max(best, Peak(2 * size**3 * products_per_s, size, precision), key=lambda peak: peak.flops)
+        products_per_s = rate(multiply, seconds, device)["images_per_s"]
+        flops = 2 * size**3 * products_per_s
+        if flops > best["flops"]:
+            best = Peak(flops=flops, size=size, precision=precision)
         if products_per_s * seconds < 1:
             break  # larger ones would take too long
     return best
@@ -216,25 +207,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             own[name] = before
 
 
-@contextmanager
-def _plain_steps() -> Iterator[None]:
-    """Keep the engine from capturing steps inside the block: a replayed one cannot be timed call by call."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "off"
-    try:
-        yield
-    finally:
-        del os.environ[SWITCH]
-        if before is not None:
-            os.environ[SWITCH] = before
-
-
 def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
     """Return the share of each stage in this many training steps."""
     learner, device, task = setup.learner, setup.device, setup.steps_of(steps)
     watch = Stopwatch(device)
     with ExitStack() as stack:
-        stack.enter_context(_plain_steps())
+        stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # a replayed step cannot be timed by call
         optimizer = learner.optimiser(task)  # a new one, so that the engine makes a new step
         learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
         for owner, name, stage in _calls(setup, optimizer):

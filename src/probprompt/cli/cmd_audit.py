@@ -1,24 +1,21 @@
-"""What ``probprompt audit`` does: look for leaks, show a table, write the proof, say so with the exit code."""
+"""The command ``audit``: look for leaks, show a table, write the report, and exit with 1 where there is a leak."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from typer import Argument, Option
 
-from probprompt import methods
-from probprompt.backbones.vit import Precision
 from probprompt.cli.console import Screen
-from probprompt.config import apply_assignments
-from probprompt.engine.build import pick_device
+from probprompt.cli.options import Device, Precision
 from probprompt.errors import UserError
-from probprompt.evaluation.audit import TOLERANCES, Audit, Check
-from probprompt.runs.leak_audit import METHOD_IMAGES, SAVED_IMAGES, AuditReport, audit_method, audit_saved, quick_config
-from probprompt.storage import write_json
+
+if TYPE_CHECKING:
+    from probprompt.evaluation.audit import Audit, Check
+    from probprompt.runs.leak_audit import AuditReport
 
 LEAK = 1  # exit code
-
-
 _WORDS = {
     "batch size": "size",
     "batch mates": "mates",
@@ -31,54 +28,71 @@ _WORDS = {
 """Checks in a word each, so that a table of methods fits the screen."""
 
 
-def run_audit(
-    target: str | None,
-    method: str | None,
-    every: bool,
-    assignments: list[str],
-    data: str | None,
-    images: int | None,
-    precision: Precision,
-    device: str | None,
-    out: Path | None,
+def audit(
+    target: Annotated[
+        str | None,
+        Argument(
+            metavar="[RUN|MODEL|BENCHMARK]",
+            help="A run's or a model's folder; with --method or --all a benchmark.",
+            show_default="emoji-r",
+        ),
+    ] = None,
+    method: Annotated[str | None, Option(help="Train this method on a few images and audit it.")] = None,
+    every: Annotated[bool, Option("--all", help="Train and audit every method.")] = False,
+    assignments: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting of that training.")
+    ] = None,
+    data: Annotated[str | None, Option(help="Images for a saved model: a folder or a benchmark.")] = None,
+    images: Annotated[int | None, Option(min=2, help="How many images: 64 for a model, 32 for a method.")] = None,
+    precision: Annotated[Precision, Option(help="What the backbone computes in.")] = Precision.fp32,
+    device: Device = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the proof to a JSON file, too.")] = None,
 ) -> None:
-    """Audit a run or a saved model, or else methods, which are trained for it."""
+    """Prove that predictions depend on their own image alone; a leak is told with exit code 1."""
+    from probprompt import methods
+    from probprompt.config import apply_assignments
+    from probprompt.engine.build import pick_device
+    from probprompt.runs import leak_audit
+    from probprompt.storage import write_json
+
     screen, where = Screen(), pick_device(device)
     if method is None and not every:
         if target is None:
             raise UserError("name what to audit: the folder of a run or of a model, or --method NAME, or --all")
         if assignments:
             raise UserError("--set goes with --method or --all: a saved model has its settings already")
-        proofs = [audit_saved(Path(target), where, precision, images or SAVED_IMAGES, data, screen)]
+        count = images or leak_audit.SAVED_IMAGES
+        proofs = [leak_audit.audit_saved(Path(target), where, precision.value, count, data, screen)]
     else:
         if data is not None:
             raise UserError("--data goes with a saved model: name the benchmark of a method behind the command")
         if method is not None and every:
             raise UserError("--method and --all exclude each other")
         names = list(methods.registered()) if method is None else [method]
-        configs = [
-            quick_config(name, target or "emoji-r", apply_assignments({"method": {"name": name}}, assignments))
-            for name in names
-        ]
-        proofs = [audit_method(config, where, precision, images or METHOD_IMAGES, screen) for config in configs]
+        count = images or leak_audit.METHOD_IMAGES
+        given = {name: apply_assignments({"method": {"name": name}}, assignments or []) for name in names}
+        configs = [leak_audit.quick_config(name, target or "emoji-r", given[name]) for name in names]
+        proofs = [leak_audit.audit_method(config, where, precision.value, count, screen) for config in configs]
     _show(screen, proofs)
-    _write(screen, proofs, out)
+    for proof in proofs:
+        if proof.written:
+            screen.say(f"proof: {proof.written}")
+    if out:
+        write_json(out, [proof.to_json() for proof in proofs] if len(proofs) > 1 else proofs[0].to_json())
+        screen.say(f"proof: {out}")
     if not all(proof.audit.passed for proof in proofs):
         raise typer.Exit(LEAK)
 
 
-def _show(screen: Screen, proofs: Sequence[AuditReport]) -> None:
-    if len(proofs) == 1:
-        _show_checks(screen, proofs[0])
-    else:
-        _show_overview(screen, proofs)
+def _show(screen: Screen, proofs: "Sequence[AuditReport]") -> None:
+    _show_overview(screen, proofs) if len(proofs) > 1 else _show_checks(screen, proofs[0])
     for proof in proofs:
         for mark in proof.about["marks"]:
             screen.say(f"{proof.subject}: {mark}")
     screen.say(_statement(proofs[0].audit))
 
 
-def _show_checks(screen: Screen, proof: AuditReport) -> None:
+def _show_checks(screen: Screen, proof: "AuditReport") -> None:
     outcome = proof.audit
     method = proof.about["method"]["name"]
     subject = method if proof.subject == method else f"{proof.subject} ({method})"
@@ -89,24 +103,19 @@ def _show_checks(screen: Screen, proof: AuditReport) -> None:
     screen.say(f"\n{verdict}")
 
 
-def _line(check: Check) -> tuple[str, ...]:
+def _line(check: "Check") -> tuple[str, ...]:
     compared = f"{check.question} ({check.note})" if check.note else check.question
     if check.worst is None:
         return check.name, compared, "", "", "", "", _verdict(check)
-    beyond, changed = round((check.share or 0) * check.images), "" if check.changed is None else str(check.changed)
-    return (
-        check.name,
-        compared,
-        f"{check.worst:.0e}" if check.worst else "0",
-        f"{check.tolerance:g}",
-        str(beyond),
-        changed,
-        _verdict(check),
-    )
+    worst, beyond = f"{check.worst:.0e}" if check.worst else "0", str(round((check.share or 0) * check.images))
+    changed = "" if check.changed is None else str(check.changed)
+    return check.name, compared, worst, f"{check.tolerance:g}", beyond, changed, _verdict(check)
 
 
-def _show_overview(screen: Screen, proofs: Sequence[AuditReport]) -> None:
-    """One line per method."""
+def _show_overview(screen: Screen, proofs: "Sequence[AuditReport]") -> None:
+    """Show one line per method."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for check in proofs[0].audit.checks:
@@ -120,12 +129,14 @@ def _show_overview(screen: Screen, proofs: Sequence[AuditReport]) -> None:
     screen.say(f"\n{verdict}\nThe columns in full, with numbers: probprompt audit --method NAME")
 
 
-def _verdict(check: Check) -> str:
+def _verdict(check: "Check") -> str:
     return {True: "ok", False: "LEAK", None: "-"}[check.passed]
 
 
-def _statement(outcome: Audit) -> str:
-    """How it was measured, and what counts as a leak."""
+def _statement(outcome: "Audit") -> str:
+    """Say how it was measured, and what counts as a leak."""
+    from probprompt.evaluation.audit import TOLERANCES
+
     tolerance = outcome.tolerance
     share = f"more than {tolerance.share:.0%} of the images (and of more than one)" if tolerance.share else "any image"
     return (
@@ -134,12 +145,3 @@ def _statement(outcome: Audit) -> str:
         f"{TOLERANCES['fp32'].difference:g} of theirs in any precision. beyond: images that differ by more; changed: "
         "images of which another class is predicted; -: not applicable."
     )
-
-
-def _write(screen: Screen, proofs: Sequence[AuditReport], out: Path | None) -> None:
-    for proof in proofs:
-        if proof.written:
-            screen.say(f"proof: {proof.written}")
-    if out:
-        write_json(out, [proof.to_json() for proof in proofs] if len(proofs) > 1 else proofs[0].to_json())
-        screen.say(f"proof: {out}")

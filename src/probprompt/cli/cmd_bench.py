@@ -1,70 +1,69 @@
-"""What ``probprompt bench`` does: measure, show tables, write a record, compare with an earlier one."""
+"""The command ``bench``: measure, show tables, write a record, compare with an earlier one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from rich.table import Table
+from typer import Option
 
-from probprompt import methods, presets
-from probprompt.bench.measure import EPOCH_IMAGES, Peaks, measure_each
-from probprompt.bench.results import (
-    differences,
-    make_record,
-    matched,
-    ratios,
-    read_record,
-    refuse_unwritable,
-    write_record,
-)
-from probprompt.cli.console import PLAIN, Screen
-from probprompt.config import RunConfig, apply_assignments, merge, parse_config
-from probprompt.engine.build import pick_device
-from probprompt.engine.hardware import chip_words
+from probprompt.cli.console import Screen
+from probprompt.cli.options import Assignments, Device, Precision, Preset
 from probprompt.errors import UserError
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"backbone": {"name": "demo"}, "training": {"batch": 16}},
-    "cuda": {"backbone": {"name": "vit_base_patch16_224"}, "training": {"batch": 128}},
-}
-"""What is measured where nobody says: on a CPU something that takes less than a minute."""
+if TYPE_CHECKING:
+    import torch
 
+    from probprompt.bench.results import BenchRecord, Entry
+    from probprompt.bench.timing import Rate
+    from probprompt.config import RunConfig
 
+_DEFAULTS = {"cpu": ("demo", 16), "cuda": ("vit_base_patch16_224", 128)}
+"""Backbone and batch where none are given: on a CPU what takes less than a minute."""
 SECONDS, SECONDS_OF_MANY = 5.0, 1.0
-
-
 DASH = "-"  # not measured
-
-
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
-Record = Mapping[str, Any]
-
-
-def run_bench(
-    given: Mapping[str, Mapping[str, Any]],
-    preset: str | None,
-    assignments: Sequence[str],
-    method: str | None,
-    several: Sequence[str],
-    device: str | None,
-    seconds: float | None,
-    out: Path | None,
-    against: Path | None,
+def bench(
+    method: Annotated[str | None, Option(help="What to measure.", show_default="probprompt")] = None,
+    methods: Annotated[
+        list[str] | None, Option(help="Several methods, with commas between; all: a cost table of every one.")
+    ] = None,
+    backbone: Annotated[
+        str | None, Option(help="As in training, with random weights.", show_default="demo; on a GPU ViT-B/16")
+    ] = None,
+    preset: Preset = None,
+    batch: Annotated[int | None, Option(min=1, help="Images per step.", show_default="16; on a GPU 128")] = None,
+    image_size: Annotated[int | None, Option(min=8, help="Side of the images; the backbone's own.")] = None,
+    precision: Annotated[Precision | None, Option(help="What the backbone computes in.")] = None,
+    assignments: Assignments = None,
+    seconds: Annotated[
+        float | None, Option(min=0.01, help="For each measurement.", show_default="5; 1 where there are many")
+    ] = None,
+    device: Device = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write a record in JSON.")] = None,
+    against: Annotated[Path | None, Option(metavar="FILE", help="Compare with an earlier record.")] = None,
 ) -> None:
-    """Measure one method, or several of them."""
+    """Measure what training and prediction cost on this machine."""
+    from probprompt.bench.measure import Peaks, measure_each
+    from probprompt.bench.results import make_record, read_record, refuse_unwritable, write_record
+    from probprompt.engine.build import pick_device
+    from probprompt.methods import registered
+
+    given: dict[str, dict[str, Any]] = {
+        "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
+        "training": {"batch": batch},
+    }
     screen, where = Screen(), pick_device(device)
-    names = [part.strip() for text in several for part in text.split(",") if part.strip()]
+    names = [part.strip() for text in methods or [] for part in text.split(",") if part.strip()]
     if names and method:
         raise UserError("--methods and --method cannot be combined")
     refuse_unwritable(out)
     before = read_record(against) if against else None
-    chosen = list(methods.registered()) if names == ["all"] else names or [method or "probprompt"]
-    configs = [bench_config(name, given, preset, assignments, where) for name in chosen]
+    chosen = list(registered()) if names == ["all"] else names or [method or "probprompt"]
+    configs = [bench_config(name, given, preset, assignments or [], where) for name in chosen]
     budget = seconds or (SECONDS_OF_MANY if len(configs) > 1 else SECONDS)
-    peaks, results = Peaks(where, budget), list[dict[str, Any]]()
+    peaks, results = Peaks(where, budget), []
     for entry in measure_each(configs, budget, peaks, screen):
         results.append(entry)
         record = make_record(results, [], peaks.found, where, budget)
@@ -85,19 +84,31 @@ def bench_config(
     given: Mapping[str, Mapping[str, Any]],
     preset: str | None,
     assignments: Sequence[str],
-    device: torch.device,
-) -> RunConfig:
+    device: "torch.device",
+) -> "RunConfig":
     """Return the settings: the preset or the defaults of this device, then the options, then the assignments."""
+    from probprompt import presets
+    from probprompt.config import apply_assignments, merge, parse_config
+
     options = {name: {key: value for key, value in group.items() if value is not None} for name, group in given.items()}
     settings = apply_assignments({"method": {"name": method}, **options}, assignments)
-    return parse_config(presets.resolve(preset, settings) if preset else merge(DEFAULTS[device.type], settings))
+    if preset:
+        return parse_config(presets.resolve(preset, settings))
+    backbone, batch = _DEFAULTS[device.type]
+    return parse_config(merge({"backbone": {"name": backbone}, "training": {"batch": batch}}, settings))
 
 
-def _machine(record: Record) -> str:
+def _machine(record: "BenchRecord") -> str:
+    from probprompt.engine.hardware import chip_words
+
     return chip_words(record["hardware"])
 
 
-def _show_one(screen: Screen, record: Record, entry: Mapping[str, Any]) -> None:
+def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
+    from rich.table import Table
+
+    from probprompt.cli.console import PLAIN
+
     screen.title(f"\n{entry['method']} on {entry['backbone']}, {entry['precision']}, {_machine(record)}")
     screen.say(
         f"images of {entry['image_size']} px in batches of {entry['batch']}, task {entry['task']}, "
@@ -114,57 +125,51 @@ def _show_one(screen: Screen, record: Record, entry: Mapping[str, Any]) -> None:
         screen.say(f"\na training step (slower steps of their own, stage by stage): {shares}")
     if entry["static"] and entry["training"]:
         screen.say("\nFeatures that never change are computed once: training is that of the head alone.")
-    warm = {name: entry[name]["warm_up_s"] for name in ("training", "inference", "frozen_pass") if entry[name]}
-    words = ", ".join(f"{name.replace('_', ' ')} {_time(spent)}" for name, spent in warm.items())
-    screen.say(f"warm-up with whatever is compiled in it, not counted: {words}")
+    rates = {"training": entry["training"], "inference": entry["inference"], "frozen pass": entry["frozen_pass"]}
+    warm = ", ".join(f"{name} {_time(rate['warm_up_s'])}" for name, rate in rates.items() if rate)
+    screen.say(f"warm-up with whatever is compiled in it, not counted: {warm}")
 
 
-def _rows(record: Record, entry: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What was measured, each with its value and a remark."""
-    used, cost, latency = entry["memory"], entry["cost"], entry["latency"]
-    peak, needed = record["matrix_peak"][entry["precision"]], entry["flops_per_image"]
-    reserved = used["training_reserved"]
+def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
+    """Return a label, a value and a note for each figure."""
+    from probprompt.bench.measure import EPOCH_IMAGES
+
+    memory, cost, latency, flops = entry["memory"], entry["cost"], entry["latency"], entry["flops_per_image"]
+    peak, reserved = record["matrix_peak"][entry["precision"]], memory["training_reserved"]
     held = f", {_size(reserved)} reserved" if reserved is not None else ""
+    passes = f", {_NUMBERS.get(entry['passes'], entry['passes'])} passes" if entry["passes"] > 1 else ""
 
-    def speed(name: str) -> str:
-        return f"{entry[name]['images_per_s']:,.1f} images/s" if entry[name] else DASH
+    def speed(rate: "Rate | None") -> str:
+        return f"{rate['images_per_s']:,.1f} images/s" if rate else DASH
 
     def share(name: str) -> str:
-        found = entry["share_of_peak"].get(name)
-        return f"{_operations(needed[name])} each, {100 * found:.0f} % of the peak" if found else ""
+        part = entry["share_of_peak"].get(name)
+        return f"{_operations(flops[name])} each, {100 * part:.0f} % of the peak" if part else ""
 
-    passes = entry["passes"]
-    counted = f", {_NUMBERS.get(passes, passes)} passes" if passes > 1 else ""
     return [
-        ("training", speed("training"), share("training")),
-        (f"inference{counted}", speed("inference"), share("inference")),
-        ("one frozen pass", speed("frozen_pass"), ""),
+        ("training", speed(entry["training"]), share("training")),
+        (f"inference{passes}", speed(entry["inference"]), share("inference")),
+        ("one frozen pass", speed(entry["frozen_pass"]), ""),
         ("one image alone", f"{latency['median_ms']:.2f} ms", f"99 % within {latency['p99_ms']:.2f} ms"),
-        ("memory in training", _size(used["training_peak"]), f"at its peak, without the images{held}"),
+        ("memory in training", _size(memory["training_peak"]), f"at its peak, without the images{held}"),
         ("prompts", f"{cost['prompts_mb']:.2f} MB", f"{cost['with_backbone_mb']:.2f} MB with the backbone"),
         ("an epoch", _time(cost["epoch_s"]), f"of {EPOCH_IMAGES:,} images"),
         ("matrix peak", f"{_operations(peak['flops'])}/s", f"{peak['precision']}, {peak['size']} x {peak['size']}"),
     ]
 
 
-def _show_costs(screen: Screen, record: Record) -> None:
-    """The paper's cost table, with what else was measured."""
-    first = record["results"][0]
+def _show_costs(screen: Screen, record: "BenchRecord") -> None:
+    """Show the paper's cost table, with what else was measured."""
+    from probprompt.bench.measure import EPOCH_IMAGES
+
+    first, rows = record["results"][0], []
     screen.title(f"\n{first['backbone']}, {first['precision']}, {_machine(record)}")
-    header = ("prompts", "epoch", "FPS", "training", "inference", "memory")
-    table = _number_table("", *header)
     for entry in record["results"]:
-        cost, trained = entry["cost"], entry["training"]
-        table.add_row(
-            entry["method"],
-            f"{cost['prompts_mb']:.2f}",
-            _time(cost["epoch_s"]),
-            f"{cost['fps']:.1f}",
-            f"{trained['images_per_s']:,.0f}" if trained else DASH,
-            f"{entry['inference']['images_per_s']:,.0f}",
-            _size(entry["memory"]["training_peak"]),
-        )
-    screen.console.print(table)
+        cost, trained, speed = entry["cost"], entry["training"], f"{entry['inference']['images_per_s']:,.0f}"
+        figures = f"{cost['prompts_mb']:.2f}", _time(cost["epoch_s"]), f"{cost['fps']:.1f}"
+        training, memory = f"{trained['images_per_s']:,.0f}" if trained else DASH, entry["memory"]["training_peak"]
+        rows.append((entry["method"], *figures, training, speed, _size(memory)))
+    screen.figures(("", "prompts", "epoch", "FPS", "training", "inference", "memory"), rows)
     screen.say(
         f"\nprompts: MB that a method adds to the backbone ({first['memory']['backbone'] / 1e6:.1f} MB); epoch: of "
         f"{EPOCH_IMAGES:,} images; FPS: one image at a time; training and inference: images/s in batches of "
@@ -174,26 +179,19 @@ def _show_costs(screen: Screen, record: Record) -> None:
         screen.say("Where features never change they are computed once: training is then that of the head alone.")
 
 
-def _number_table(*header: str) -> Table:
-    table = Table(header[0], **PLAIN)
-    for name in header[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def show_ratios(screen: Screen, before: Record, now: Record) -> None:
+def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord") -> None:
     """Show every figure relative to the earlier one, and which settings differ."""
-    found = ratios(before, now)
-    if not found:
+    from probprompt.bench.results import differences, matched, ratios
+
+    rows = [
+        (f"{r.subject}: {r.words}", f"{r.before:,.5g}", f"{r.now:,.5g}", f"{r.ratio:.2f}", "" if r.better else "worse")
+        for r in ratios(before, now)
+    ]
+    if not rows:
         screen.say("\nnothing in the earlier record can be compared with this one: other methods were measured")
         return
     screen.title(f"\nnow over {before['created']}")
-    table = _number_table("", "before", "now", "ratio", "")
-    for ratio in found:
-        verdict = "" if ratio.better else "worse"
-        values = (f"{ratio.before:,.5g}", f"{ratio.now:,.5g}", f"{ratio.ratio:.2f}", verdict)
-        table.add_row(f"{ratio.subject}: {ratio.words}", *values)
-    screen.console.print(table)
+    screen.figures(("", "before", "now", "ratio", ""), rows)
     for old, new in matched(before, now):
         for difference in differences(old, new):
             screen.say(f"not the same, {new['method']}: {difference}")

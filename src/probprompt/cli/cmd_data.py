@@ -1,54 +1,39 @@
-"""What ``probprompt data`` does: bring datasets onto this machine, and look whether they are right."""
+"""The commands ``data get``, ``data check`` and ``data sample``."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from typer import Argument, Option
 
-from probprompt.cli import Interrupted
 from probprompt.cli.console import Screen
-from probprompt.data import datasets
-from probprompt.data.datasets import Benchmark, subfolders
-from probprompt.data.download import get
-from probprompt.data.emoji_r import write_sample
-from probprompt.data.huggingface import HubDataset
-from probprompt.data.published import PLACE, Dataset, data_folder
-from probprompt.data.verify import Report, check, source_at
-from probprompt.errors import UserError, suggest
+from probprompt.errors import Interrupted, UserError, suggest
+
+if TYPE_CHECKING:
+    from probprompt.data.datasets import Benchmark
+    from probprompt.data.published import Dataset
 
 TROUBLE = 1  # exit code
+Quick = Annotated[bool, Option("--quick", help="Only count the images, do not read them.")]
+app = typer.Typer(no_args_is_help=True, help="Bring published datasets onto this machine, and check them.")
 
 
-class TransferScreen(Screen):
-    """Draws, besides, how many bytes were moved, how fast, and how long it will take."""
+@app.command("get")
+def get_dataset(
+    name: Annotated[str, Argument(help="cifar100, imagenet-r, cub200, tiny-imagenet or tu-berlin.")],
+    to: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Where datasets are kept.", show_default="PROBPROMPT_DATA")
+    ] = None,
+    url: Annotated[str | None, Option(help="A mirror of the archive; it must have the published hash.")] = None,
+    file: Annotated[Path | None, Option(help="The archive, where it is on this machine already.")] = None,
+    quick: Quick = False,
+) -> None:
+    """Fetch a dataset (going on where it was cut), verify, unpack and check it."""
+    from probprompt.data.download import get
+    from probprompt.data.published import PLACE, data_folder
 
-    @contextmanager
-    def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
-        """A bar of bytes."""
-        columns = (
-            TextColumn("{task.description:<24}"),
-            BarColumn(bar_width=20),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-        )
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
-            self._progress = progress
-            self._bar = progress.add_task(description, total=total, completed=done)
-            try:
-                yield
-            finally:
-                self._progress = None
-        if not self.console.is_terminal:
-            self.say(f"{description}: done")
-
-
-def run_get(name: str, to: Path | None, url: str | None, file: Path | None, quick: bool) -> None:
-    """Fetch a dataset, put it in its place and look at it."""
-    kind, screen = _published(name), TransferScreen()
+    kind, screen = _published(name), Screen()
     try:
         dataset = get(kind, to, url, file, screen)
     except KeyboardInterrupt:
@@ -56,17 +41,32 @@ def run_get(name: str, to: Path | None, url: str | None, file: Path | None, quic
     screen.say(f"{name}: {dataset.place}")
     if to is not None and dataset.place.parent != data_folder():
         screen.say(f"for it to be found there: export {PLACE}={quote(str(dataset.place.parent))}")
-    _tell(check(dataset, screen, quick), screen)
+    _check(dataset, quick, screen)
 
 
-def run_check(path: str, name: str | None, quick: bool) -> None:
-    """Look at a dataset that is there."""
-    screen = TransferScreen()
-    _tell(check(_named(path, name), screen, quick), screen)
+@app.command("check")
+def check_dataset(
+    path: Annotated[str, Argument(help="The folder of a dataset, or the name of a benchmark.")],
+    benchmark: Annotated[
+        str | None, Option(metavar="NAME", help="What it should be; found out by its layout by default.")
+    ] = None,
+    quick: Quick = False,
+) -> None:
+    """Compare with the published figures, find unreadable files and images on both sides; exit code 1 on trouble."""
+    _check(_named(path, benchmark), quick, Screen())
 
 
-def run_sample(folder: Path, classes: str, images: int, test: bool) -> None:
-    """Write pictures to try things with."""
+@app.command("sample")
+def write_pictures(
+    folder: Annotated[Path, Argument(help="A new folder.")],
+    classes: Annotated[str, Option(help="How many, or their names with commas between.")] = "4",
+    images: Annotated[int, Option(min=1, help="Pictures of each class.")] = 12,
+    test: Annotated[bool, Option("--test", help="In styles that the others are not drawn in.")] = False,
+) -> None:
+    """Write pictures to try things with, embedded ones, as a folder of class folders."""
+    from probprompt.data.datasets import subfolders
+    from probprompt.data.emoji_r import write_sample
+
     named = int(classes) if classes.isdecimal() else [name.strip() for name in classes.split(",")]
     root = write_sample(folder, named, images, test)
     Screen().say(f"written: {root} ({', '.join(path.name for path in subfolders(root))})")
@@ -74,6 +74,10 @@ def run_sample(folder: Path, classes: str, images: int, test: bool) -> None:
 
 def list_benchmarks(screen: Screen) -> None:
     """A table of what can be named as a benchmark, with what is on this machine."""
+    from probprompt.data import datasets
+    from probprompt.data.huggingface import HubDataset
+    from probprompt.data.published import data_folder
+
     try:
         place = f"Datasets are looked for in {data_folder()}"
     except UserError as problem:
@@ -85,8 +89,10 @@ def list_benchmarks(screen: Screen) -> None:
     screen.say(f"{place}; what is not there is fetched with: probprompt data get NAME")
 
 
-def _here(kind: type[Benchmark]) -> str:
-    """Whether the images of a benchmark are on this machine."""
+def _here(kind: "type[Benchmark]") -> str:
+    """Return whether the images of a benchmark are on this machine."""
+    from probprompt.data.published import Dataset
+
     if not issubclass(kind, Dataset):
         return "packaged"
     try:
@@ -95,7 +101,10 @@ def _here(kind: type[Benchmark]) -> str:
         return "no"
 
 
-def _named(path: str, name: str | None) -> Benchmark:
+def _named(path: str, name: str | None) -> "Benchmark":
+    from probprompt.data import datasets
+    from probprompt.data.verify import source_at
+
     folder = Path(path).expanduser()
     if name is not None:
         return _published(name)(folder)
@@ -104,14 +113,21 @@ def _named(path: str, name: str | None) -> Benchmark:
     return source_at(folder)
 
 
-def _published(name: str) -> type[Dataset]:
+def _published(name: str) -> "type[Dataset]":
+    from probprompt.data import datasets
+    from probprompt.data.published import Dataset
+
     known = {key: source for key, source in datasets.registered().items() if issubclass(source, Dataset)}
     if name not in known:
         raise UserError(f"no published dataset is called {name!r}: {suggest(name, known)}")
     return known[name]
 
 
-def _tell(report: Report, screen: Screen) -> None:
+def _check(dataset: "Benchmark", quick: bool, screen: Screen) -> None:
+    """Show what is right about a dataset and what is not."""
+    from probprompt.data.verify import check
+
+    report = check(dataset, screen, quick)
     for line in report.facts:
         screen.say(line)
     for line in report.notes:

@@ -1,48 +1,70 @@
-"""What the commands on a classifier do."""
+"""The commands on a classifier: teach it, ask it, and change what it knows."""
 
 import csv
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
-from probprompt.classifier import ContinualClassifier, Evaluation, LearnReport, Prediction, changing
-from probprompt.classifier.store import Store
-from probprompt.cli import Interrupted
+from typer import Argument, Option
+
 from probprompt.cli.console import Screen
-from probprompt.config import apply_assignments, merge
-from probprompt.data.inputs import pictures
-from probprompt.errors import UserError, shorten
+from probprompt.cli.options import Device
+from probprompt.errors import Interrupted, UserError, shorten
+
+if TYPE_CHECKING:
+    from probprompt.classifier import ContinualClassifier, Evaluation, LearnReport, Prediction
 
 _MOST_RISKS = 10  # shown after learning
+Model = Annotated[Path, Argument(metavar="MODEL", help="The folder of a classifier.")]
+ImageFolder = Annotated[Path, Argument(metavar="FOLDER", help="One folder of images per class.")]
+Version = Annotated[int | None, Option(min=1, help="Another version than the current one.")]
+AsJson = Annotated[bool, Option("--json", help="A JSON object per line.")]
 
 
-class Rows(Protocol):
-    """How predictions are written."""
+class Known(StrEnum):
+    """What happens to classes that are known already."""
 
-    def write(self, answer: Prediction) -> None:
-        """Write one."""
+    refuse = "refuse"
+    refine = "refine"
 
 
 # Changing a model --------------------------------------------------------------------------------------------------
 
 
-def run_learn(
-    model: Path,
-    folder: Path,
-    known: str,
-    name: str | None,
-    given: Mapping[str, Any],
-    weights: str | None,
-    assignments: Sequence[str],
-    keep_versions: int | None,
-    device: str | None,
+def learn(
+    model: Annotated[Path, Argument(metavar="MODEL", help="The folder of a classifier, new or there already.")],
+    folder: ImageFolder,
+    known: Annotated[
+        Known, Option(help="Classes known already: refuse them, or learn their images as more of the same.")
+    ] = Known.refuse,
+    name: Annotated[str | None, Option(help="What this is called in the history.")] = None,
+    method: Annotated[str | None, Option(help="Of a new one; see: probprompt list methods.")] = None,
+    preset: Annotated[str | None, Option(help="Of a new one: flagship, ridge, matched or published.")] = None,
+    backbone: Annotated[
+        str | None, Option(help="Of a new one: demo, or any timm arch.tag.", show_default="a small ViT; on a GPU sup1k")
+    ] = None,
+    weights: Annotated[str | None, Option(help="Of a new one: a file of weights for that architecture.")] = None,
+    epochs: Annotated[int | None, Option(min=1, help="Of a new one: epochs where anything is trained.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Of a new one: initial parameters, batches.")] = None,
+    assignments: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Of a new one: any setting.")
+    ] = None,
+    keep_versions: Annotated[
+        int | None, Option(min=1, help="How many versions can be gone back to.", show_default="10")
+    ] = None,
+    device: Device = None,
 ) -> None:
-    """Learn a folder of class folders, with a new classifier where there is none."""
+    """Learn new classes from a folder of class folders; the images are not needed again."""
+    from probprompt.classifier.store import Store
+    from probprompt.config import apply_assignments, merge
+
+    given = {"method": method, "preset": preset, "backbone": backbone, "epochs": epochs, "seed": seed}
     options = {option: value for option, value in given.items() if value is not None}
     create: dict[str, Any] | None = None
     if Store(model).exists:
@@ -50,22 +72,17 @@ def run_learn(
         if named:
             raise UserError(f"{model} goes on with the settings it began with: leave out {shorten(named)}")
     else:
-        config = apply_assignments(_method_of(options), assignments)
+        config = apply_assignments({"method": {"name": method}} if method is not None else {}, assignments or [])
         create = {**options, "config": merge(config, {"backbone": {"weights": weights}} if weights else {})}
     screen = Screen()
-    with _unchanged(model), changing(model, device, create) as classifier:
+    with _changing(model, device, create) as classifier:
         if keep_versions is not None:
             classifier.keep_versions = keep_versions
-        report = classifier.learn(folder, known=known, name=name, progress=screen)  # type: ignore[arg-type]
+        report = classifier.learn(folder, known=known.value, name=name, progress=screen)
     _show_lesson(screen, model, classifier, report)
 
 
-def _method_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The method that settings by their last names belong to."""
-    return {"method": {"name": options["method"]}} if "method" in options else {}
-
-
-def _show_lesson(screen: Screen, model: Path, classifier: ContinualClassifier, report: LearnReport) -> None:
+def _show_lesson(screen: Screen, model: Path, classifier: "ContinualClassifier", report: "LearnReport") -> None:
     for warning in report.warnings:
         screen.say(warning)
     new = f"{len(report.classes)} new class(es)" if report.classes else ""
@@ -86,9 +103,9 @@ def _show_lesson(screen: Screen, model: Path, classifier: ContinualClassifier, r
     screen.say(f"version {report.version} saved: {model}")
 
 
-def run_forget(model: Path, name: str) -> None:
-    """Forget a class."""
-    with _unchanged(model), changing(model) as classifier:
+def forget(model: Model, name: Annotated[str, Argument(metavar="CLASS", help="The class to forget.")]) -> None:
+    """Forget a class, as if its images had never been learned."""
+    with _changing(model) as classifier:
         classifier.forget(name)
     screen = Screen()
     screen.say(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
@@ -98,65 +115,72 @@ def run_forget(model: Path, name: str) -> None:
     )
 
 
-def run_rename(model: Path, old: str, new: str) -> None:
-    """Rename a class."""
-    with _unchanged(model), changing(model) as classifier:
+def rename(
+    model: Model,
+    old: Annotated[str, Argument(metavar="CLASS", help="The class to rename.")],
+    new: Annotated[str, Argument(metavar="NAME", help="Its new name.")],
+) -> None:
+    """Give a class another name."""
+    with _changing(model) as classifier:
         classifier.rename(old, new)
     Screen().say(f"{old!r} is now called {new!r}; version {classifier.version}")
 
 
-def run_rollback(model: Path, to: int) -> None:
-    """Go back to a version."""
-    with _unchanged(model), changing(model) as classifier:
+def rollback(
+    model: Model, to: Annotated[int, Option("--to", metavar="N", min=1, help="The version to go back to.")]
+) -> None:
+    """Make an earlier version the current one again; no version is lost by it."""
+    with _changing(model) as classifier:
         classifier.rollback(to)
     Screen().say(f"version {classifier.version} is version {to} again: {len(classifier.classes)} classes")
 
 
 @contextmanager
-def _unchanged(model: Path) -> Iterator[None]:
-    """Tell a user who interrupts a change that nothing came of it."""
+def _changing(
+    model: Path, device: str | None = None, create: dict[str, Any] | None = None
+) -> "Iterator[ContinualClassifier]":
+    """Change a classifier; tell a user who interrupts it that nothing came of it."""
+    from probprompt.classifier import changing
+
     try:
-        yield
+        with changing(model, device, create) as classifier:
+            yield classifier
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {model} is as it was") from None
 
 
-def run_history(model: Path, as_json: bool) -> None:
-    """A line for each version that is kept."""
+def history(model: Model, as_json: AsJson = False) -> None:
+    """List what was learned when, and the versions that can be gone back to."""
+    from probprompt.classifier import ContinualClassifier
+
     versions = ContinualClassifier.load(model, device="cpu").history()
     if as_json:
-        for version in versions:
-            sys.stdout.write(json.dumps(asdict(version)) + "\n")
+        sys.stdout.writelines(json.dumps(asdict(version)) + "\n" for version in versions)
         return
-    rows = [
-        (
-            str(one.number) + (" *" if one is versions[-1] else ""),
-            one.when[:16].replace("T", " "),
-            one.what,
-            shorten(one.classes, 4),
-            str(one.images or ""),
-            str(one.known),
-            one.note,
-        )
-        for one in versions
-    ]
+    rows = []
+    for one in versions:
+        number, when = f"{one.number}{' *' * (one is versions[-1])}", one.when[:16].replace("T", " ")
+        rows.append((number, when, one.what, shorten(one.classes, 4), str(one.images or ""), str(one.known), one.note))
     Screen().listing(("version", "when (UTC)", "what", "classes", "images", "known", "note"), rows, (2, 3, 6))
 
 
 # Asking a model ----------------------------------------------------------------------------------------------------
 
 
-def run_predict(
-    model: Path,
-    files: Sequence[Path],
-    as_json: bool,
-    as_csv: bool,
-    top_k: int,
-    batch: int | None,
-    version: int | None,
-    device: str | None,
+def predict(
+    model: Model,
+    files: Annotated[list[Path], Argument(metavar="FILES...", help="Images, or folders with all below them.")],
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, Option("--csv", help="Comma-separated, with a header.")] = False,
+    top_k: Annotated[int, Option(min=1, help="How many classes are named.")] = 1,
+    batch: Annotated[int | None, Option(min=1, help="Images looked at together.")] = None,
+    version: Version = None,
+    device: Device = None,
 ) -> None:
-    """Classify files and folders, a row for each as it comes; the bar and what went wrong go to the errors' stream."""
+    """Classify images: a row for each, written as it comes; one that cannot be read is a row with its error."""
+    from probprompt.classifier import ContinualClassifier
+    from probprompt.data.inputs import pictures
+
     if as_json and as_csv:
         raise UserError("--json and --csv exclude each other: name one")
     classifier = ContinualClassifier.load(model, version=version, device=device)
@@ -164,15 +188,15 @@ def run_predict(
     total = sum(1 for _ in pictures(files))
     if not total:
         raise UserError(f"no image in {shorten(files)}: give images, or folders that hold some")
-    rows: Rows = _JsonRows() if as_json else _CsvRows(top_k) if as_csv else _TextRows()
+    write = _write_json if as_json else _csv_writer(top_k) if as_csv else _write_text
     try:
         with screen.stage("predicting", total):
             for answer in classifier.predict_each(files, top_k, batch):
-                rows.write(answer)
+                write(answer)
                 failed += answer.error is not None
                 screen.advance(1)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough; nothing more can be written there
+    except BrokenPipeError:  # nothing more can be written there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if failed == total:
@@ -181,35 +205,33 @@ def run_predict(
         screen.say(f"{failed} of {total} file(s) could not be read")
 
 
-class _JsonRows:
-    def write(self, answer: Prediction) -> None:
-        top = [{"label": label, "probability": chance} for label, chance in answer.top]
-        row = {**asdict(answer), "top": top}
-        sys.stdout.write(json.dumps(row) + "\n")
+def _write_text(answer: "Prediction") -> None:
+    if answer.error:
+        text = f"not read: {answer.error}"
+    else:
+        text = ", ".join(f"{label} {100 * chance:.1f} %" for label, chance in answer.top)
+        text += "  (perhaps none of these)" if answer.unknown else ""
+    sys.stdout.write(f"{_printable(answer.source)}: {text}\n")
 
 
-class _CsvRows:
-    def __init__(self, top_k: int) -> None:
-        self._top_k, self._writer = top_k, csv.writer(sys.stdout, lineterminator="\n")
-        more = [f"{name}_{place}" for place in range(2, top_k + 1) for name in ("label", "probability")]
-        self._writer.writerow(["file", "label", "probability", *more, "unknown", "novelty", "error"])
-
-    def write(self, answer: Prediction) -> None:
-        cells: list[object] = [cell for label, chance in answer.top for cell in (label, f"{chance:.6f}")]
-        cells += [""] * (2 * self._top_k - len(cells))
-        unknown = "" if answer.error else str(answer.unknown).lower()
-        novelty = "" if answer.error else f"{answer.novelty:.4f}"
-        self._writer.writerow([_printable(answer.source), *cells, unknown, novelty, answer.error or ""])
+def _write_json(answer: "Prediction") -> None:
+    top = [{"label": label, "probability": chance} for label, chance in answer.top]
+    sys.stdout.write(json.dumps({**asdict(answer), "top": top}) + "\n")
 
 
-class _TextRows:
-    def write(self, answer: Prediction) -> None:
-        if answer.error:
-            said = f"not read: {answer.error}"
-        else:
-            said = ", ".join(f"{label} {100 * chance:.1f} %" for label, chance in answer.top)
-            said += "  (perhaps none of these)" if answer.unknown else ""
-        sys.stdout.write(f"{_printable(answer.source)}: {said}\n")
+def _csv_writer(top_k: int) -> "Callable[[Prediction], None]":
+    """Write the header, and return what writes a row."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    more = [f"{name}_{place}" for place in range(2, top_k + 1) for name in ("label", "probability")]
+    writer.writerow(["file", "label", "probability", *more, "unknown", "novelty", "error"])
+
+    def write(answer: "Prediction") -> None:
+        cells = [cell for label, chance in answer.top for cell in (label, f"{chance:.6f}")]
+        cells += [""] * (2 * top_k - len(cells))
+        cells += ["", "", answer.error] if answer.error else [str(answer.unknown).lower(), f"{answer.novelty:.4f}", ""]
+        writer.writerow([_printable(answer.source), *cells])
+
+    return write
 
 
 def _printable(name: str) -> str:
@@ -217,20 +239,29 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def run_evaluate(
-    model: Path, folder: Path, unknown: Path | None, as_json: bool, version: int | None, device: str | None
+def evaluate(
+    model: Model,
+    folder: ImageFolder,
+    unknown: Annotated[
+        Path | None, Option(metavar="DIR", help="Images of no known class: how well are they told apart?")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="All of it as one JSON object.")] = False,
+    version: Version = None,
+    device: Device = None,
 ) -> None:
-    """Measure a classifier on a folder of class folders."""
+    """Measure accuracy on images whose classes are known: per task, overall, and what was forgotten."""
+    from probprompt.classifier import ContinualClassifier
+
     classifier = ContinualClassifier.load(model, version=version, device=device)
     screen = Screen(stderr=as_json)
-    found = classifier.evaluate(folder, unknown, progress=screen)
+    evaluation = classifier.evaluate(folder, unknown, progress=screen)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found)) + "\n")
-        return
-    _show_evaluation(screen, found)
+        sys.stdout.write(json.dumps(asdict(evaluation)) + "\n")
+    else:
+        _show_evaluation(screen, evaluation)
 
 
-def _show_evaluation(screen: Screen, found: Evaluation) -> None:
+def _show_evaluation(screen: Screen, found: "Evaluation") -> None:
     tasks = [
         (task.name, str(len(task.classes)), str(task.images), _percent(task.when_learned), _percent(task.accuracy))
         for task in found.per_task

@@ -1,38 +1,41 @@
-"""What the commands do."""
+"""The commands ``train``, ``demo``, ``report``, ``list`` and ``cache``."""
 
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Annotated, Any
 
-from probprompt import api, distributed, methods, presets
-from probprompt.backbones.pretrained import Listing
-from probprompt.cli import Interrupted
+from typer import Argument, Option
+
+import probprompt.cli.options as shared
 from probprompt.cli.console import Screen
-from probprompt.config import (
-    RunConfig,
-    apply_assignments,
-    flatten,
-    merge,
-    parse_config,
-    read_toml,
-    with_absolute_paths,
-)
-from probprompt.data.cache import ImageCache
-from probprompt.data.stream import parse_tasks
-from probprompt.errors import UserError
-from probprompt.report import save_overview, write_report
-from probprompt.runs.run import Run
+from probprompt.errors import Interrupted, UserError
 
 _GRACE = 10  # seconds that other processes give the first to say what went wrong
 
 
-def run_demo(out: Path | None, seed: int, device: str | None) -> None:
-    """ProbPrompt and two controls without prompts, one after the other, then a table and a report on all."""
+class Listed(StrEnum):
+    """What can be listed."""
+
+    methods = "methods"
+    benchmarks = "benchmarks"
+    backbones = "backbones"
+
+
+def demo(
+    out: Annotated[Path | None, Option(help="Where the runs are written; runs/demo by default.")] = None,
+    seed: Annotated[int, Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
+    device: shared.Device = None,
+) -> None:
+    """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside controls without prompts, all embedded."""
+    from probprompt import api, distributed, methods, presets
+    from probprompt.report import save_overview, write_report
+
     distributed.refuse_several("the demo")
     screen = Screen()
     folder = out or api.free_folder(Path("runs"), "demo")
@@ -57,42 +60,65 @@ def run_demo(out: Path | None, seed: int, device: str | None) -> None:
     screen.say(f"report: {page}")
 
 
-def run_cache(keep: float | None) -> None:
-    """Say where decoded images are kept and how large they are; remove those used longest ago."""
-    screen, cache = Screen(), ImageCache.usual()
-    if cache is None:
-        screen.say("Decoded images are not kept: the cache is switched off.")
-        return
-    if keep is not None:
-        freed = cache.clean(round(keep * 1e9))
-        screen.say(f"removed: {freed / 1e9:.2f} GB")
-    screen.say(f"{cache.folder}: {cache.size() / 1e9:.2f} GB of decoded images")
-
-
-def run_train(
-    given: dict[str, Any],
-    preset: str | None,
-    assignments: list[str],
-    config: Path | None,
-    out: Path | None,
-    resume: Path | None,
-    device: str | None,
-    track: str | None,
-    gpus: int | None = None,
+def train(
+    benchmark: Annotated[
+        str | None, Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
+    ] = None,
+    method: Annotated[str | None, Option(help="See: probprompt list methods.")] = None,
+    preset: shared.Preset = None,
+    tasks: shared.Tasks = None,
+    test: shared.TestFolder = None,
+    backbone: shared.Backbone = None,
+    weights: shared.Weights = None,
+    epochs: Annotated[int | None, Option(min=1, help="Epochs per task.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Images per step.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="All three seeds at once: order, init, data.")] = None,
+    order_seed: Annotated[int | None, Option(min=0, help="Order of classes.")] = None,
+    init_seed: Annotated[int | None, Option(min=0, help="Initial parameters.")] = None,
+    data_seed: Annotated[int | None, Option(min=0, help="Batches, crops and noise.")] = None,
+    validate: shared.Validate = False,
+    skip_unreadable: shared.SkipUnreadable = False,
+    assignments: shared.Assignments = None,
+    config: Annotated[Path | None, Option(help="Settings in a TOML file.")] = None,
+    out: Annotated[Path | None, Option(help="The run's folder; a new one under runs/ by default.")] = None,
+    resume: Annotated[Path | None, Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
+    device: shared.Device = None,
+    gpus: Annotated[
+        int | None, Option(min=1, help="Train on so many GPUs of this machine: a process each, as by torchrun.")
+    ] = None,
+    track: Annotated[str | None, Option(help="Send numbers to tensorboard, trackio or wandb.")] = None,
 ) -> None:
-    """A new run, or the rest of one that was stopped."""
+    """Learn a benchmark, or a folder of images, task by task."""
+    from probprompt import api, distributed, presets
+    from probprompt.config import parse_config
+
+    seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
+    given: dict[str, Any] = {
+        "data": {"benchmark": benchmark, "tasks": tasks, "test": str(test) if test else None},
+        "backbone": {"name": backbone, "weights": weights},
+        "method": {"name": method},
+        "training": {"epochs": epochs, "batch": batch},
+        "seeds": {name: seed if value is None else value for name, value in seeds.items()},
+    }
+    given["data"] |= {"validation": shared.VALIDATION if validate else None, "skip_unreadable": skip_unreadable or None}
+    parsed = None
     with _one_voice():
-        parsed: RunConfig | None = None
         if resume:
             if preset:
                 raise UserError("--resume goes on with the run's own settings: leave --preset away")
-            _refuse_changes(resume, given, assignments, config, out)
+            if out:
+                raise UserError("--resume goes on in the run's own folder: leave --out away")
+            _refuse_changes(resume, given, assignments or [], config)
             folder = resume
         else:
-            parsed = parse_config(presets.resolve(preset, _gather({}, given, assignments, config)))
+            parsed = parse_config(presets.resolve(preset, _gather({}, given, assignments or [], config)))
             folder = out or api.default_folder(parsed)
         if gpus is not None and distributed.must_launch(gpus, device):
-            _launch(gpus, folder, [] if resume or out else ["--out", str(folder)])
+            more = [] if resume or out else ["--out", str(folder)]
+            try:
+                distributed.launch(gpus, "-m", "probprompt", *sys.argv[1:], *more)
+            except distributed.LostError as loss:
+                raise UserError(f"{loss}; {_way_on(folder, f' --gpus {gpus}')}") from None
             return
         screen = Screen()
         with _resumable(folder):
@@ -104,23 +130,17 @@ def run_train(
             screen.show(run)
 
 
-def _launch(gpus: int, folder: Path, more: list[str]) -> None:
-    """Give this very command to so many processes."""
-    try:
-        distributed.launch(gpus, "-m", "probprompt", *sys.argv[1:], *more)
-    except distributed.LostError as loss:
-        raise UserError(f"{loss}; {_way_on(folder, f' --gpus {gpus}')}") from None
-
-
 @contextmanager
 def _one_voice() -> Iterator[None]:
     """Let the first of several processes say what went wrong: all know, and torchrun ends them with it."""
+    from probprompt import distributed
+
     try:
         yield
     except UserError:
         if not distributed.from_environment().writes:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # to be stopped now says nothing new
-            time.sleep(_GRACE)  # should it be the mistake of this process alone, it is told then
+            time.sleep(_GRACE)  # an error of this process alone is shown after that
         raise
     except Interrupted:
         if distributed.from_environment().writes:
@@ -128,21 +148,26 @@ def _one_voice() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
 
 
-def _gather(base: dict[str, Any], given: dict[str, Any], assignments: list[str], config: Path | None) -> dict[str, Any]:
+def _gather(
+    base: dict[str, Any], given: dict[str, Any], assignments: Sequence[str], config: Path | None
+) -> dict[str, Any]:
     """Settings from the file, over them the options, over them the assignments."""
+    from probprompt.config import apply_assignments, merge, read_toml
+    from probprompt.data.stream import parse_tasks
+
     settings = merge(base, read_toml(config)) if config else base
     options = {name: {k: v for k, v in group.items() if v is not None} for name, group in given.items()}
     settings = merge(settings, {name: group for name, group in options.items() if group})
     settings = apply_assignments(settings, assignments)
     tasks = settings.get("data", {}).get("tasks")
-    if isinstance(tasks, str):
-        settings = merge(settings, {"data": {"tasks": parse_tasks(tasks)}})
-    return settings
+    return merge(settings, {"data": {"tasks": parse_tasks(tasks)}}) if isinstance(tasks, str) else settings
 
 
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
     """Tell a user who interrupts a run, or whose run loses a process, how to go on with it."""
+    from probprompt import distributed
+
     try:
         yield
     except distributed.LostError as loss:
@@ -152,64 +177,81 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 
 def _way_on(folder: Path, options: str = "") -> str:
-    """How to go on with a run that was stopped."""
+    """Say how to go on with a run that was stopped."""
     if not (folder / "run.json").exists():
         return "nothing was written yet"
     return f"go on with: probprompt train --resume {quote(str(folder))}{options}"
 
 
-def _refuse_changes(
-    folder: Path, given: dict[str, Any], assignments: list[str], config: Path | None, out: Path | None
-) -> None:
+def _refuse_changes(folder: Path, given: dict[str, Any], assignments: Sequence[str], config: Path | None) -> None:
     """A run goes on with the settings it began with; others are refused, not ignored."""
-    if out:
-        raise UserError("--resume goes on in the run's own folder: leave --out away")
+    from probprompt.config import flatten, parse_config, with_absolute_paths
+    from probprompt.runs.run import Run
+
     recorded = Run.open(folder).config.model_dump(mode="json")
     wanted = with_absolute_paths(parse_config(_gather(recorded, given, assignments, config))).model_dump(mode="json")
     before, after = flatten(recorded), flatten(wanted)
-    changed = [
-        f"{name}: {before[name]!r} became {after[name]!r}"
-        for name in before.keys() & after.keys()
-        if before[name] != after[name]
-    ]
-    if changed:
+    names = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+    if names:
+        changed = "; ".join(f"{name}: {before[name]!r} became {after[name]!r}" for name in names)
         raise UserError(
-            f"{folder} was begun with other settings ({'; '.join(sorted(changed))}): resume it without changes, "
-            "or start a new run"
+            f"{folder} was begun with other settings ({changed}): resume it without changes, or start a new run"
         )
 
 
-def run_list(what: str) -> None:
-    """A table of what can be named."""
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
+    out: Annotated[Path | None, Option(help="The page to write.")] = None,
+) -> None:
+    """Write report.html of a run, or one that compares several."""
+    from probprompt.report import write_report
+    from probprompt.runs.run import Run
+
+    target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    for folder in runs:
+        Run.open(folder)
+    Screen().say(f"report: {write_report(runs, target)}")
+
+
+def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
+    """List methods, benchmarks or backbones."""
     screen = Screen()
-    if what == "methods":
+    if what is Listed.methods:
         from probprompt import methods
 
         rows = [(name, method.summary) for name, method in methods.registered().items()]
         screen.listing(("method", "what it is"), rows)
-    elif what == "benchmarks":
+    elif what is Listed.benchmarks:
         from probprompt.cli.cmd_data import list_benchmarks
 
         list_benchmarks(screen)
     else:
         from probprompt.backbones import pretrained
 
-        found = [(item.name, item.description, _whereabouts(item)) for item in pretrained.known()]
-        screen.listing(("backbone", "what it is", "on this machine"), found)
+        listings = []
+        for item in pretrained.known():
+            place = f"{(item.size or 0) / 1e6:.1f} MB, {item.place}" if item.available else "no"
+            listings.append((item.name, item.description, place))
+        screen.listing(("backbone", "what it is", "on this machine"), listings)
         screen.say(
             "Any other plain timm ViT by its arch.tag, fetched unless it is in the cache of the hub or of torch.hub; a "
             "local file with --weights FILE (safetensors, npz, pth)."
         )
 
 
-def _whereabouts(item: Listing) -> str:
-    """Whether weights are on this machine, how large they are and where."""
-    return f"{(item.size or 0) / 1e6:.1f} MB, {item.place}" if item.available else "no"
+def cache(
+    keep: Annotated[
+        float | None,
+        Option(metavar="GB", min=0, help="Remove images, those used longest ago first, until so much is left."),
+    ] = None,
+) -> None:
+    """Where decoded images are kept, and how much they take."""
+    from probprompt.data.cache import ImageCache
 
-
-def run_report(runs: list[Path], out: Path | None) -> None:
-    """A page on one run or several."""
-    target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    for folder in runs:
-        Run.open(folder)
-    Screen().say(f"report: {write_report(runs, target)}")
+    screen, images = Screen(), ImageCache.usual()
+    if images is None:
+        screen.say("Decoded images are not kept: the cache is switched off.")
+        return
+    if keep is not None:
+        screen.say(f"removed: {images.clean(round(keep * 1e9)) / 1e9:.2f} GB")
+    screen.say(f"{images.folder}: {images.size() / 1e9:.2f} GB of decoded images")

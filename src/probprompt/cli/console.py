@@ -1,33 +1,32 @@
-"""What the user sees in the terminal: progress bars and tables."""
+"""What the user sees in the terminal: progress bars and tables. Rich is imported inside, so that help comes at once."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import numpy as np
-from rich.cells import cell_len
-from rich.console import Console
-from rich.measure import Measurement
-from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from probprompt.progress import ProgressCallback
-from probprompt.runs.run import Run
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
+    from probprompt.runs.run import Run
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-
-
 WIDE = 10_000  # columns: more than any table has
-
-
 WORDS = 16  # columns that words need at least to be read
+REMARK = "{task.fields[remark]}"  # a column of a bar
 
 
 class Screen(ProgressCallback):
     """Draws a bar per stage; where there is no terminal, a line per stage."""
 
     def __init__(self, stderr: bool = False) -> None:
+        from rich.console import Console
+
         self.console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
         self._progress: Progress | None = None
         self._remark = ""
@@ -40,24 +39,41 @@ class Screen(ProgressCallback):
         """Print a heading."""
         self.console.print(text, style="bold")
 
+    def _bars(self, width: int, *columns: ProgressColumn | str) -> Progress:
+        """Bars that are drawn in a terminal only."""
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        first = TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=20)
+        return Progress(*first, *columns, console=self.console, disable=not self.console.is_terminal)
+
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
         """A bar for this stage."""
-        columns = (
-            TextColumn("{task.description:<14}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[remark]}"),
-        )
+        from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
         self._remark = ""
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
-            self._progress = progress
-            self._bar = progress.add_task(description, total=total, remark="")
+        timer = TimeRemainingColumn(elapsed_when_finished=True)
+        with self._bars(14, MofNCompleteColumn(), timer, REMARK) as self._progress:
+            self._bar = self._progress.add_task(description, total=total, remark="")
             yield
             if not self.console.is_terminal:
                 self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
         self._progress = None
+
+    @contextmanager
+    def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
+        """A bar of bytes, with their speed and the time that is left."""
+        from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        timer = TimeRemainingColumn(elapsed_when_finished=True)
+        with self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer) as self._progress:
+            self._bar = self._progress.add_task(description, total=total, completed=done)
+            try:
+                yield
+            finally:
+                self._progress = None
+        if not self.console.is_terminal:
+            self.say(f"{description}: done")
 
     def advance(self, steps: int) -> None:
         """Move the bar."""
@@ -83,6 +99,9 @@ class Screen(ProgressCallback):
 
         Where words would be left too little room, they stand under the name of their row.
         """
+        from rich.cells import cell_len
+        from rich.table import Table
+
         table, least = Table(**PLAIN), 0
         for place, column in enumerate(zip(header, *rows, strict=True)):
             longest = max(map(cell_len, column))
@@ -96,8 +115,17 @@ class Screen(ProgressCallback):
         for name, *rest in rows:
             self.entry(name, zip(header[1:], rest, strict=True))
 
+    def fits(self, table: Table) -> bool:
+        """Return True if the terminal is wide enough for a table."""
+        from rich.measure import Measurement
+
+        options = self.console.options.update(width=WIDE)
+        return Measurement.get(self.console, options, table).maximum <= self.console.width
+
     def entry(self, name: str, parts: Iterable[tuple[str, str]]) -> None:
         """A row that is too wide for one line: its name, and under it what the columns say."""
+        from rich.padding import Padding
+
         self.say(name)
         for heading, text in parts:
             told = f"{heading}: {text}" if heading else text
@@ -105,8 +133,7 @@ class Screen(ProgressCallback):
 
     def show(self, run: Run) -> None:
         """The outcome of a run."""
-        self._matrix(run)
-        self._summary([run])
+        self.compare([run])
         for mark in run.record.marks:
             self.say(f"not to be compared: {mark}")
         for name in run.record.skipped:
@@ -126,29 +153,28 @@ class Screen(ProgressCallback):
         steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
         rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
         whole = _table(("", *steps), rows)
-        if Measurement.get(self.console, self.console.options.update(width=WIDE), whole).maximum <= self.console.width:
+        if self.fits(whole):
             self.console.print(whole)
             return
         ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
-        self.console.print(_table(("", "when learned", "in the end"), ends))
+        self.figures(("", "when learned", "in the end"), ends)
 
     def _summary(self, runs: Sequence[Run]) -> None:
         keys = ("FAA", "CAA", "forgetting")
-        rows = []
-        for run in runs:
-            values = run.metrics
-            rows.append((run.record.method, *(f"{values[key]:.2f}" for key in keys)))
+        rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
         self.say("")
-        self.console.print(_table(("", *keys), rows))
+        self.figures(("", *keys), rows)
         self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
 
 def _cell(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.1f}"
+    return "" if math.isnan(value) else f"{value:.1f}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Names on the left, numbers on the right."""
+    from rich.table import Table
+
     table = Table(header[0], **PLAIN)
     for name in header[1:]:
         table.add_column(name, justify="right", no_wrap=True)
