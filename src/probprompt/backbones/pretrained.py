@@ -27,33 +27,17 @@ if TYPE_CHECKING:
 
 
 Colour = tuple[float, float, float]
-
-
 RANDOM = "random"
 """Given as ``weights``: untrained weights, the same ones each time. For tests and timings only."""
-
-
 _PACKAGED = Path(__file__).parent.parent / "weights"
-
-
 _PACKAGED_FILE = "demo.safetensors"
-
-
 _HUB_FILE = "model.safetensors"
-
-
 _GIVE_FILE = "give a file with --weights (in Python weights=FILE)"
-
-
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
-
-
 # What timm calls its plain ViTs with a class token and a tag: told by the name, since building one would need timm.
 _PLAIN = re.compile(
     r"(test_vit|(vit|deit3?)_[a-z0-9]+_patch\d+(_reg\d)?(_plus)?(_clip(_quickgelu)?|_dinov2|_tipsv2)?(_\d+)?(_miil)?)\.\w+"
 )
-
-
 _DRAWING = threading.RLock()
 """Held while weights are drawn: architectures draw theirs from the one generator that all threads share."""
 
@@ -135,26 +119,12 @@ def _vit_base(name: str, tag: str, mean: Colour, std: Colour, description: str, 
 
 
 _HALF: Colour = (0.5, 0.5, 0.5)
-
-
 _IMAGENET_MEAN: Colour = (0.485, 0.456, 0.406)
-
-
 _IMAGENET_STD: Colour = (0.229, 0.224, 0.225)
-
-
 _SUP1K = "ViT-B/16, supervised on ImageNet-21K, then on ImageNet-1K"
-
-
 _SUP21K = "ViT-B/16, supervised on ImageNet-21K"
-
-
 _DINO1K = "ViT-B/16, self-supervised (DINO) on ImageNet-1K"
-
-
 _AUGREG_FILE = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
-
-
 # No hash of this file is published to check a download against, so it is not fetched: the user brings it.
 _IBOT1K = Checkpoint(
     name="ibot1k",
@@ -169,8 +139,6 @@ _IBOT1K = Checkpoint(
     description="ViT-B/16, self-supervised (iBOT) on ImageNet-1K; needs the authors' file",
     obtain="the teacher backbone of ViT-B/16 (vitb_16/checkpoint_teacher.pth), linked in the README of bytedance/ibot",
 )
-
-
 _NAMED = {
     "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, _HALF, _SUP1K, ""),
     "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, _HALF, _SUP21K, _AUGREG_FILE),
@@ -549,17 +517,9 @@ def _freeze(
 
 
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H", "giant": "g"}
-
-
 _TIMM = re.compile(r"vit_(?P<size>[a-z]+)_patch(?P<patch>\d+)(?:_(?P<kind>[a-z]\w*?))?(?:_(?P<side>\d{3}))?")
-
-
 _USUAL_SIDE = "224"
-
-
 _ONLY = ("lvd142m",)  # tags of architectures that have no other weights
-
-
 _PAPERS = ("sup1k", "sup21k", "ibot1k", "dino1k")  # all of them ViT-B/16
 
 

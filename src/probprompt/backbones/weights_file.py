@@ -22,18 +22,10 @@ if TYPE_CHECKING:
 
 
 SAFETENSORS, NUMPY = ".safetensors", ".npz"
-
-
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
-
-
 FORMATS = f"a {SAFETENSORS} file, an {NUMPY} file in Google's layout, or tensors saved by torch ({', '.join(TORCH)})"
-
-
 # What the weights lie under in common files; a teacher is what its authors evaluate, so it goes first.
 _WRAPPERS = ("teacher", "state_dict", "model")
-
-
 # What a file may hold beyond the backbone: heads, and what only pretraining needs.
 _BESIDE = {"head", "head_dist", "fc", "fc_norm", "classifier", "pre_logits", "projector", "predictor", "contrast"}
 
@@ -42,29 +34,13 @@ _BESIDE |= {"mask_token", "masked_embed", "dino_head", "ibot_head", "dino_loss",
 
 
 _POSITIONS = "pos_embed"
-
-
 _DECODER = "decoder"  # of a masked autoencoder: decoder_embed, decoder_blocks, ...
-
-
 _DAMAGED = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)  # of a zip of arrays
-
-
 _NUMPY_LAYOUTS = ("", "opt/target/", "params/", "params/img/")
-
-
 _NUMPY_PARTS = ("embedding/", "cls", "pos_embedding", "Transformer/")
-
-
 _NUMPY_BESIDE = ("head/", "pre_logits/")
-
-
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how files of torch.save begin
-
-
 _LFS = b"version https://git-lfs"
-
-
 _HTML = (b"<!doctype", b"<html", b"<head", b"<?xml")
 
 

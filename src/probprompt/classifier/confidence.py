@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from probprompt.classifier.statistics import Moments
 
 BINS = 10
-
-
 UNFITTED = 0.1
 """The temperature where no image could be held out: what logits between 0 and 1 needed where there were many
 (results/classifier.md)."""
-
-
 SPREAD = 0.5
 """How far, in its logarithm, the temperature is expected from the usual one before any image is seen: without that, a
 few images that are all told apart would ask for certainty."""
-
-
 FEWEST = 20
 """Held-out images from which on their error tells more than chance."""
 
@@ -96,12 +90,8 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
 
 KNOWN = 0.95
 """The share of known images that must pass."""
-
-
 SHRINKAGE = 0.3
 """How far covariances are drawn towards their mean diagonal."""
-
-
 _ROUNDING = 1e-12  # variance that features of length 1 may seem to have where there is none
 
 

@@ -211,8 +211,6 @@ def _per_task(
 
 MOST_CLASSES = 100
 """Classes whose prompts are compared at most."""
-
-
 _SAME_KNOWLEDGE = ("renamed", "rolled back")  # versions that recognise what an earlier one does
 
 

@@ -19,12 +19,8 @@ from probprompt.heads.closed_form import symmetric
 from probprompt.storage import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
-
-
 VIEWS = ("rows", "mirrors")
 """Features that are kept one by one: of images, and of their mirror images where the head learns them, too."""
-
-
 Views = Mapping[str, Callable[[Tensor], Tensor]]
 """How features (n, D) are seen before they are added up, (n, L), by name."""
 

@@ -141,15 +141,9 @@ class SavedVersion:
 
 
 FORMAT = 1
-
-
 Busy = Callable[[], None]
 """Called again and again while another process changes a classifier; it takes its time, or raises to give up."""
-
-
 _OWN = {"current.json", "versions", "objects", ".lock"}
-
-
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
 
 

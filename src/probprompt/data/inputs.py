@@ -17,12 +17,8 @@ from probprompt.data.images import SUFFIXES, Pixels, UnreadableImageError, read_
 from probprompt.errors import UserError, shorten
 
 _AHEAD = 4  # images per decoder that may be read before they are needed
-
-
 _JOINING = dict.fromkeys([0x200C, 0x200D, *range(0xE0020, 0xE0080)])
 """Not seen, but part of words (Persian, Hindi) and of emoji (families, flags): what a name is written with."""
-
-
 ALLOWED = "a path, a PIL image or an array of pixels"
 
 

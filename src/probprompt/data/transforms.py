@@ -150,10 +150,7 @@ def _cubic(distance: Tensor) -> Tensor:
 
 
 _KERNELS = {"bilinear": _triangle, "bicubic": _cubic}
-
-
 # Colors ---------------------------------------------------------------------------------------------------------
-
 Augmentation = Literal["crop", "crop+colour", "autoaugment+crop"]
 """``crop``: box and flip alone; ``crop+colour``: EvoPrompt's; ``autoaugment+crop``: APT's."""
 

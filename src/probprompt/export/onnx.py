@@ -117,24 +117,14 @@ def _of_classifier(folder: Path) -> Source:
 
 OPSET = 18
 """Read by every onnxruntime since 1.14."""
-
-
 BATCHES = (1, 3, 17)
 """Numbers of images that a file is checked with before it is called done."""
-
-
 TOLERANCE = 1e-4
 """How far probabilities may be from torch's."""
-
-
 NOVELTY_TOLERANCE = 1e-3
 """How far novelty may be from torch's, relative to it where it is above 1."""
-
-
 LARGEST = 2**31 - 2**20
 """Bytes: what one ONNX file can hold, with some room for the graph itself."""
-
-
 _INSTALL = "pip install 'probprompt[onnx]'"
 
 

@@ -21,8 +21,6 @@ from probprompt.progress import SILENT, ProgressCallback
 from probprompt.storage import check_name, write_bytes, write_error
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-
-
 _LARGEST_LIST = 2**24  # bytes of probprompt.json
 
 

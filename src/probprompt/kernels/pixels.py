@@ -17,8 +17,6 @@ from probprompt.errors import UserError, suggest
 
 RADIUS = {"bilinear": 1, "bicubic": 2}
 """How far a kernel reaches, in pixels of the output or of the input, whichever are larger."""
-
-
 PIXELS, WARPS = 256, 4
 """Pixels of the output that a program finds, of one line where they fit, and its warps: the fastest of 23 shapes."""
 

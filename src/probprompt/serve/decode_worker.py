@@ -16,23 +16,13 @@ from probprompt.data.images import Pixels, UnreadableImageError, read_image
 
 REQUEST = struct.Struct(">BII")
 """What is wanted (a :data:`PIXELS` or :data:`PNG`), the short side (0: as it is), how many bytes follow."""
-
-
 ANSWER = struct.Struct(">BIII")
 """What came out (as asked for, or :data:`REFUSED`), width, height, how many bytes follow."""
-
-
 PIXELS, PNG, REFUSED = 0, 1, 2
-
-
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "HEIF")
 """Formats of photographs; no others, since some of Pillow's start programs or are hardly ever tested."""
-
-
 LONGEST = 100
 """A picture's long side over its short one, at most: the long side is not reduced."""
-
-
 BASE_MEMORY, MEMORY_PER_PIXEL = 768 * 2**20, 40
 """What the process takes by itself, and the most that reading a pixel of any format takes."""
 

@@ -22,8 +22,6 @@ from probprompt.storage import natural_order, read_json, write_bytes, write_erro
 
 KEPT = 200
 """Finished jobs that are remembered."""
-
-
 _STAGING = ".part"
 
 

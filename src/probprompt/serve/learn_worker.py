@@ -23,8 +23,6 @@ from probprompt.progress import ProgressCallback
 
 WAIT_SECONDS = 0.2
 """How often the model is looked at while somebody else changes it."""
-
-
 _ORPHANED = 3  # exit code
 
 

@@ -27,8 +27,6 @@ from probprompt.serve.uploads import child_environment
 
 IDLE_SECONDS = 2.0
 """How often somebody looks around while there is nothing to do."""
-
-
 CarryOut = Callable[[Job], dict[str, Any]]
 """Does what a job asks for and says what is to be written down of it."""
 
@@ -97,8 +95,6 @@ class JobRunner:
 
 
 _TAIL = 300  # characters of a dead process's last words
-
-
 Switch = Callable[[ContinualClassifier], None]
 
 

@@ -42,14 +42,8 @@ PAGE = {
     "/style.css": ("style.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-
-
 _FILE = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
-
-
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
-
-
 QUESTION_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -63,8 +57,6 @@ QUESTION_BODY: dict[str, Any] = {
         },
     }
 }
-
-
 LESSON_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -97,8 +89,6 @@ LESSON_BODY: dict[str, Any] = {
         },
     }
 }
-
-
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "description": words}
     for status, words in {
@@ -272,8 +262,6 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 
 CONNECTIONS = 512
-
-
 GRACE_SECONDS = 30
 """How long requests under way may take to finish once the service is told to stop."""
 

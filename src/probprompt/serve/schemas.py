@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from probprompt.classifier import ContinualClassifier, Prediction, Version
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
-
-
 FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})
 
 
@@ -243,11 +241,7 @@ HELD_OUT = (
     "One row per lesson, one column per version: accuracy in % on the images of the lesson that are held out while "
     "probabilities are calibrated, under a head that has not seen them. Reading along a row shows what was kept."
 )
-
-
 NOTHING_HELD_OUT = "There is nothing to show: lessons with three images of a class or more have some held out."
-
-
 NO_PROMPTS = (
     "There is nothing to show: this needs two classes or more, and a method with prompts whose queries are kept, "
     "as in the preset 'flagship'."

@@ -130,11 +130,7 @@ def child_environment() -> dict[str, str]:
 
 
 Item = TypeVar("Item")
-
-
 Found = TypeVar("Found")
-
-
 _SHOWN = 80  # characters of a file's name
 
 
