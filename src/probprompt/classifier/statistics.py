@@ -1,8 +1,8 @@
-"""Sums over the images of classes: all that later learning, forgetting and calibration need of them.
+"""Statistics of the images of classes, for later learning, forgetting and calibration.
 
-Of each class a few images are held out: their features are kept one by one, and are what probabilities and the
-threshold of novelty are calibrated on. Of the others either the features or the sums over them are kept, whichever is
-smaller. Sums over all classes follow from that; they are kept beside it only to save time.
+Features of a few held-out images per class are kept one by one; probabilities and the novelty threshold are calibrated
+on them. Of the others the features or the sums over them are kept, whichever is smaller. Sums over all classes follow
+from these and are stored only to save time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +20,13 @@ from probprompt.storage import read_tensors, store_by_contents
 
 CHUNK = 4096  # images that are added up at a time
 VIEWS = ("rows", "mirrors")
-"""Features that are kept one by one: of images, and of their mirror images where the head learns them, too."""
+"""Features kept one by one: of images, and of their horizontal flips if the head learns them."""
 Views = Mapping[str, Callable[[Tensor], Tensor]]
-"""How features (n, D) are seen before they are added up, (n, L), by name."""
+"""Transformations of features (n, D) before they are summed, (n, L), by name."""
 
 
 class Part:
-    """Tensors that belong together and never change: in memory, or in a file that is read when they are needed."""
+    """Tensors that never change: in memory, or in a file that is read when they are needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, path: Path | None = None) -> None:
         self._tensors, self._path = tensors, path
@@ -48,11 +48,11 @@ class Part:
 
     @property
     def there(self) -> bool:
-        """Whether the tensors can be had: a part that can be made again may have been removed."""
+        """Whether the tensors exist; parts that can be computed again may have been removed."""
         return self._tensors is not None or (self._path is not None and self._path.is_file())
 
     def store(self, folder: Path) -> str:
-        """Keep the tensors in a folder of files named by their contents; returns that name."""
+        """Store the tensors in a file named by their contents, and return that name."""
         if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
             self.digest = store_by_contents(folder, self.tensors)
         if self._path is None:
@@ -61,7 +61,7 @@ class Part:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Keep copies on the CPU, so that nobody changes them."""
+        """Copy tensors to the CPU."""
         return cls({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()})
 
 
@@ -75,12 +75,12 @@ class Moments:
 
     @classmethod
     def zero(cls, classes: int, width: int, device: torch.device) -> Self:
-        """No image yet."""
+        """Return statistics of no image."""
         nothing = torch.zeros(classes, dtype=torch.float64, device=device)
         return cls(nothing, nothing.new_zeros(classes, width), nothing.new_zeros(width, width))
 
     def grown(self, classes: int) -> "Moments":
-        """With room for so many more classes."""
+        """Append more classes without images."""
         more = Moments.zero(classes, self.totals.shape[1], self.totals.device)
         return Moments(torch.cat([self.counts, more.counts]), torch.cat([self.totals, more.totals]), self.moment)
 
@@ -116,31 +116,31 @@ class Moments:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of features as several readers see them, by name; what the head is solved from comes last."""
+    """Moments of transformed features by name; those that the head is solved from come last."""
 
     of: dict[str, Moments]
 
     @classmethod
     def zero(cls, classes: int, widths: Mapping[str, int], device: torch.device) -> Self:
-        """No image yet."""
+        """Return statistics of no image."""
         return cls({name: Moments.zero(classes, width, device) for name, width in widths.items()})
 
     @property
     def solved(self) -> Moments:
-        """What a head in closed form is solved from."""
+        """Moments that a closed-form head is solved from."""
         return list(self.of.values())[-1]
 
     @property
     def widths(self) -> dict[str, int]:
-        """The width of what is added up, by name."""
+        """Widths of the transformed features, by name."""
         return {name: moments.totals.shape[1] for name, moments in self.of.items()}
 
     def grown(self, classes: int) -> "Statistics":
-        """With room for so many more classes."""
+        """Append more classes without images."""
         return Statistics({name: moments.grown(classes) for name, moments in self.of.items()})
 
     def copy(self) -> "Statistics":
-        """The same in other memory."""
+        """Copy all tensors."""
         return Statistics(
             {
                 name: Moments(moments.counts.clone(), moments.totals.clone(), moments.moment.clone())
@@ -155,7 +155,7 @@ class Statistics:
                 moments.add_class(label, views[name](some.double()))
 
     def add_class(self, label: int, kept: Mapping[str, Tensor], views: Views) -> None:
-        """Add what is kept of a class: features, or sums."""
+        """Add the stored features or sums of a class."""
         if "rows" in kept:
             for view in VIEWS:
                 if view in kept:
@@ -167,7 +167,7 @@ class Statistics:
             moments.moment.add_(_unpacked(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
-        """To be kept: one half of what is symmetric."""
+        """Return the tensors to store; of symmetric matrices one half."""
         found = {"count": self.solved.counts}
         for name, moments in self.of.items():
             found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, _packed(moments.moment)
@@ -175,7 +175,7 @@ class Statistics:
 
     @classmethod
     def from_tensors(cls, kept: Mapping[str, Tensor], widths: Mapping[str, int], device: torch.device) -> Self:
-        """What :meth:`tensors` gave."""
+        """Restore the result of :meth:`tensors`."""
         found = cls.zero(len(kept["count"]), widths, device)
         for name, moments in found.of.items():
             moments.counts.copy_(kept["count"])
@@ -185,7 +185,7 @@ class Statistics:
 
 
 def compact(rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, widths: Mapping[str, int]) -> Part:
-    """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
+    """Add features (n, D) to what is stored of a class: one by one, or as sums if these are smaller."""
     if before and "rows" in before:
         rows = torch.cat([before["rows"].to(rows), rows])
     summed = before is not None and "rows" not in before
@@ -199,13 +199,13 @@ def compact(rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, wid
 
 
 def hold_out(count: int, *key: randomness.Key) -> list[int]:
-    """Which of a class's images are held out: a fifth, at most 20, at least one of three."""
+    """Choose the held-out images of a class: a fifth, at most 20, at least one of three."""
     held = min(20, max(count // 5, int(count > 2)))
     return sorted(randomness.permutation(count, *key, "held out")[:held].tolist())
 
 
 def add_up(kept: Iterable[Part], sums: Statistics, views: Views) -> Statistics:
-    """Add what is kept of each class, in order, to sums that have room for them."""
+    """Add the stored features or sums of each class, in order, to statistics of that many classes."""
     for label, part in enumerate(kept):
         sums.add_class(label, part.tensors, views)
     return sums
@@ -221,7 +221,6 @@ def _packed(matrix: Tensor) -> Tensor:
 
 
 def _unpacked(half: Tensor, like: Tensor) -> Tensor:
-    """The symmetric matrix (L, L) of its half."""
     whole = torch.zeros_like(like)
     rows, columns = torch.triu_indices(*like.shape, device=like.device)
     whole[rows, columns] = half.to(like)
