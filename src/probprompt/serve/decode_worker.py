@@ -1,8 +1,7 @@
-"""The program that decodes uploads: a process of its own, which may be killed, starved or crash without harm.
+"""The program that decodes uploads, in a separate process that may crash or be killed without harm.
 
-It reads requests from its standard input and answers on its standard output, one after the other, until the input
-ends. It is started by :mod:`probprompt.serve.uploads`, knows nothing of the network, and gives up the right to
-write files and to take more memory than the largest allowed image needs.
+:mod:`probprompt.serve.uploads` starts it. It reads requests from standard input and answers on standard output until
+the input ends. It may not write files or take more memory than the largest allowed image needs.
 """
 
 import io
@@ -12,7 +11,7 @@ from typing import IO
 
 from PIL import Image
 
-from probprompt.data.images import Pixels, UnreadableImageError, read_image
+from probprompt.data.images import UnreadableImageError, read_image
 
 REQUEST = struct.Struct(">BII")
 """What is wanted (a :data:`PIXELS` or :data:`PNG`), the short side (0: as it is), how many bytes follow."""
@@ -68,13 +67,11 @@ def decode(data: bytes, wanted: int, short_side: int) -> tuple[int, int, int, by
     height, width = pixels.shape[:2]
     if max(width, height) > LONGEST * min(width, height):
         raise UnreadableImageError(f"{width} x {height} pixels: one side is more than {LONGEST} times the other")
-    return wanted, width, height, _as_png(pixels) if wanted == PNG else pixels.tobytes()
-
-
-def _as_png(pixels: Pixels) -> bytes:
+    if wanted == PIXELS:
+        return wanted, width, height, pixels.tobytes()
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, "PNG", compress_level=1)
-    return written.getvalue()
+    return wanted, width, height, written.getvalue()
 
 
 if __name__ == "__main__":
