@@ -232,7 +232,7 @@ def sketches(path: Path, images: int = 5) -> Path:
 def publish(archive: Path, monkeypatch: pytest.MonkeyPatch, url: str = "https://example.org/sketches_png.zip") -> Path:
     """Let an archive be the published one."""
     md5 = hashlib.md5(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(TuBerlin, "sources", (Source(url, "sketches_png.zip", "md5", md5),))
+    monkeypatch.setattr(TuBerlin, "sources", (Source(url, "md5", md5),))
     return archive
 
 
@@ -281,7 +281,7 @@ def test_get_from_a_local_archive(
 def test_get_from_a_mirror(
     web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(sketches(tmp_path / "www" / "mirror.zip"), monkeypatch, f"{web}/gone.zip")
+    publish(sketches(tmp_path / "www" / "mirror.zip"), monkeypatch, f"{web}/gone/sketches_png.zip")
     code, _, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other")
     assert code == 2 and "answers 404" in err and "--url" in err
     code, out, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other", "--url", f"{web}/mirror.zip")

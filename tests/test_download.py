@@ -279,9 +279,9 @@ def test_the_published_hash_decides(tmp_path: Path) -> None:
     path.write_bytes(CONTENT)
     hashes = {"md5": hashlib.md5(CONTENT).hexdigest(), "sha256": hashlib.sha256(CONTENT).hexdigest()}
     for algorithm in ("md5", "sha256"):
-        assert check_hash(path, Source("", "a", algorithm, hashes[algorithm]), Watch()) == hashes
+        assert check_hash(path, Source("a", algorithm, hashes[algorithm]), Watch()) == hashes
         with pytest.raises(UserError, match=f"is not the published a: its {algorithm} is {hashes[algorithm]}.* 0000"):
-            check_hash(path, Source("", "a", algorithm, "0" * 32), Watch())
+            check_hash(path, Source("a", algorithm, "0" * 32), Watch())
 
 
 # Archives
@@ -342,13 +342,13 @@ def dataset(server: Server, archive: bytes, published: bytes | None = None, list
     """A dataset that this server has, and the archive that was published."""
     server.files["/tiny.tgz"] = archive
     digest = hashlib.md5(archive if published is None else published).hexdigest()
-    main = Source(f"{server.url}/tiny.tgz", "tiny.tgz", "md5", digest)
+    main = Source(f"{server.url}/tiny.tgz", "md5", digest)
     others = []
     for side in ("train", "test") if lists else ():
         content = f"data:\n- x/n0000000{1 + (side == 'test')}/a.png\n".encode()
         server.files[f"/{side}.yaml"] = content
         digest = hashlib.sha256(content).hexdigest()
-        others.append(Source(f"{server.url}/{side}.yaml", f"{side}.yaml", "sha256", digest, unpack=False))
+        others.append(Source(f"{server.url}/{side}.yaml", "sha256", digest, unpack=False))
 
     class Tiny(Dataset):
         name = "tiny"

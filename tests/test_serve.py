@@ -26,9 +26,11 @@ from page_marks import read_blocks
 from probprompt.classifier import ContinualClassifier, changing
 from probprompt.classifier.store import Store
 from probprompt.errors import UserError
-from probprompt.serve.batching import Room
+from probprompt.serve.batching import Capacity
 from probprompt.serve.jobs import JobStore
+from probprompt.serve.learn_worker import Request
 from probprompt.serve.lessons import title_of
+from probprompt.serve.schemas import Job
 from probprompt.serve.security import Limits
 
 Emoji = dict[str, dict[str, list[bytes]]]
@@ -134,12 +136,12 @@ def test_a_body_of_unsaid_length_is_cut_off(serve: Serve) -> None:
 
 def test_more_than_may_wait_is_refused_at_once(serve: Serve, emoji: Emoji) -> None:
     served = serve()
-    served.service.room = Room(4, 2**30)
+    served.service.capacity = Capacity(4, 2**30)
     answer = served.form("/api/predict", [("images", emoji["test"]["ball"][0])] * 5)
     assert answer.status == 503 and answer.headers["retry-after"] == "1"
-    served.service.room = Room(64, 100_000)
+    served.service.capacity = Capacity(64, 100_000)
     answer = served.form("/api/predict", [("images", emoji["test"]["ball"][0])] * 20)
-    assert answer.status == 503 and (served.service.room.images, served.service.room.bytes) == (0, 0)
+    assert answer.status == 503 and (served.service.capacity.images, served.service.capacity.bytes) == (0, 0)
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve, emoji: Emoji, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +275,12 @@ def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
 def test_a_process_that_is_dead_before_it_is_told_anything_says_nothing(served: Any) -> None:
     with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.wait()
-        assert served.service.school._listen(None, process, {"images": {}}) is None
+        assert (
+            served.service.lessons._listen(
+                Job(id=1, kind="teach", created=""), process, Request(images={}, refine=False, name="")
+            )
+            is None
+        )
 
 
 def test_no_accepted_lesson_is_lost_when_killed(small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji) -> None:

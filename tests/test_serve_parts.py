@@ -19,10 +19,10 @@ from probprompt.classifier import ContinualClassifier, Prediction
 from probprompt.data.images import read_image
 from probprompt.errors import UserError
 from probprompt.serve import jobs
-from probprompt.serve.batching import Answer, Batcher, OverloadedError, Room
+from probprompt.serve.batching import Answer, Batcher, Capacity, OverloadedError
 from probprompt.serve.jobs import JobStore
 from probprompt.serve.lessons import JobRunner
-from probprompt.serve.schemas import Job, Progress
+from probprompt.serve.schemas import Job, JobChanges, Progress
 from probprompt.serve.security import Access, make_access
 from probprompt.serve.service import SECONDS, Metrics
 from probprompt.serve.uploads import Decoders, RefusedImageError, each, plain
@@ -235,17 +235,17 @@ def test_closing_answers_those_who_wait() -> None:
     batched(work)
 
 
-def test_room_is_taken_by_images_and_by_their_memory_and_given_back() -> None:
-    room = Room(images=4, size=100)
-    with room.taken(3) as place:
-        with pytest.raises(OverloadedError), room.taken(2):
+def test_capacity_counts_images_and_bytes() -> None:
+    capacity = Capacity(images=4, size=100)
+    with capacity.reserve(3) as place:
+        with pytest.raises(OverloadedError), capacity.reserve(2):
             pass
         place.hold(grey(1))  # 48 bytes
         place.hold(grey(1))
         with pytest.raises(OverloadedError):
             place.hold(grey(1))
-        assert (room.images, room.bytes) == (3, 96)
-    assert (room.images, room.bytes) == (0, 0)
+        assert (capacity.images, capacity.bytes) == (3, 96)
+    assert (capacity.images, capacity.bytes) == (0, 0)
 
 
 def test_after_a_failure_nothing_is_begun_or_left_under_way() -> None:
@@ -320,7 +320,7 @@ def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path
     store.cancel_waiting(given[2].id)
     told: list[tuple[str, str]] = []
 
-    def carry_out(job: Job) -> dict[str, Any]:
+    def carry_out(job: Job) -> JobChanges:
         done.append(job.id)
         if job.id == given[0].id:
             raise UserError("no room")

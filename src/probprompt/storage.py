@@ -12,9 +12,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
+from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -26,15 +27,11 @@ _KEY = "probprompt"  # one entry only: several would be written in any order, an
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: after a crash either the old or the new content is there."""
-
-    def fill(temporary: Path) -> None:
-        temporary.write_bytes(data)
-
-    write_with(path, fill)
+    """Write a file atomically: a crash leaves either the old or the new content."""
+    write_with(path, lambda temporary: temporary.write_bytes(data))
 
 
-def write_with(path: Path, fill: Callable[[Path], None]) -> None:
+def write_with(path: Path, fill: Callable[[Path], object]) -> None:
     """Let ``fill`` write a temporary file next to the path, then replace the path by it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     try:
@@ -66,7 +63,7 @@ def remove_parts(folder: Path) -> None:
                 path.unlink()
 
 
-def content_hash(content: Mapping[str, Any]) -> str:
+def content_hash(content: Mapping[str, JsonValue]) -> str:
     """Return the SHA-256 of a record without its own hash.
 
     >>> content_hash({"a": 1}) == content_hash(with_hash({"a": 1})) != content_hash({"a": 2})
@@ -80,12 +77,12 @@ def content_hash(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def with_hash(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_hash(content: Mapping[str, object]) -> dict[str, object]:
     """Add its hash to a record, so that later edits are noticed."""
-    return {**content, "sha256": content_hash(content)}
+    return {**content, "sha256": content_hash(cast(Mapping[str, JsonValue], content))}
 
 
-def is_changed(content: Mapping[str, Any]) -> bool:
+def is_changed(content: Mapping[str, JsonValue]) -> bool:
     """Return True if a record does not match its hash; records of earlier versions have none."""
     return "sha256" in content and content["sha256"] != content_hash(content)
 
@@ -142,17 +139,14 @@ def lock(path: Path, wait: bool = False) -> IO[str] | None:
     return handle
 
 
-# Tensors
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
     """Write tensors and a note atomically, with a digest over both."""
-    write_bytes(path, _encode(tensors, note)[1])
+    write_bytes(path, _encode(tensors, json.dumps(note, sort_keys=True))[1])
 
 
 def write_named_by_contents(folder: Path, kind: str, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors into a file that is named by their digest, and return that name."""
-    digest, data = _encode(tensors, {"kind": kind})
+    digest, data = _encode(tensors, json.dumps({"kind": kind}))
     name = f"{kind}-{digest[:16]}.safetensors"
     write_bytes(folder / name, data)
     return name
@@ -160,18 +154,17 @@ def write_named_by_contents(folder: Path, kind: str, tensors: Mapping[str, Tenso
 
 def store_by_contents(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors into ``<digest>.safetensors`` unless they are there already, and return the digest."""
-    digest, data = _encode(tensors, {})
+    digest, data = _encode(tensors, "{}")
     path = folder / f"{digest}.safetensors"
     if not path.is_file() or path.stat().st_size != len(data):
         write_bytes(path, data)
     return digest
 
 
-def _encode(tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> tuple[str, bytes]:
+def _encode(tensors: Mapping[str, Tensor], note: str) -> tuple[str, bytes]:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(note, sort_keys=True)
-    digest = _digest(plain, text)
-    return digest, save(plain, {_KEY: f"{digest} {text}"})
+    digest = _digest(plain, note)
+    return digest, save(plain, {_KEY: f"{digest} {note}"})
 
 
 def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

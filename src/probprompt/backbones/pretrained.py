@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -21,46 +21,31 @@ from probprompt.errors import UserError, says_out_of_memory, shorten
 from probprompt.hub import TIMEOUT, failures
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
     from torch import nn
 
     from probprompt.backbones.vit import FrozenViT
 
 
 Colour = tuple[float, float, float]
-
-
 RANDOM = "random"
-"""Given as ``weights``: untrained weights, the same ones each time. For tests and timings only."""
-
-
+"""Value of ``weights`` for untrained weights, always the same. For tests and timings only."""
 _PACKAGED = Path(__file__).parent.parent / "weights"
-
-
 _PACKAGED_FILE = "demo.safetensors"
-
-
 _HUB_FILE = "model.safetensors"
-
-
 _GIVE_FILE = "give a file with --weights (in Python weights=FILE)"
-
-
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
-
-
-# What timm calls its plain ViTs with a class token and a tag: told by the name, since building one would need timm.
+# Names of timm's plain ViTs with a class token and a tag; building one would need timm.
 _PLAIN = re.compile(
     r"(test_vit|(vit|deit3?)_[a-z0-9]+_patch\d+(_reg\d)?(_plus)?(_clip(_quickgelu)?|_dinov2|_tipsv2)?(_\d+)?(_miil)?)\.\w+"
 )
-
-
 _DRAWING = threading.RLock()
-"""Held while weights are drawn: architectures draw theirs from the one generator that all threads share."""
+"""Held while weights are drawn, since all threads share the generator."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images are prepared: the side in pixels, and the mean and deviation of each colour in [0, 1]."""
+    """Image size in pixels, and mean and standard deviation of each color in [0, 1]."""
 
     image_size: int
     mean: Colour
@@ -73,36 +58,29 @@ class Preprocessing:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights by name: what they fit, how images are prepared for them, where they come from.
+    """Named weights.
 
-    ``architecture`` is timm's name, built with ``arguments`` beside its own; where it is empty, ``arguments``
-    describe a VisionTransformer entirely. ``source`` is a repository on the Hugging Face hub, or empty; then
-    ``obtain`` may say where the file is to be had. ``torch_file`` is the file's name in the cache of torch.hub, where
-    earlier versions of timm and the authors' own loaders leave the same weights.
+    ``architecture`` is timm's name, built with additional ``arguments``; if it is empty, ``arguments`` describe a
+    VisionTransformer. ``source`` is a repository on the Hugging Face hub, or empty; then ``obtain`` states where to get
+    the file. ``torch_file`` is the file's name in the cache of torch.hub, where earlier versions of timm and the
+    authors' loaders store the same weights.
     """
 
     name: str
     architecture: str
-    arguments: dict[str, Any]
-    image_size: int
-    mean: Colour
-    std: Colour
+    preprocessing: Preprocessing
     source: str
-    sha256: str | None
     licence: str
     description: str = ""
     torch_file: str = ""
     obtain: str = ""
-
-    @property
-    def preprocessing(self) -> Preprocessing:
-        """How images are prepared for these weights."""
-        return Preprocessing(self.image_size, self.mean, self.std)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A checkpoint by name, whether it can be loaded without a network, where it lies and its size in bytes."""
+    """A named checkpoint, its place and size in bytes if it can be loaded without network."""
 
     name: str
     description: str
@@ -115,10 +93,10 @@ class Listing:
 
 @dataclass(frozen=True)
 class LoadedBackbone:
-    """A frozen backbone with what a run must record of it.
+    """A frozen backbone with what a run records of it.
 
-    ``source`` is ``packaged``, ``hub:REPOSITORY``, ``torch-hub:FILE``, ``file:PATH`` or ``random``. ``sha256`` is
-    that of the file of weights; random ones have no file, so there it is their fingerprint.
+    ``source``: ``packaged``, ``hub:REPOSITORY``, ``torch-hub:FILE``, ``file:PATH`` or ``random``.
+    ``sha256``: hash of the file of weights, or the fingerprint of random ones.
     """
 
     model: FrozenViT
@@ -131,46 +109,27 @@ class LoadedBackbone:
 def _vit_base(name: str, tag: str, mean: Colour, std: Colour, description: str, torch_file: str) -> Checkpoint:
     timm_name = f"vit_base_patch16_224.{tag}"
     source = f"timm/{timm_name}"
-    return Checkpoint(name, timm_name, {}, 224, mean, std, source, None, "apache-2.0", description, torch_file)
+    prepared = Preprocessing(224, mean, std)
+    return Checkpoint(name, timm_name, prepared, source, "apache-2.0", description, torch_file)
 
 
 _HALF: Colour = (0.5, 0.5, 0.5)
-
-
 _IMAGENET_MEAN: Colour = (0.485, 0.456, 0.406)
-
-
 _IMAGENET_STD: Colour = (0.229, 0.224, 0.225)
-
-
 _SUP1K = "ViT-B/16, supervised on ImageNet-21K, then on ImageNet-1K"
-
-
 _SUP21K = "ViT-B/16, supervised on ImageNet-21K"
-
-
 _DINO1K = "ViT-B/16, self-supervised (DINO) on ImageNet-1K"
-
-
 _AUGREG_FILE = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
-
-
 # No hash of this file is published to check a download against, so it is not fetched: the user brings it.
 _IBOT1K = Checkpoint(
     name="ibot1k",
     architecture="vit_base_patch16_224",
-    arguments={},
-    image_size=224,
-    mean=_IMAGENET_MEAN,
-    std=_IMAGENET_STD,
+    preprocessing=Preprocessing(224, _IMAGENET_MEAN, _IMAGENET_STD),
     source="",
-    sha256=None,
     licence="apache-2.0",
     description="ViT-B/16, self-supervised (iBOT) on ImageNet-1K; needs the authors' file",
     obtain="the teacher backbone of ViT-B/16 (vitb_16/checkpoint_teacher.pth), linked in the README of bytedance/ibot",
 )
-
-
 _NAMED = {
     "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, _HALF, _SUP1K, ""),
     "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, _HALF, _SUP21K, _AUGREG_FILE),
@@ -180,10 +139,7 @@ _NAMED = {
 
 
 def known() -> list[Listing]:
-    """List the named checkpoints, and timm's ViTs in the cache that can be prompted; the network is not asked.
-
-    Weights of other names that lie in the cache of torch.hub are found when they are loaded, but not listed.
-    """
+    """List the named checkpoints, and timm's ViTs in the hub's cache that can be prompted, without network."""
     packaged = [_PACKAGED / file for file in (_PACKAGED_FILE, "demo.json")]
     demo = packaged[0] if all(path.is_file() for path in packaged) else None
     listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
@@ -205,7 +161,7 @@ def _listing(name: str, description: str, source: str, licence: str, path: Path 
 
 
 def origin(name: str) -> tuple[str, str]:
-    """The repository that weights by this name come from, empty where there is none, and their licence.
+    """Return the repository of named weights, empty if there is none, and their license.
 
     >>> origin("sup1k")
     ('timm/vit_base_patch16_224.augreg2_in21k_ft_in1k', 'apache-2.0')
@@ -217,15 +173,15 @@ def origin(name: str) -> tuple[str, str]:
 
 
 def find_file(name: str) -> Path | None:
-    """The file of weights by name on this machine; None where it has to be fetched from the hub.
+    """Return the file of named weights on this machine, without network; None if it must be downloaded.
 
-    Names of no weights, and weights that are not fetched for anybody, are refused; the network is not asked.
+    Unknown names are an error, and so are missing weights that cannot be downloaded.
     """
     return _PACKAGED / _PACKAGED_FILE if name == "demo" else _found(_by_name(name))[0]
 
 
 def fetch(name: str) -> Path:
-    """Bring weights by name onto this machine, unless they are there; gives their file."""
+    """Download named weights unless they are on this machine, and return their file."""
     return find_file(name) or _download(_by_name(name))
 
 
@@ -284,12 +240,8 @@ def _find_in_timm(name: str) -> Checkpoint:
     return Checkpoint(
         name=name,
         architecture=name,
-        arguments={},
-        image_size=config.input_size[-1],
-        mean=_colour(config.mean),
-        std=_colour(config.std),
+        preprocessing=Preprocessing(config.input_size[-1], _colour(config.mean), _colour(config.std)),
         source=source,
-        sha256=None,
         licence=config.license or "unknown",
         torch_file=str(config.url or "").rpartition("/")[2] if tag else "",
     )
@@ -301,18 +253,8 @@ def _load_packaged(folder: Path, image_size: int | None, expected_sha256: str | 
         raise UserError(f"the demo weights are missing from {folder}: install the package again")
     content = json.loads(description.read_text(encoding="utf-8"))
     prepared = _parse_preprocessing(content["preprocessing"], description)
-    checkpoint = Checkpoint(
-        name="demo",
-        architecture="",
-        arguments=content["architecture"],
-        image_size=prepared.image_size,
-        mean=prepared.mean,
-        std=prepared.std,
-        source="",
-        sha256=content["sha256"],
-        licence="apache-2.0",
-    )
-    return _load_file(checkpoint, weights, "packaged", image_size, expected_sha256 or checkpoint.sha256)
+    checkpoint = Checkpoint("demo", "", prepared, "", "apache-2.0", arguments=content["architecture"])
+    return _load_file(checkpoint, weights, "packaged", image_size, expected_sha256 or content["sha256"])
 
 
 def _load_random(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
@@ -342,7 +284,7 @@ def _load_file(
     # Without values unless they are needed: no time is spent on weights that the file replaces.
     model = _build(checkpoint, device="cpu" if weights_file.needs_values(path) else "meta")
     weights_file.fill(model, path, beside.image_size if image_size is None and beside is not None else image_size)
-    prepared = beside or Preprocessing(_side(model), checkpoint.mean, checkpoint.std)
+    prepared = beside or replace(checkpoint.preprocessing, image_size=_side(model))
     return _freeze(model, checkpoint.name, prepared, image_size, source, sha256)
 
 
@@ -366,7 +308,6 @@ def _refuse_unclear_preprocessing(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _load_by_name(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
-    """Load weights from a cache of this machine, or else from the hub."""
     _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
     path, place = _found(checkpoint)
     if path is not None and place == _TORCH_CACHE:
@@ -412,7 +353,7 @@ def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, e
 
 
 def _cached(checkpoint: Checkpoint) -> tuple[Path | None, str]:
-    """The file of a checkpoint on this machine, and in which cache it lies."""
+    """Return the file of a checkpoint on this machine, and its cache."""
     found = _cached_hub_file(checkpoint.source) if checkpoint.source else None
     if found is not None:
         return found, _HUB_CACHE
@@ -421,7 +362,7 @@ def _cached(checkpoint: Checkpoint) -> tuple[Path | None, str]:
 
 
 def _torch_cache() -> Path:
-    """Where torch.hub keeps files: its own rule, without the time that importing torch takes."""
+    """Return the folder of torch.hub by its own rule, without importing torch, which is slow."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.environ.get("TORCH_HOME") or cache / "torch").expanduser() / "hub" / "checkpoints"
 
@@ -434,7 +375,7 @@ def _cached_hub_file(repository: str) -> Path | None:
 
 
 def _cached_repositories() -> list[str]:
-    """The ViTs of timm that can be prompted, beyond the named ones, that the cache of the hub's client has heard of."""
+    """List timm's ViTs in the hub's cache that can be prompted, except the named ones."""
     from huggingface_hub import constants
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--timm--*"))
@@ -444,7 +385,7 @@ def _cached_repositories() -> list[str]:
 
 
 def _hash_of_blob(path: Path) -> str | None:
-    """The hash that the hub gave for a file: the cache keeps large files under it, with a link by their name."""
+    """Return the hub's hash of a file, under which the cache stores large files."""
     name = path.resolve().name
     return name if path.is_symlink() and len(name) == 64 and set(name) <= set("0123456789abcdef") else None
 
@@ -535,7 +476,6 @@ def _parse_preprocessing(content: Any, where: Path) -> Preprocessing:
 def _freeze(
     model: Any, name: str, prepared: Preprocessing, image_size: int | None, source: str, sha256: str
 ) -> LoadedBackbone:
-    """Bring the model to the wanted image size and freeze it."""
     from probprompt.backbones.vit import FrozenViT
 
     size = prepared.image_size if image_size is None else image_size
@@ -549,17 +489,9 @@ def _freeze(
 
 
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H", "giant": "g"}
-
-
 _TIMM = re.compile(r"vit_(?P<size>[a-z]+)_patch(?P<patch>\d+)(?:_(?P<kind>[a-z]\w*?))?(?:_(?P<side>\d{3}))?")
-
-
 _USUAL_SIDE = "224"
-
-
 _ONLY = ("lvd142m",)  # tags of architectures that have no other weights
-
-
 _PAPERS = ("sup1k", "sup21k", "ibot1k", "dino1k")  # all of them ViT-B/16
 
 
@@ -572,8 +504,9 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9+]+", "-", text.lower()).strip("-")
 
 
-def _parts(name: str, weights: str | None) -> tuple[str, str]:
-    """What kind of network it is, in words, and how it was pretrained, as far as the names tell."""
+def _parts(backbone: Mapping[str, JsonValue]) -> tuple[str, str]:
+    """Return the kind of network and of its pretraining, as far as the names show them."""
+    name, weights = str(backbone["name"]), str(backbone.get("weights") or "")
     if name in _PAPERS:
         return "ViT-B/16", name
     architecture, _, tag = name.partition(".")
@@ -586,7 +519,7 @@ def _parts(name: str, weights: str | None) -> tuple[str, str]:
 
 
 def _network(architecture: str) -> tuple[str, str]:
-    """Its kind in words, and what of its name says how it was pretrained."""
+    """Return its kind, and the part of its name about pretraining."""
     found = _TIMM.fullmatch(architecture)
     if not found or found["size"] not in _SIZES:
         return architecture, ""
@@ -594,7 +527,7 @@ def _network(architecture: str) -> tuple[str, str]:
     return f"ViT-{_SIZES[found['size']]}/{found['patch']}{side}", found["kind"] or ""
 
 
-def backbone_slug(backbone: Mapping[str, Any]) -> str:
+def backbone_slug(backbone: Mapping[str, JsonValue]) -> str:
     """A backbone's name in paths, from the settings of a run.
 
     >>> backbone_slug({"name": "sup1k"}), backbone_slug({"name": "vit_small_patch14_dinov2.lvd142m"})
@@ -604,26 +537,26 @@ def backbone_slug(backbone: Mapping[str, Any]) -> str:
     >>> backbone_slug({"name": "vit_small_patch14_dinov2", "image_size": 224})
     'vit-s14-dinov2-224px'
     """
-    network, kind = _parts(str(backbone["name"]), backbone.get("weights"))
+    network, kind = _parts(backbone)
     side = backbone.get("image_size")
     return slug(f"{network.replace('/', '')} {kind} {f'{side}px' if side else ''}")
 
 
-def backbone_words(backbone: Mapping[str, Any]) -> str:
+def backbone_words(backbone: Mapping[str, JsonValue]) -> str:
     """A backbone's name in tables, with the side of its images where that is not its own.
 
     >>> backbone_words({"name": "sup1k"}), backbone_words({"name": "demo", "image_size": 64})
     ('ViT-B/16 (sup1k)', 'demo at 64 px')
     """
-    network, kind = _parts(str(backbone["name"]), backbone.get("weights"))
+    network, kind = _parts(backbone)
     side = backbone.get("image_size")
     return (f"{network} ({slug(kind)})" if kind else network) + (f" at {side} px" if side else "")
 
 
 def find_weights(weights: str | None, home: Path) -> str | None:
-    """A recorded file of weights where it was, or else under its name in or beside the folder of what was learned.
+    """Find a recorded file of weights: at its path, or by its name in or next to the saved folder.
 
-    So a folder that goes to another machine may bring its weights along; whoever loads them compares their hash.
+    So a folder can be copied together with its weights; loading compares their hash.
     """
     if weights is None or weights == RANDOM or Path(weights).is_file():
         return weights

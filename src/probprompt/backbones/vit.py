@@ -25,8 +25,6 @@ SUPPORTED = (
     "(such as vit_base_patch16_224, vit_small_patch14_dinov2, vit_base_patch16_clip_224)"
 )
 """Which models can be frozen here, to be said where another is refused."""
-
-
 # Every part that the pass below runs, or that plays a role only after it: what is not listed is unknown.
 _PARTS: dict[type[nn.Module], set[str]] = {
     VisionTransformer: {"patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "patch_drop"}
@@ -35,12 +33,8 @@ _PARTS: dict[type[nn.Module], set[str]] = {
     Block: {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"},
     Attention: {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"},
 }
-
-
 Precision = Literal["fp32", "bf16"]
 """What the frozen weights are held and computed in."""
-
-
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -18,53 +18,26 @@ from typing import TYPE_CHECKING, Any
 from probprompt.errors import UserError, shorten
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
 SAFETENSORS, NUMPY = ".safetensors", ".npz"
-
-
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".tar")
-
-
 FORMATS = f"a {SAFETENSORS} file, an {NUMPY} file in Google's layout, or tensors saved by torch ({', '.join(TORCH)})"
-
-
 # What the weights lie under in common files; a teacher is what its authors evaluate, so it goes first.
 _WRAPPERS = ("teacher", "state_dict", "model")
-
-
 # What a file may hold beyond the backbone: heads, and what only pretraining needs.
 _BESIDE = {"head", "head_dist", "fc", "fc_norm", "classifier", "pre_logits", "projector", "predictor", "contrast"}
-
-
 _BESIDE |= {"mask_token", "masked_embed", "dino_head", "ibot_head", "dino_loss", "ibot_patch_loss"}
-
-
 _POSITIONS = "pos_embed"
-
-
 _DECODER = "decoder"  # of a masked autoencoder: decoder_embed, decoder_blocks, ...
-
-
 _DAMAGED = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)  # of a zip of arrays
-
-
 _NUMPY_LAYOUTS = ("", "opt/target/", "params/", "params/img/")
-
-
 _NUMPY_PARTS = ("embedding/", "cls", "pos_embedding", "Transformer/")
-
-
 _NUMPY_BESIDE = ("head/", "pre_logits/")
-
-
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how files of torch.save begin
-
-
 _LFS = b"version https://git-lfs"
-
-
 _HTML = (b"<!doctype", b"<html", b"<head", b"<?xml")
 
 
@@ -305,14 +278,14 @@ def _compare_with_numpy(model: Any, path: Path, image_size: int | None) -> None:
     _take_grid(model, positions, path, image_size)
 
 
-def _numpy_positions(archive: Mapping[str, Any], layout: str) -> tuple[int, ...]:
+def _numpy_positions(archive: Mapping[str, NDArray[Any]], layout: str) -> tuple[int, ...]:
     for name in (f"{layout}pos_embedding", f"{layout}Transformer/posembed_input/pos_embedding"):
         if name in archive:
             return tuple(archive[name].shape)
     return ()
 
 
-def _numpy_heads_and_blocks(archive: Mapping[str, Any], layout: str) -> tuple[int | None, int]:
+def _numpy_heads_and_blocks(archive: Mapping[str, NDArray[Any]], layout: str) -> tuple[int | None, int]:
     """Attention heads and blocks, which are stored one by one or all stacked."""
     kernels = [name for name in archive if name.startswith(layout) and name.endswith("/query/kernel")]
     kernels = [name for name in kernels if "/encoderblock" in name]

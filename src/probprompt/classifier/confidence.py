@@ -1,4 +1,4 @@
-"""Probabilities that mean what they say: one temperature, fitted on images that the head has not learned from."""
+"""Calibrated probabilities and novelty, fitted on images that the head has not learned from."""
 
 import math
 from collections.abc import Mapping
@@ -11,38 +11,27 @@ from torch import Tensor, nn
 from probprompt.classifier.statistics import Moments
 
 BINS = 10
-
-
 UNFITTED = 0.1
-"""The temperature where no image could be held out: what logits between 0 and 1 needed where there were many
-(results/classifier.md)."""
-
-
+"""Temperature without held-out images: typical of logits between 0 and 1 (results/classifier.md)."""
 SPREAD = 0.5
-"""How far, in its logarithm, the temperature is expected from the usual one before any image is seen: without that, a
-few images that are all told apart would ask for certainty."""
-
-
+"""Standard deviation of the prior of the log temperature; without it, a few correct images would mean certainty."""
 FEWEST = 20
-"""Held-out images from which on their error tells more than chance."""
+"""Smallest number of held-out images whose calibration error is meaningful."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How logits become probabilities: softmax(logits / temperature)."""
+    """Temperature of the softmax, ``softmax(logits / temperature)``."""
 
     temperature: float = UNFITTED
     error: float | None = None
-    """Expected calibration error on held-out images, 0 to 1; None where there were too few to tell."""
+    """Expected calibration error on held-out images, 0 to 1; None if there are too few."""
     images: int = 0
-    """How many images were held out."""
+    """Number of held-out images."""
 
 
 def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Calibration:
-    """Fit the temperature on logits (n, C) of held-out images; their error is that of temperatures fitted without them.
-
-    Each half of the images is judged by the temperature of the other half.
-    """
+    """Fit the temperature on logits (n, C) of held-out images; the error of each half uses that of the other half."""
     if len(labels) == 0:
         return Calibration(fallback)
     temperature = fit_temperature(logits, labels, fallback)
@@ -58,7 +47,7 @@ def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Cal
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
-    """The most probable temperature, by its logarithm; the usual one counts as an opinion.
+    """Return the most probable temperature, with a normal prior on its logarithm around the default one.
 
     >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
     >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are right: log 3 apart
@@ -79,7 +68,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
-    """The mean distance of confidence and accuracy over bins of confidence, weighed by their images (n, C).
+    """Return the mean distance of confidence and accuracy over bins of confidence, weighted by images (n, C).
 
     >>> expected_calibration_error(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]))
     0.0
@@ -95,28 +84,24 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
 
 
 KNOWN = 0.95
-"""The share of known images that must pass."""
-
-
+"""Share of known images that must pass."""
 SHRINKAGE = 0.3
-"""How far covariances are drawn towards their mean diagonal."""
-
-
+"""Shrinkage of covariances towards their mean diagonal."""
 _ROUNDING = 1e-12  # variance that features of length 1 may seem to have where there is none
 
 
 def unit(features: Tensor) -> Tensor:
-    """Features (n, D) of length 1: their direction alone says what an image shows."""
+    """Scale features (n, D) to length 1."""
     return nn.functional.normalize(features, dim=1)
 
 
 @dataclass(frozen=True)
 class Gaussians:
-    """A mean per class with one covariance for all, and one Gaussian over the images of all classes together.
+    """A mean per class with one covariance for all, and one Gaussian of all images.
 
-    The score of an image is Mahalanobis' distance (squared) from the nearest class less that from all images together
-    (Ren et al., 2021): what is far from a class only because it is far from everything, such as another style of
-    drawing, does not count. Both distances are |x W - m|^2 in coordinates in which the covariance is the identity.
+    The score of an image is the squared Mahalanobis distance from the nearest class less that from all images (Ren et
+    al., 2021), so that an image that is far from everything, such as another drawing style, is not novel for that.
+    Both are |x W - m|^2 in coordinates in which the covariance is the identity.
     """
 
     within: Tensor  # (D, D): W of the covariance within classes, upper triangular
@@ -126,14 +111,14 @@ class Gaussians:
 
     @classmethod
     def of(cls, moments: Moments, shrinkage: float = SHRINKAGE) -> "Gaussians":
-        """From the sums over all images, seen by :func:`unit`."""
+        """Fit them to the moments of all images' :func:`unit` features."""
         centre, covariance = moments.total
         within, whole = _whitening(moments.within, shrinkage), _whitening(covariance, shrinkage)
         return cls(within, moments.means @ within, whole, centre[None] @ whole)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Gaussians":
-        """What :meth:`tensors` gave."""
+        """Restore the result of :meth:`tensors`."""
         means, centre = (tensors[name].to(device).double() for name in ("means", "centre"))
         within, whole = (
             torch.zeros(means.shape[1], means.shape[1], dtype=torch.float64, device=device) for _ in range(2)
@@ -144,7 +129,7 @@ class Gaussians:
         return cls(within, means, whole, centre)
 
     def tensors(self) -> dict[str, Tensor]:
-        """To be kept, in float32 and without the zeros: a few MB."""
+        """Return the tensors to store, in float32 and without the zeros."""
         rows, columns = torch.triu_indices(*self.within.shape, device=self.within.device)
         return {
             "means": self.means.float(),
@@ -154,14 +139,14 @@ class Gaussians:
         }
 
     def score(self, features: Tensor) -> Tensor:
-        """How little images belong to any class: (n,), of unit features (n, D)."""
+        """Score unit features (n, D): large values belong to no class (n,)."""
         wide = features.double()  # a difference of large squares decides
         nearest = _squares(wide @ self.within, self.means).amin(dim=1)  # (n,)
         return nearest - _squares(wide @ self.whole, self.centre)[:, 0]
 
 
 def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
-    """W with W W^T = S^-1, of a covariance drawn towards its mean diagonal (the identity where it is zero)."""
+    """Return W with W W^T = S^-1 of a covariance shrunk towards its mean diagonal (the identity if it is zero)."""
     level = float(covariance.diagonal().mean())
     drawn = (1 - shrinkage) * covariance
     drawn.diagonal().add_(shrinkage * level if level > _ROUNDING else 1.0)
@@ -171,21 +156,20 @@ def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
 
 
 def _squares(points: Tensor, centres: Tensor) -> Tensor:
-    """Squared distances (n, C)."""
     return points.square().sum(dim=1)[:, None] + centres.square().sum(dim=1) - 2 * points @ centres.T
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What scores of known images are like: the usual one, and the one that 95 % stay below."""
+    """Scores of known images: the median, and the limit that 95% stay below."""
 
     usual: float = 0.0
     limit: float | None = None
-    """None where no image could be held out: then nothing is marked."""
+    """None without held-out images: then nothing is flagged as unknown."""
 
     @classmethod
     def of(cls, scores: Tensor) -> "Scale":
-        """From the scores (n,) of held-out images of known classes."""
+        """Measure scores (n,) of held-out images."""
         count = len(scores)
         if count < 2:
             return cls()
@@ -194,7 +178,7 @@ class Scale:
         return cls(float(ordered[(count - 1) // 2]), float(ordered[place]))
 
     def novelty(self, scores: Tensor) -> Tensor:
-        """Scores (n,) so that the usual one is 0 and the limit 1."""
+        """Scale scores (n,) so that the median is 0 and the limit 1."""
         if self.limit is None:
             return torch.zeros_like(scores)
         return (scores - self.usual) / max(self.limit - self.usual, 1e-12)
@@ -213,7 +197,7 @@ def auroc(known: Tensor, unknown: Tensor) -> float:
 
 
 def false_positive_rate(known: Tensor, unknown: Tensor, share: float = KNOWN) -> float:
-    """The share of unknown images that pass where this share of the known ones does.
+    """Return the share of unknown images that pass if this share of the known ones does.
 
     >>> false_positive_rate(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 3.0]))
     0.5

@@ -1,9 +1,8 @@
-"""How well a classifier recognises images whose classes are known, and what it has forgotten."""
+"""Measure a classifier: accuracy, calibration, novelty and forgetting on labeled images, and what versions kept."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from probprompt.classifier.confidence import auroc, expected_calibration_error, 
 from probprompt.classifier.outputs import Evaluation, TaskScore
 from probprompt.classifier.predictor import ModelFactory, Predictor
 from probprompt.classifier.store import LearnedTask, SavedVersion, State
-from probprompt.data.images import Pixels, UnreadableImageError
-from probprompt.data.inputs import InputImage, LabeledImages, decode_ahead, pictures
+from probprompt.data.images import UnreadableImageError
+from probprompt.data.inputs import InputImage, LabeledImages, pictures
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation.diagnostics import prompt_diversity
 from probprompt.progress import ProgressCallback
@@ -22,24 +21,15 @@ from probprompt.progress import ProgressCallback
 
 @dataclass(frozen=True)
 class Earlier:
-    """A version that had just learned a task: which rows of its head are which classes of now."""
+    """A version that had just learned a task."""
 
     task: int
     predictor: Predictor
     same_features: bool
-    """Whether it sees images as the current version does."""
+    """Whether its features of images are those of the current version."""
     uids: tuple[int, ...]
-
-
-@dataclass
-class Tally:
-    """What was seen of the images: labels, answers, and what earlier versions answered."""
-
-    truth: list[Tensor]
-    probabilities: list[Tensor]
-    novelty: list[Tensor]
-    earlier: dict[int, list[Tensor]]
-    unreadable: list[tuple[str, str]]
+    """Of the classes in the order of its head."""
+    answers: list[Tensor] = field(default_factory=list)
 
 
 def evaluate(
@@ -50,24 +40,48 @@ def evaluate(
     unknown: object,
     progress: ProgressCallback,
 ) -> Evaluation:
-    """Measure the current version on images with classes, and how it knows images of none."""
-    labels = _labels(predictor, given)
+    """Measure the current version on labeled images, and its novelty on images of no known class."""
+    rows = _class_rows(predictor, given)
+    labels = iter(given.images.labels.tolist())
     earlier = list(_earlier(engine, predictor, kept))
-    tally = Tally([], [], [], {one.task: [] for one in earlier}, [])
-    each = ((_picture(given, row), labels[label]) for row, label in enumerate(given.images.labels.tolist()))
+    images = (InputImage(name, partial(given.images.read, row)) for row, name in enumerate(given.images.names))
     size = engine.config.images_at_a_time(engine.device.type)
+    truth: list[int] = []
+    probabilities, novelty, strange = list[Tensor](), list[Tensor](), list[Tensor]()
+    unreadable: list[tuple[str, str]] = []
     with progress.stage("evaluating", len(given.images)):
-        _go_through(predictor, each, earlier, tally, size, progress.advance)
-    if not tally.truth:
+        for batch in predictor.judge_each(images, size):
+            pairs = zip(batch.images, labels, strict=False)  # labels go on in the next batch
+            truth += [rows[label] for (_, found), label in pairs if not isinstance(found, UnreadableImageError)]
+            probabilities.append(batch.probabilities.cpu())
+            novelty.append(batch.novelty.cpu())
+            for one in earlier if batch.pixels else ():
+                features = batch.features if one.same_features else one.predictor.look(batch.pixels)
+                one.answers.append(one.predictor.judge(features)[0].argmax(dim=1).cpu())
+            unreadable += batch.unreadable
+            progress.advance(len(batch.images))
+    if not truth:
         raise UserError("none of the images can be read: there is nothing to evaluate")
-    strange = None
-    if unknown is not None:
-        strange = _novelty_of(predictor, pictures(unknown, engine.short_side), tally, size, progress)
-    return _summary(predictor, tally, earlier, strange)
+    for batch in predictor.judge_each(pictures(unknown, engine.short_side), size) if unknown is not None else ():
+        strange.append(batch.novelty.cpu())
+        unreadable += batch.unreadable
+    if unknown is not None and not sum(map(len, strange)):
+        raise UserError("none of the unknown images can be read: give a folder, or a list, of images")
+    known = _measure(predictor, earlier, torch.tensor(truth), torch.cat(probabilities), torch.cat(novelty))
+    known = replace(known, unreadable=tuple(unreadable))
+    if not strange:
+        return known
+    familiar, far = torch.cat(novelty), torch.cat(strange)
+    return replace(
+        known,
+        auroc=auroc(familiar, far),
+        fpr_at_95=false_positive_rate(familiar, far),
+        unknown_images=len(far),
+        unknown_flagged=100 * float((far > 1).double().mean()),
+    )
 
 
-def _labels(predictor: Predictor, given: LabeledImages) -> list[int]:
-    """The head's row of each class that is given."""
+def _class_rows(predictor: Predictor, given: LabeledImages) -> list[int]:
     names = predictor.state.names
     foreign = [name for name in given.classes if name not in names]
     if foreign:
@@ -78,12 +92,8 @@ def _labels(predictor: Predictor, given: LabeledImages) -> list[int]:
     return [names.index(name) for name in given.classes]
 
 
-def _picture(given: LabeledImages, row: int) -> InputImage:
-    return InputImage(given.images.names[row], partial(given.images.read, row))
-
-
 def _earlier(engine: ModelFactory, predictor: Predictor, kept: Sequence[SavedVersion]) -> Iterator[Earlier]:
-    """The versions that had just learned each task, where they are kept and tell anything new."""
+    """Return the kept versions that had just learned a task, except the last task."""
     state, found = predictor.state, {one.version.number: one.state for one in kept}
     last = len(state.tasks) - 1
     for index, task in enumerate(state.tasks):
@@ -95,101 +105,38 @@ def _earlier(engine: ModelFactory, predictor: Predictor, kept: Sequence[SavedVer
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two parts hold the same tensors."""
     if one is other:
         return True
     mine, others = getattr(one, "tensors", {}), getattr(other, "tensors", {})
     return mine.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in mine.items())
 
 
-def _go_through(
-    predictor: Predictor,
-    images: Iterator[tuple[InputImage, int]],
-    earlier: Sequence[Earlier],
-    tally: Tally,
-    size: int,
-    advance: Callable[[int], None],
-) -> None:
-    while group := list(islice(images, size)):
-        found = list(decode_ahead(iter([picture for picture, _ in group])))
-        readable: list[Pixels] = []
-        truth: list[int] = []
-        for (picture, pixels), (_, label) in zip(found, group, strict=True):
-            if isinstance(pixels, UnreadableImageError):
-                tally.unreadable.append((picture.source, str(pixels)))
-            else:
-                readable.append(pixels)
-                truth.append(label)
-        if readable:
-            features = predictor.look(readable)
-            probabilities, novelty = predictor.judge(features)
-            tally.truth.append(torch.tensor(truth))
-            tally.probabilities.append(probabilities.cpu())
-            tally.novelty.append(novelty.cpu())
-            for one in earlier:
-                seen = features if one.same_features else one.predictor.look(readable)
-                tally.earlier[one.task].append(one.predictor.judge(seen)[0].argmax(dim=1).cpu())
-        advance(len(group))
-
-
-def _novelty_of(
-    predictor: Predictor, images: Iterator[InputImage], tally: Tally, size: int, progress: ProgressCallback
-) -> Tensor:
-    """The novelty of images of no known class."""
-    found: list[Tensor] = []
-    stream = decode_ahead(images)
-    while group := list(islice(stream, size)):
-        readable = [pixels for _, pixels in group if not isinstance(pixels, UnreadableImageError)]
-        tally.unreadable += [(one.source, str(bad)) for one, bad in group if isinstance(bad, UnreadableImageError)]
-        if readable:
-            found.append(predictor.judge(predictor.look(readable))[1].cpu())
-    if not found:
-        raise UserError("none of the unknown images can be read: give a folder, or a list, of images")
-    return torch.cat(found)
-
-
-def _summary(predictor: Predictor, tally: Tally, earlier: Sequence[Earlier], strange: Tensor | None) -> Evaluation:
-    names, classes = predictor.state.names, predictor.state.classes
-    truth, probabilities, novelty = (torch.cat(part) for part in (tally.truth, tally.probabilities, tally.novelty))
+def _measure(
+    predictor: Predictor, earlier: Sequence[Earlier], truth: Tensor, probabilities: Tensor, novelty: Tensor
+) -> Evaluation:
+    state = predictor.state
     chosen = probabilities.argmax(dim=1)  # (n,)
     right = (chosen == truth).double()
-    count = len(names)
+    count = len(state.names)
     confusion = (truth * count + chosen).bincount(minlength=count * count).view(count, count)
-    scores = _per_task(predictor, tally, earlier, truth, right)
-    newest = len(predictor.state.tasks) - 1  # of which nothing can be forgotten yet, whether it has images here or not
-    newest_classes = {known.name for known in predictor.state.classes if known.task == newest}
-    lost = [
-        score.forgotten for score in scores if score.forgotten is not None and newest_classes.isdisjoint(score.classes)
-    ]
-    present = truth.unique().tolist()
-    found = Evaluation(
+    scores = _per_task(state, earlier, truth, right)
+    newest = {known.name for known in state.classes if known.task == len(state.tasks) - 1}  # cannot be forgotten yet
+    lost = [score.forgotten for score in scores if score.forgotten is not None and newest.isdisjoint(score.classes)]
+    return Evaluation(
         accuracy=100 * float(right.mean()),
         images=len(truth),
         per_task=scores,
-        per_class={classes[label].name: 100 * float(right[truth == label].mean()) for label in present},
+        per_class={state.names[row]: 100 * float(right[truth == row].mean()) for row in truth.unique().tolist()},
         forgetting=sum(lost) / len(lost) if lost else None,
         confusion=tuple(tuple(row) for row in confusion.tolist()),
-        classes=names,
+        classes=state.names,
         calibration_error=expected_calibration_error(probabilities, truth),
         flagged=100 * float((novelty > 1).double().mean()),
-        unreadable=tuple(tally.unreadable),
-    )
-    if strange is None:
-        return found
-    return replace(
-        found,
-        auroc=auroc(novelty, strange),
-        fpr_at_95=false_positive_rate(novelty, strange),
-        unknown_images=len(strange),
-        unknown_flagged=100 * float((strange > 1).double().mean()),
     )
 
 
-def _per_task(
-    predictor: Predictor, tally: Tally, earlier: Sequence[Earlier], truth: Tensor, right: Tensor
-) -> tuple[TaskScore, ...]:
-    """Accuracy on the images of each task, now and when it was learned; tasks without images are left out."""
-    state = predictor.state
+def _per_task(state: State, earlier: Sequence[Earlier], truth: Tensor, right: Tensor) -> tuple[TaskScore, ...]:
+    """Return the accuracy on the images of each task now and when it was learned; omit tasks without images."""
     task_of = torch.tensor([known.task for known in state.classes])[truth]  # (n,)
     uid_of = torch.tensor([known.uid for known in state.classes])[truth]  # (n,)
     then = {one.task: one for one in earlier}
@@ -200,7 +147,7 @@ def _per_task(
             continue
         now, before = 100 * float(right[own].mean()), None
         if index in then:
-            answers = torch.tensor(then[index].uids)[torch.cat(tally.earlier[index])]  # (n,)
+            answers = torch.tensor(then[index].uids)[torch.cat(then[index].answers)]  # (n,)
             before = 100 * float((answers[own] == uid_of[own]).double().mean())
         elif index == len(state.tasks) - 1:
             before = now
@@ -210,10 +157,8 @@ def _per_task(
 
 
 MOST_CLASSES = 100
-"""Classes whose prompts are compared at most."""
-
-
-_SAME_KNOWLEDGE = ("renamed", "rolled back")  # versions that recognise what an earlier one does
+"""Largest number of classes whose prompts are compared."""
+_SAME_KNOWLEDGE = ("renamed", "rolled back")  # versions that recognize what an earlier one does
 
 
 @dataclass(frozen=True)
@@ -261,7 +206,7 @@ def _leads_to(earlier: tuple[LearnedTask, ...], tasks: tuple[LearnedTask, ...]) 
 def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
     """Similarity of the prompts for one held-out image per class; None where the queries of images are not kept.
 
-    They are where the head reads them beside the features (``head.with_query``), as in the preset ``flagship``.
+    They are kept if the head reads them in addition to the features (``head.with_query``).
     """
     if not state.classes or not engine.reads_query:
         return None

@@ -1,60 +1,60 @@
-"""What a classifier answers."""
+"""Results of a classifier: predictions, reports of learning, versions, evaluations."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the classifier makes of one image."""
+    """The prediction for one image."""
 
     source: str
-    """The image's file, or its place among what was given."""
+    """File of the image, or its position in the input."""
     label: str | None
-    """The most probable class, also where the image is of none of them; None where it could not be read."""
+    """Most probable class, even if the image is unknown; None if it could not be read."""
     probability: float
     """Of that class."""
     top: tuple[tuple[str, float], ...]
-    """The most probable classes with their probabilities."""
+    """Most probable classes with their probabilities."""
     unknown: bool
-    """Whether the image is farther from all classes than 95 % of the known images that were held out."""
+    """True if the image is farther from all classes than 95% of the held-out images of known classes."""
     novelty: float
-    """How far it is from the nearest class: 0 is usual for known images, above 1 it is marked as unknown."""
+    """Distance from the nearest class: 0 is typical of known images, above 1 the image is unknown."""
     error: str | None = None
-    """Why the image could not be read."""
+    """Reason why the image could not be read."""
 
 
 @dataclass(frozen=True)
 class ConfusionRisk:
-    """An old class that may now be taken for a new one."""
+    """An old class that may now be classified as a new one."""
 
     old: str
     new: str
     share: float
-    """Of the old class, 0 to 1: the probability that its held-out images now give to the new class."""
+    """Mean probability of the new class on held-out images of the old one, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class LearnReport:
-    """What a call of ``learn`` did."""
+    """The result of a call of ``learn``."""
 
     version: int
     classes: tuple[str, ...]
-    """The classes that are new."""
+    """New classes."""
     images: int
     seconds: float
     calibration_error: float | None
-    """How far probabilities are from how often they are right, on held-out images, 0 to 1; None without any."""
+    """Expected calibration error on held-out images, 0 to 1; None without held-out images."""
     temperature: float
     retention: tuple[ConfusionRisk, ...]
-    """Old classes at risk of being taken for new ones, by their stored statistics; the largest first."""
+    """Old classes that may be classified as new ones, the largest risk first."""
     warnings: tuple[str, ...] = ()
     refined: tuple[str, ...] = ()
-    """Classes known before that got more images."""
+    """Existing classes that got more images."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One state of the classifier that is kept."""
+    """A kept version of the classifier."""
 
     number: int
     when: str
@@ -62,57 +62,55 @@ class Version:
     what: str
     """learned, refined, forgot, renamed or rolled back."""
     classes: tuple[str, ...]
-    """The classes that this was about."""
+    """Classes that were changed."""
     images: int
-    """How many images were learned."""
+    """Number of images learned."""
     note: str = ""
     known: int = 0
-    """How many classes it knows."""
+    """Number of classes."""
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How well the classes of one call of ``learn`` are recognised."""
+    """Accuracy in % on the classes of one call of ``learn``."""
 
     name: str
     classes: tuple[str, ...]
     images: int
     accuracy: float
-    """In %, among all classes known now."""
+    """Among all present classes."""
     when_learned: float | None
-    """In %, of the version that had just learned it, among the classes known then; None where it is not kept."""
+    """Of the version that had just learned it, among its classes; None if that is not kept."""
 
     @property
     def forgotten(self) -> float | None:
-        """How many points were lost since."""
+        """Percentage points lost since."""
         return None if self.when_learned is None else self.when_learned - self.accuracy
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well images with known classes are recognised."""
+    """Accuracy in % and other measures on labeled images."""
 
     accuracy: float
-    """In %."""
     images: int
     per_task: tuple[TaskScore, ...]
     per_class: dict[str, float]
-    """In %."""
     forgetting: float | None
-    """How many points the tasks before the last lost on average since they were learned, where that is known."""
+    """Percentage points lost on average by the tasks before the last; None if unknown."""
     confusion: tuple[tuple[int, ...], ...]
-    """Images by class (a row) and by what they were taken for (a column)."""
+    """Number of images by true class (row) and predicted class (column)."""
     classes: tuple[str, ...]
-    """What the rows and columns of the confusion are."""
+    """Rows and columns of the confusion."""
     calibration_error: float
     flagged: float
-    """The share of these known images that is marked as unknown, in %."""
+    """Share of these images that are flagged as unknown, in %."""
     unreadable: tuple[tuple[str, str], ...] = ()
     """Files that could not be read, with the reason."""
     auroc: float | None = None
-    """How well novelty tells unknown images from known ones, 0.5 to 1; with unknown images given."""
+    """AUROC of novelty for unknown against known images; None without unknown images."""
     fpr_at_95: float | None = None
-    """The share of unknown images that pass where 95 % of the known ones given do, 0 to 1."""
+    """Share of unknown images that pass if 95% of the known ones do, 0 to 1."""
     unknown_images: int = 0
     unknown_flagged: float | None = None
     """The share of the unknown images that is marked as unknown, in %."""

@@ -2,9 +2,10 @@
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from probprompt.classifier.statistics import Moments, Statistics, Views, add_up
 from probprompt.classifier.store import State
 from probprompt.config import RunConfig
 from probprompt.data.image_store import ImageStore, Loaded
-from probprompt.data.images import Pixels
+from probprompt.data.images import Pixels, UnreadableImageError
+from probprompt.data.inputs import InputImage, decode_ahead
 from probprompt.data.transforms import Preprocessor, enlarged
 from probprompt.engine.build import (
     ModelState,
@@ -37,6 +39,23 @@ from probprompt.methods import find
 STEPS = {"cpu": 160, "cuda": 1600}
 """The most training steps of a task where the number of epochs is not set: fewer epochs for many images. On a CPU, a
 step of the default backbone takes seconds."""
+
+
+@dataclass(frozen=True)
+class JudgedBatch:
+    """A batch of images, and what a model makes of the readable ones."""
+
+    images: list[tuple[InputImage, Pixels | UnreadableImageError]]
+    pixels: list[Pixels]
+    """Of the readable images; so are the rows of the tensors."""
+    features: Tensor  # (n, D or more)
+    probabilities: Tensor  # (n, C)
+    novelty: Tensor  # (n,)
+
+    @property
+    def unreadable(self) -> list[tuple[str, str]]:
+        """Sources of the unreadable images, and the reasons."""
+        return [(image.source, str(found)) for image, found in self.images if isinstance(found, UnreadableImageError)]
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,15 @@ class Predictor:
         probabilities = (logits.double() / self.state.calibration.temperature).softmax(dim=1)
         width = self.model.backbone.width  # the prompted feature alone, where the head reads the query beside it
         return probabilities, self.state.scale.novelty(self.gaussians.score(unit(features[:, :width].float())))
+
+    def judge_each(self, images: Iterator[InputImage], size: int) -> Iterator[JudgedBatch]:
+        """Decode images in the background and judge them in batches, in their order."""
+        stream = decode_ahead(images)
+        while group := list(islice(stream, size)):
+            pixels = [found for _, found in group if not isinstance(found, UnreadableImageError)]
+            features = self.look(pixels) if pixels else self.gaussians.means.new_zeros(0, self.model.backbone.width)
+            judged = self.judge(features) if pixels else (features.new_zeros(0, len(self.state.names)), features[:, 0])
+            yield JudgedBatch(group, pixels, features, *judged)
 
 
 class ModelFactory:

@@ -1,8 +1,8 @@
-"""Sums over the images of classes: all that later learning, forgetting and calibration need of them.
+"""Statistics of the images of classes, for later learning, forgetting and calibration.
 
-Of each class a few images are held out: their features are kept one by one, and are what probabilities and the
-threshold of novelty are calibrated on. Of the others either the features or the sums over them are kept, whichever is
-smaller. Sums over all classes follow from that; they are kept beside it only to save time.
+Features of a few held-out images per class are kept one by one; probabilities and the novelty threshold are calibrated
+on them. Of the others the features or the sums over them are kept, whichever is smaller. Sums over all classes follow
+from these and are stored only to save time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,14 +16,10 @@ from probprompt import randomness
 from probprompt.heads.closed_form import symmetric
 
 CHUNK = 4096  # images that are added up at a time
-
-
 VIEWS = ("rows", "mirrors")
-"""Features that are kept one by one: of images, and of their mirror images where the head learns them, too."""
-
-
+"""Features kept one by one: of images, and of their horizontal flips if the head learns them."""
 Views = Mapping[str, Callable[[Tensor], Tensor]]
-"""How features (n, D) are seen before they are added up, (n, L), by name."""
+"""Transformations of features (n, D) before they are summed, (n, L), by name."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +32,12 @@ class Moments:
 
     @classmethod
     def zero(cls, classes: int, width: int, device: torch.device) -> Self:
-        """No image yet."""
+        """Return statistics of no image."""
         nothing = torch.zeros(classes, dtype=torch.float64, device=device)
         return cls(nothing, nothing.new_zeros(classes, width), nothing.new_zeros(width, width))
 
     def grown(self, classes: int) -> "Moments":
-        """With room for so many more classes."""
+        """Append more classes without images."""
         more = Moments.zero(classes, self.totals.shape[1], self.totals.device)
         return Moments(torch.cat([self.counts, more.counts]), torch.cat([self.totals, more.totals]), self.moment)
 
@@ -77,31 +73,31 @@ class Moments:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of features as several readers see them, by name; what the head is solved from comes last."""
+    """Moments of transformed features by name; those that the head is solved from come last."""
 
     of: dict[str, Moments]
 
     @classmethod
     def zero(cls, classes: int, widths: Mapping[str, int], device: torch.device) -> Self:
-        """No image yet."""
+        """Return statistics of no image."""
         return cls({name: Moments.zero(classes, width, device) for name, width in widths.items()})
 
     @property
     def solved(self) -> Moments:
-        """What a head in closed form is solved from."""
+        """Moments that a closed-form head is solved from."""
         return list(self.of.values())[-1]
 
     @property
     def widths(self) -> dict[str, int]:
-        """The width of what is added up, by name."""
+        """Widths of the transformed features, by name."""
         return {name: moments.totals.shape[1] for name, moments in self.of.items()}
 
     def grown(self, classes: int) -> "Statistics":
-        """With room for so many more classes."""
+        """Append more classes without images."""
         return Statistics({name: moments.grown(classes) for name, moments in self.of.items()})
 
     def copy(self) -> "Statistics":
-        """The same in other memory."""
+        """Copy all tensors."""
         return Statistics(
             {
                 name: Moments(moments.counts.clone(), moments.totals.clone(), moments.moment.clone())
@@ -116,7 +112,7 @@ class Statistics:
                 moments.add_class(label, views[name](some.double()))
 
     def add_class(self, label: int, kept: Mapping[str, Tensor], views: Views) -> None:
-        """Add what is kept of a class: features, or sums."""
+        """Add the stored features or sums of a class."""
         if "rows" in kept:
             for view in VIEWS:
                 if view in kept:
@@ -128,7 +124,7 @@ class Statistics:
             moments.moment.add_(_unpacked(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
-        """To be kept: one half of what is symmetric."""
+        """Return the tensors to store; of symmetric matrices one half."""
         found = {"count": self.solved.counts}
         for name, moments in self.of.items():
             found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, _packed(moments.moment)
@@ -136,7 +132,7 @@ class Statistics:
 
     @classmethod
     def from_tensors(cls, kept: Mapping[str, Tensor], widths: Mapping[str, int], device: torch.device) -> Self:
-        """What :meth:`tensors` gave."""
+        """Restore the result of :meth:`tensors`."""
         found = cls.zero(len(kept["count"]), widths, device)
         for name, moments in found.of.items():
             moments.counts.copy_(kept["count"])
@@ -162,7 +158,7 @@ def compact(
 
 
 def hold_out(count: int, *key: randomness.Key) -> list[int]:
-    """Which of a class's images are held out: a fifth, at most 20, at least one of three."""
+    """Choose the held-out images of a class: a fifth, at most 20, at least one of three."""
     held = min(20, max(count // 5, int(count > 2)))
     return sorted(randomness.permutation(count, *key, "held out")[:held].tolist())
 
@@ -184,7 +180,6 @@ def _packed(matrix: Tensor) -> Tensor:
 
 
 def _unpacked(half: Tensor, like: Tensor) -> Tensor:
-    """The symmetric matrix (L, L) of its half."""
     whole = torch.zeros_like(like)
     rows, columns = torch.triu_indices(*like.shape, device=like.device)
     whole[rows, columns] = half.to(like)

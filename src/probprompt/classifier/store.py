@@ -1,13 +1,14 @@
-"""Everything a classifier knows at one time. A state never changes: learning makes another one beside it."""
+"""The state of a classifier and its versions on disk. A state never changes: learning makes another one."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, Self, TypedDict
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from probprompt.classifier.confidence import Calibration, Scale
@@ -56,8 +57,11 @@ class Part:
         return cls({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()})
 
 
-Find = Callable[[str], Part]
-"""A part by the name that it is kept under."""
+FORMAT = 1
+Busy = Callable[[], None]
+"""Called repeatedly while another process changes a classifier; it waits, or raises an error to cancel."""
+_OWN = {"current.json", "versions", "objects", ".lock"}
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,13 @@ class KnownClass:
     """A class, with what is kept of its images for later learning."""
 
     uid: int
-    """Tells it apart from all classes that ever were, whatever they are called."""
+    """Unique among all classes that the classifier ever had, renamed and forgotten ones included."""
     name: str
     task: int
-    """Which task brought it."""
+    """The task that added it."""
     images: int
     held: Part
-    """``rows``: the features of the images that are held out (h, D); ``mirrors``: of their mirror images."""
+    """``rows``: features of the held-out images (h, D); ``mirrors``: those of their horizontal flips."""
     rest: Part
     """Of the other images: ``rows`` (n, D), or sums over them."""
 
@@ -87,7 +91,7 @@ class LearnedTask:
 
 @dataclass(frozen=True)
 class State:
-    """What is known: classes, prompts, head, Gaussians, and what only further learning needs."""
+    """Classes, prompts, head, Gaussians, and what only further learning needs."""
 
     classes: tuple[KnownClass, ...] = ()
     tasks: tuple[LearnedTask, ...] = ()
@@ -99,9 +103,9 @@ class State:
     head: Part | None = None
     gaussians: Part | None = None
     later: Part | None = None
-    """What a learner needs beside them: a head that leads prompts, statistics for the refit, prototypes."""
+    """What else a learner needs: a head that leads prompts, statistics for the refit, prototypes."""
     sums: Part | None = None
-    """Sums over all images that are not held out; can be made again from the classes."""
+    """Sums over all images that are not held out; they follow from the classes."""
     strength: float | None = None
     """Lambda of a ridge head, once it is chosen."""
     calibration: Calibration = field(default_factory=Calibration)
@@ -111,66 +115,91 @@ class State:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The classes by their names, in the order of the head's rows."""
+        """Names of the classes, in the order of the head's rows."""
         return tuple(known.name for known in self.classes)
 
     def read(self) -> None:
-        """Read what prediction needs: then it is there, whatever becomes of the files."""
+        """Read what prediction needs, so that it no longer depends on the files."""
         for part in (self.method, self.head, self.gaussians):
             if part is not None:
                 _ = part.tensors
 
-    def to_json(self, keep: Callable[[Part], str]) -> dict[str, Any]:
+    def note(self, keep: Callable[[Part], str]) -> "StateNote":
         """Describe the state, its parts by the names that ``keep`` gives them."""
-        whole = ("method", "head", "gaussians", "later", "sums")
-        parts = {name: getattr(self, name) for name in whole}
-        return {
-            "classes": [
-                {
-                    "uid": known.uid,
-                    "name": known.name,
-                    "task": known.task,
-                    "images": known.images,
-                    "held": keep(known.held),
-                    "rest": keep(known.rest),
-                }
+        parts = {name: getattr(self, name) for name in ("method", "head", "gaussians", "later", "sums")}
+        return StateNote(
+            classes=[
+                ClassNote(**{**vars(known), "held": keep(known.held), "rest": keep(known.rest)})
                 for known in self.classes
             ],
-            "tasks": [vars(task) for task in self.tasks],
-            "adapted": list(self.adapted),
-            "next_uid": self.next_uid,
-            "parts": {name: keep(part) for name, part in parts.items() if part is not None and part.there},
-            "strength": self.strength,
-            "calibration": vars(self.calibration),
-            "scale": vars(self.scale),
-            "held_out": list(self.held_out),
-        }
+            tasks=list(self.tasks),
+            adapted=list(self.adapted),
+            next_uid=self.next_uid,
+            parts={name: keep(part) for name, part in parts.items() if part is not None and part.there},
+            strength=self.strength,
+            calibration=self.calibration,
+            scale=self.scale,
+            held_out=list(self.held_out),
+        )
 
-    @classmethod
-    def from_json(cls, note: Mapping[str, Any], find: Find) -> "State":
-        """What :meth:`to_json` gave; parts are read when they are needed."""
-        classes = tuple(
-            KnownClass(
-                uid=int(known["uid"]),
-                name=str(known["name"]),
-                task=int(known["task"]),
-                images=int(known["images"]),
-                held=find(known["held"]),
-                rest=find(known["rest"]),
-            )
-            for known in note["classes"]
+
+class ClassNote(BaseModel):
+    """A class as it is stored, its parts by their digests."""
+
+    uid: int
+    name: str
+    task: int
+    images: int
+    held: str
+    rest: str
+
+
+class StateNote(BaseModel):
+    """A state as it is stored, its parts by their digests."""
+
+    classes: list[ClassNote]
+    tasks: list[LearnedTask]
+    adapted: list[int]
+    next_uid: int
+    parts: dict[str, str]
+    strength: float | None
+    calibration: Calibration
+    scale: Scale
+    held_out: list[float | None]
+
+    def state(self, find: Callable[[str], Part]) -> State:
+        """Return the state; its parts are read when they are needed."""
+        return State(
+            classes=tuple(
+                KnownClass(one.uid, one.name, one.task, one.images, find(one.held), find(one.rest))
+                for one in self.classes
+            ),
+            tasks=tuple(self.tasks),
+            adapted=tuple(self.adapted),
+            next_uid=self.next_uid,
+            strength=self.strength,
+            calibration=self.calibration,
+            scale=self.scale,
+            held_out=tuple(self.held_out),
+            **{name: find(digest) for name, digest in self.parts.items()},
         )
-        return cls(
-            classes=classes,
-            tasks=tuple(LearnedTask(**task) for task in note["tasks"]),
-            adapted=tuple(note["adapted"]),
-            next_uid=note["next_uid"],
-            strength=note["strength"],
-            calibration=Calibration(**note["calibration"]),
-            scale=Scale(**note["scale"]),
-            held_out=tuple(note["held_out"]),
-            **{name: find(digest) for name, digest in note["parts"].items()},
-        )
+
+
+class VersionNote(BaseModel):
+    """The contents of ``versions/NUMBER.json``."""
+
+    version: Version
+    token: str
+    settings: dict[str, Any]
+    state: StateNote
+
+
+class Current(TypedDict):
+    """The contents of ``current.json``."""
+
+    format: int
+    model: str
+    version: int
 
 
 @dataclass(frozen=True)
@@ -180,20 +209,7 @@ class SavedVersion:
     version: Version
     state: State
     token: str
-    """Tells this version apart from every other of that number."""
-
-
-FORMAT = 1
-
-
-Busy = Callable[[], None]
-"""Called again and again while another process changes a classifier; it takes its time, or raises to give up."""
-
-
-_OWN = {"current.json", "versions", "objects", ".lock"}
-
-
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
+    """Unique among all versions of that number."""
 
 
 @dataclass
@@ -205,19 +221,19 @@ class Store:
 
     @property
     def exists(self) -> bool:
-        """Whether a classifier is saved here."""
+        """True if a classifier is saved here."""
         return (self.folder / "current.json").is_file()
 
     @contextmanager
     def locked(self, busy: Busy | None = None) -> Iterator[None]:
-        """Keep other processes from writing; the lock ends with the process. May be asked for again inside.
+        """Keep other processes from writing while the block lasts; the lock ends with the process and can be nested.
 
-        Where another process has it, ``busy`` is called until it is free; without that it is an error.
+        While another process holds the lock, ``busy`` is called; without ``busy`` that is an error.
         """
         if self._held:
             yield
             return
-        self._refuse_foreign()
+        self._check_folder()
         while (held := self._lock()) is False:
             if busy is None:
                 raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
@@ -228,7 +244,7 @@ class Store:
                 yield
             finally:
                 self._held = False
-                self._leave_nothing()
+                self._remove_empty()
 
     def _lock(self) -> IO[str] | Literal[False] | None:
         """Take the lock; False while another process has it."""
@@ -240,8 +256,8 @@ class Store:
         except OSError as problem:
             raise write_error(self.folder, problem) from problem
 
-    def _refuse_foreign(self) -> None:
-        """A new classifier goes into a folder of its own."""
+    def _check_folder(self) -> None:
+        """Reject a folder that holds anything but a classifier."""
         if self.exists or not self.folder.exists():
             return
         if not self.folder.is_dir():
@@ -253,17 +269,15 @@ class Store:
                 "choose a new folder"
             )
 
-    def _leave_nothing(self) -> None:
-        """Where nothing was saved, no folder is left behind that looks as if."""
+    def _remove_empty(self) -> None:
+        """Remove the folder if nothing was saved."""
         if not self.exists:
             with suppress(OSError):
                 (self.folder / ".lock").unlink()
                 self.folder.rmdir()
 
-    # Reading -------------------------------------------------------------------------------------------------------
-
-    def head(self) -> dict[str, Any]:
-        """What ``current.json`` says."""
+    def head(self) -> Current:
+        """Read ``current.json``."""
         if not self.exists:
             hint = "" if self.folder.exists() else ": there is no such folder"
             raise UserError(f"{self.folder} holds no classifier (no current.json){hint}")
@@ -274,24 +288,20 @@ class Store:
             raise UserError(f"{self.folder} has classifier format {number!r}, this version reads {FORMAT}")
         if not isinstance(found.get("version"), int) or not isinstance(found.get("model"), str):
             raise UserError(f"{self.folder / 'current.json'} is damaged: it names no version")
-        return dict(found)
+        return Current(format=FORMAT, model=found["model"], version=found["version"])
 
     def read(self, number: int) -> tuple[dict[str, Any], SavedVersion]:
-        """A version with its settings."""
+        """Read a version, after its settings."""
         path = self._version_file(number)
-        note = read_json(path)
+        found = read_json(path)
         try:
-            kept = SavedVersion(
-                version=Version(**{**note["version"], "classes": tuple(note["version"]["classes"])}),
-                state=State.from_json(note["state"], self._part),
-                token=str(note["token"]),
-            )
-            return dict(note["settings"]), kept
+            note = VersionNote.model_validate(found)
+            return note.settings, SavedVersion(note.version, note.state.state(self._part), note.token)
         except _DAMAGE as problem:
             raise UserError(f"{path} is damaged: it does not describe a classifier ({problem!r})") from problem
 
     def numbers(self, current: int) -> list[int]:
-        """Versions that are kept, the current one last; later ones were never finished."""
+        """Return the kept versions, the current one last; later ones were never finished."""
         found = (re.fullmatch(r"(\d+)\.json", path.name) for path in (self.folder / "versions").glob("*.json"))
         return sorted(number for match in found if match and (number := int(match[1])) <= current)
 
@@ -299,8 +309,6 @@ class Store:
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise ValueError(f"{digest!r} names no object")
         return Part(path=self._objects / f"{digest}.safetensors")
-
-    # Writing -------------------------------------------------------------------------------------------------------
 
     def write(
         self,
@@ -310,31 +318,28 @@ class Store:
         ancestors: Mapping[int, str],
         keep: int,
     ) -> None:
-        """Add the versions that are not here yet; the last one becomes the current one. Older ones are pruned.
+        """Add the versions that are not stored yet, make the last one current, and prune older ones.
 
-        ``ancestors`` are the tokens of all versions that they come from, kept or not, by their numbers.
+        ``ancestors``: tokens by number of all versions that they come from, kept or not.
         """
         with self.locked():
-            there = self._refuse_others(model, ancestors)
+            there = self._check_ancestor(model, ancestors)
             for folder in (self._objects, self.folder / "versions"):
                 folder.mkdir(parents=True, exist_ok=True)
             chosen = every[-keep:]
             for one in chosen:
                 if one.version.number > there:
-                    self._write_version(settings, one, last=one is chosen[-1])
+                    state = one.state.note(lambda part: part.store(self._objects))
+                    if one is not chosen[-1]:  # computed again when they are needed
+                        state.parts.pop("sums", None)
+                    note = VersionNote(version=one.version, token=one.token, settings=dict(settings), state=state)
+                    write_json(self._version_file(one.version.number), note.model_dump())
             current = every[-1].version.number
             write_json(self.folder / "current.json", {"format": FORMAT, "model": model, "version": current})
             self._prune(current, keep)
 
-    def _write_version(self, settings: Mapping[str, Any], one: SavedVersion, last: bool) -> None:
-        state = one.state.to_json(lambda part: part.store(self._objects))
-        if not last:  # made again where it should be needed
-            state["parts"].pop("sums", None)
-        note = {"version": vars(one.version), "token": one.token, "settings": dict(settings), "state": state}
-        write_json(self._version_file(one.version.number), note)
-
-    def _refuse_others(self, model: str, ancestors: Mapping[int, str]) -> int:
-        """The number of the version here, of which the versions to be written must be later ones."""
+    def _check_ancestor(self, model: str, ancestors: Mapping[int, str]) -> int:
+        """Return the number of the stored version, from which the versions to write must come; 0 if none is stored."""
         if not self.exists:
             return 0
         head = self.head()
@@ -346,7 +351,7 @@ class Store:
                 f"{self.folder} has moved on to version {head['version']}, which this classifier does not know: "
                 "load it again and repeat the change, or save into another folder"
             )
-        return int(head["version"])
+        return head["version"]
 
     def _prune(self, current: int, keep: int) -> None:
         """Remove versions beyond the number to keep, then objects that no version needs."""
@@ -356,7 +361,7 @@ class Store:
             state = read_json(self._version_file(number))["state"]
             needed |= {digest for known in state["classes"] for digest in (known["held"], known["rest"])}
             needed |= {digest for name, digest in state["parts"].items() if name != "sums" or number == current}
-        with suppress(OSError):  # what cannot be removed does no harm
+        with suppress(OSError):  # what cannot be removed is harmless
             for path in (self.folder / "versions").iterdir():
                 if path.stem.isdigit() and int(path.stem) not in kept:
                     path.unlink()

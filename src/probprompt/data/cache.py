@@ -1,15 +1,14 @@
-"""Decoded images, kept on disk: a folder of files is decoded once, and read by every later run as one mapped file.
+"""Decoded images on disk: a folder of files is decoded once, and later runs read it as one mapped file.
 
-``<root>/images/<key>/`` holds ``pixels.u8``, the bytes of all images (H, W, 3) one after the other, and
-``index.json``, which says their names and sizes in that order, which could not be read and why, the stored side, the
-versions of the decoders and the sha256 of the pixels. The key is a hash of all that decides the content: the folder,
-the files' names, sizes and times of modification, the stored side and the decoders. A file that changes, or another
-stored side, is another entry; train, validation and test images of one folder share one.
+``<root>/images/<key>/`` contains ``pixels.u8``, the bytes of all images (H, W, 3) one after the other, and
+``index.json``: names, sizes, unreadable files with the reason, stored side, versions of the decoders, sha256 of the
+pixels. The key is a hash of the folder, the names, sizes and modification times of the files, the stored side and the
+decoders. The train, validation and test images of one folder share an entry.
 
-The root is ``PROBPROMPT_CACHE``, else ``probprompt`` in the user's cache folder; ``PROBPROMPT_CACHE=off`` keeps
-nothing. Files of less than :data:`WORTH` bytes in all are decoded in about a second, and not kept either. Nothing is
-removed by itself: :meth:`ImageCache.clean` removes what was used longest ago, and deleting any entry, or the root, does
-no harm. A damaged entry is decoded again; where the disk takes no more, images are held in memory.
+The root is ``PROBPROMPT_CACHE``, else ``probprompt`` in the user's cache folder; ``PROBPROMPT_CACHE=off`` disables the
+cache. Folders below :data:`WORTH` bytes are not cached: they decode in about a second. Nothing is removed
+automatically: :meth:`ImageCache.clean` removes the least recently used entries, and any entry can be deleted. A
+corrupted entry is decoded again; if the disk is full, images stay in memory.
 """
 
 import hashlib
@@ -17,12 +16,12 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self, TypedDict
 
 import numpy as np
 import PIL
@@ -35,9 +34,9 @@ from probprompt.storage import lock, sync
 
 FORMAT = 1
 SWITCH = "PROBPROMPT_CACHE"
-"""The environment variable that names the cache's root, or switches the cache off when it is ``off``."""
+"""Environment variable with the cache's root, or ``off``."""
 WORTH = 8 * 2**20
-"""Bytes of files from which on their decoded images are kept."""
+"""Smallest size of a folder's files in bytes whose decoded images are cached."""
 
 _PIXELS, _INDEX = "pixels.u8", "index.json"
 _ATTEMPTS = 3  # to put an entry in its place, should others be doing the same without locks
@@ -49,25 +48,36 @@ Advance = Callable[[int], None]
 Note = Callable[[str], None]
 
 
-# Decoding --------------------------------------------------------------------------------------------------------
+class _Index(TypedDict):
+    """The contents of ``index.json``."""
+
+    format: int
+    key: str
+    folder: str
+    stored_side: int | str
+    decoders: dict[str, str | None]
+    sha256: str
+    unreadable: list[tuple[int, str, bool]]
+    sizes: list[list[int]]
+    names: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Images of a set in its order: all pixels, and what could not be read."""
+    """Images of a set in its order."""
 
     pixels: NDArray[np.uint8]
     """(bytes,): the images (H, W, 3) one after the other."""
     sizes: NDArray[np.int64]
     """(n, 2): height and width, 0 of an image that could not be read."""
     unreadable: dict[int, str]
-    """Which could not be read, and why."""
+    """Reasons, by row."""
     sha256: str | None = None
-    """Of the pixels, where it is known."""
+    """Of the pixels; None if not computed."""
 
     @classmethod
     def of(cls, images: Pixels) -> Self:
-        """Images (n, H, W, 3) that need no decoding."""
+        """Take images (n, H, W, 3) that need no decoding."""
         sizes = np.tile(np.array(images.shape[1:3], np.int64), (len(images), 1))
         whole = np.empty(images.shape, np.uint8)
         for colour in range(3):  # twice as fast as at once, where colours lie apart
@@ -75,12 +85,12 @@ class Decoded:
         return cls(whole.reshape(-1), sizes, {})
 
     def hashed(self) -> Self:
-        """The same with the hash of its pixels."""
+        """Add the hash of the pixels."""
         return replace(self, sha256=hashlib.sha256(self.pixels.data).hexdigest())
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """(n,): where each image begins in the pixels."""
+        """Start of each image in the pixels (n,)."""
         ends = np.cumsum(3 * self.sizes.prod(axis=1))
         return np.concatenate([np.zeros(1, np.int64), ends])[: len(self.sizes)]
 
@@ -101,7 +111,7 @@ def decode(read: Read, count: int, advance: Advance, workers: int | None = None)
 def _decode_into(
     write: Callable[[memoryview], None], read: Read, count: int, advance: Advance, workers: int | None
 ) -> tuple[NDArray[np.int64], dict[int, UnreadableImageError]]:
-    """Hand over the flat bytes of images in their order; returns sizes (n, 2) and what could not be read."""
+    """Hand over the flat bytes of images in their order; return sizes (n, 2) and errors by row."""
     sizes, failed = np.zeros((count, 2), np.int64), dict[int, UnreadableImageError]()
     for row, image in read_ahead(read, range(count), workers):
         if isinstance(image, UnreadableImageError):
@@ -113,20 +123,16 @@ def _decode_into(
     return sizes, failed
 
 
-# Keeping ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ImageCache:
-    """Decoded images of folders, kept under one root."""
+    """Decoded images of folders under one root."""
 
     root: Path
     worth: int = WORTH
-    """Bytes of files from which on they are kept."""
 
     @classmethod
     def usual(cls) -> Self | None:
-        """The cache of this user; None where it is switched off."""
+        """Return the cache of this user; None if it is disabled."""
         named = os.environ.get(SWITCH, "")
         if named.lower() == "off":
             return None
@@ -140,22 +146,22 @@ class ImageCache:
 
     @property
     def folder(self) -> Path:
-        """Where the entries are."""
+        """Folder of the entries."""
         return self.root / "images"
 
     def entry(self, files: ImageFiles) -> "Entry | None":
-        """The place of these files' images, filled or not; None where they are not worth one."""
+        """Return the entry of these files, filled or not; None if they are too small for one."""
         key, size = _fingerprint(files)
         return Entry(self.folder / key, files) if size >= self.worth else None
 
     def size(self) -> int:
-        """Bytes of all entries."""
+        """Return the size of all entries in bytes."""
         return sum(_size(path) for path in _inside(self.folder) if path.is_dir())
 
     def clean(self, keep_bytes: int = 0) -> int:
-        """Remove entries, those used longest ago first, until the others take so many bytes; returns how many went.
+        """Remove the least recently used entries beyond ``keep_bytes``, and return the number of bytes freed.
 
-        A run that is using an entry goes on with it undisturbed.
+        Runs that are using an entry are not disturbed.
         """
         entries = [path for path in _inside(self.folder) if path.is_dir() and not path.name.startswith(".")]
         taken = freed = 0
@@ -174,21 +180,21 @@ class ImageCache:
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder's place in the cache, whether its images are there or not."""
+    """The place of a folder's images in the cache, filled or not."""
 
     folder: Path
     files: ImageFiles
 
     def read(self, verify: bool = False) -> Decoded | None:
-        """What is there; None where nothing is, or it is damaged. ``verify`` goes through all of the pixels."""
+        """Return the images; None if they are missing or corrupted. ``verify`` checks the hash of the pixels."""
         try:
-            index = json.loads((self.folder / _INDEX).read_text(encoding="ascii"))
+            index: _Index = json.loads((self.folder / _INDEX).read_text(encoding="ascii"))
             sizes = np.array(index["sizes"], dtype=np.int64).reshape(-1, 2)
             unreadable = {int(row): str(reason) for row, reason, _ in index["unreadable"]}
             passing = [int(row) for row, _, passing in index["unreadable"] if passing]
             if not self._whole(index, sizes, unreadable):
                 return None
-            if verify and not self._intact(index):
+            if verify and self._hash() != index["sha256"]:
                 _discard(self.folder)  # nothing else shows that it is damaged
                 return None
             pixels = np.memmap(self.folder / _PIXELS, np.uint8, "r") if sizes.any() else np.empty(0, np.uint8)
@@ -202,7 +208,7 @@ class Entry:
         return Decoded(pixels, sizes, unreadable, sha256)
 
     def write(self, advance: Advance, note: Note, workers: int | None = None) -> Decoded:
-        """Decode the files and keep them; where they cannot be kept, hold them in memory."""
+        """Decode the files and store them; if they cannot be stored, hold them in memory."""
         done = 0
 
         def count(steps: int) -> None:
@@ -270,14 +276,14 @@ class Entry:
 
             sizes, failed = _decode_into(keep, self.files.read, len(self.files), advance, workers)
         sync(folder / _PIXELS)
-        index = {
+        index: _Index = {
             "format": FORMAT,
             "key": self.folder.name,
             "folder": str(self.files.root.absolute()),
             "stored_side": self.files.short_side or "full",
             "decoders": _versions(),
             "sha256": digest.hexdigest(),
-            "unreadable": [[row, str(problem), problem.passing] for row, problem in failed.items()],
+            "unreadable": [(row, str(problem), problem.passing) for row, problem in failed.items()],
             "sizes": sizes.tolist(),
             "names": self.files.names,
         }
@@ -286,7 +292,7 @@ class Entry:
         sync(folder / _INDEX)
 
     def _put(self, part: Path) -> None:
-        """Move what is finished to its place; whole entries of others are left there, damaged ones are not."""
+        """Move a finished folder to its place; a valid entry of another process stays, a corrupted one does not."""
         for attempt in range(_ATTEMPTS):
             try:
                 part.rename(self.folder)
@@ -297,8 +303,8 @@ class Entry:
                 if not _discard(self.folder) and attempt == _ATTEMPTS - 1:
                     raise
 
-    def _whole(self, index: dict[str, Any], sizes: NDArray[np.int64], unreadable: dict[int, str]) -> bool:
-        """Whether an index is of these files, and the pixels are as many as it says."""
+    def _whole(self, index: _Index, sizes: NDArray[np.int64], unreadable: dict[int, str]) -> bool:
+        """Return True if an index describes these files and the stored pixels."""
         areas = sizes.prod(axis=1)
         return bool(
             index["format"] == FORMAT
@@ -310,9 +316,9 @@ class Entry:
             and (self.folder / _PIXELS).stat().st_size == 3 * areas.sum()
         )
 
-    def _intact(self, index: dict[str, Any]) -> bool:
+    def _hash(self) -> str:
         with (self.folder / _PIXELS).open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest() == str(index["sha256"])
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def _readable(self, row: int) -> bool:
         try:
@@ -323,7 +329,7 @@ class Entry:
 
 
 def _fingerprint(files: ImageFiles) -> tuple[str, int]:
-    """A hash of all that decides what decoding gives, and how many bytes the files have."""
+    """Return the key of the files, and their size in bytes."""
     root, total = files.root.resolve(), 0
     about = json.dumps([FORMAT, files.short_side, _versions(), str(root)])
     digest = hashlib.sha256(about.encode("ascii"))
@@ -361,18 +367,18 @@ def _size(folder: Path) -> int:
 
 
 def _part(folder: Path) -> Path:
-    """A name beside a folder, for what is not whole yet or not wanted any more."""
+    """Return a new name next to a folder, for incomplete or discarded contents."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove what killed writers of a folder left behind; only for who holds its lock."""
+    """Remove what killed writers of a folder left; only while holding its lock."""
     for path in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _discard(folder: Path) -> bool:
-    """Remove a folder at once, so that nobody meets half of it; False where that fails."""
+    """Remove a folder by one rename, so that no process sees half of it; return False if that fails."""
     aside = _part(folder)
     try:
         folder.rename(aside)

@@ -27,7 +27,7 @@ SIDES = ("test", "testing", "val", "valid", "validation")
 SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 )
-"""What systems and storage devices leave between photographs, such as thumbnails of them; in small letters."""
+"""Folders that systems and storage devices add, such as thumbnails; in lower case."""
 _PROVIDERS = ("emoji_r", "published")  # modules of benchmarks; they import this one, so it loads them late
 
 
@@ -39,15 +39,15 @@ class ImageSet:
     labels: NDArray[np.int64]
     read: Callable[[int], Pixels]
     files: ImageFiles | None = None
-    """All the files of the folder that the images come from, where they do."""
+    """All files of the images' folder; None if they have none."""
     rows: NDArray[np.int64] | None = None
-    """Which of the files they are."""
+    """Indices into the files."""
     pixels: Pixels | None = None
-    """All images (n, H, W, 3), where they lie in memory anyway and have one size."""
+    """All images (n, H, W, 3), if they are in memory and have one size."""
     short_side: int | None = None
-    """What the short side of an image is reduced to at most when it is read; None leaves the size as it is."""
+    """Largest short side of an image when it is read; None does not reduce it."""
     known_as: tuple[str, ...] | None = None
-    """What images are called in the fingerprint of a split, where their names only tell how they lie on this disk."""
+    """Names for the fingerprint of a split, if ``names`` depend on the layout on this disk."""
 
     @classmethod
     def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
@@ -74,16 +74,16 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a benchmark holds: its classes, and a training and a test set."""
+    """The classes of a benchmark, and its training and test set."""
 
     class_names: tuple[str, ...]
     train: ImageSet
     test: ImageSet
     lists: tuple[str, ...] = ()
-    """The sha256 of the files that say which images are for training and which for the test, where there are such."""
+    """The sha256 of the lists of training and test images, if there are any."""
 
     def split_hash(self) -> str:
-        """Fingerprint of which image is in which class and on which side."""
+        """Return a fingerprint of the class and split of every image."""
         digest = hashlib.sha256()
         for side, images in (("train", self.train), ("test", self.test)):
             names = images.known_as or images.names
@@ -101,25 +101,24 @@ class Benchmark(ABC):
     enlarge: ClassVar[bool] = True
     """Whether evaluation resizes to 256/224 of the input before the centre crop (else straight to the input)."""
     remote: ClassVar[bool] = False
-    """Whether it may have to be fetched before anything can be said of it."""
-
+    """Whether it may have to be downloaded first."""
     stored: ClassVar[bool] = False
     """Whether it is stored in a folder, which it takes as its argument."""
 
     @abstractmethod
     def load(self, short_side: int | None) -> ImageData:
-        """List the images; each is decoded when read, its short side reduced to at most so many pixels."""
+        """List the images; each is decoded when read, its short side reduced to at most ``short_side`` pixels."""
 
     def notes(self) -> list[str]:
-        """What a user should know before it is used."""
+        """Return what a user should know before using it."""
         return []
 
     def usual_tasks(self, classes: int) -> int:
-        """How many tasks there are where nobody says: fewer than usual where a task would have a single class."""
+        """Return the default number of tasks: fewer if a task would have a single class."""
         return min(self.tasks, max(1, classes // 2))
 
     def hold_out(self, data: ImageData, fraction: float) -> ImageData:
-        """Replace the test set by a part of the training set: how anything should be chosen."""
+        """Replace the test set by a part of the training set, for choosing settings."""
         kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)
         return replace(data, train=data.train.subset(kept), test=data.train.subset(held))
 
@@ -141,9 +140,9 @@ def registered() -> Mapping[str, type[Benchmark]]:
 
 
 def find(name: str, test: str | None = None, test_fraction: float = 0.2, root: str | None = None) -> Benchmark:
-    """A benchmark by its name, a folder of class folders by its path, or a Hugging Face dataset as ``hf:owner/name``.
+    """Return a benchmark by its name, a folder of class folders, or a Hugging Face dataset as ``hf:owner/name``.
 
-    ``root`` is where the files of a published benchmark lie, where that is not the usual place.
+    ``root``: folder of a published benchmark, if it is not the default one.
     """
     kind, hub = registered().get(name), name.startswith(HUB)
     if test is not None and (kind or hub):
@@ -166,7 +165,7 @@ def find(name: str, test: str | None = None, test_fraction: float = 0.2, root: s
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, purpose: str, class_names: Sequence[str]
 ) -> tuple[list[int], list[int]]:
-    """Hold out a part of every class, at least one image: the same part for everybody, whatever the seeds."""
+    """Hold out a part of every class, at least one image; the part does not depend on seeds."""
     kept: list[int] = []
     held: list[int] = []
     for label, name in enumerate(class_names):
@@ -180,11 +179,8 @@ def stratified_split(
     return kept, held
 
 
-# Class folders --------------------------------------------------------------------------------------------------
-
-
 def in_order(names: Iterable[str]) -> list[str]:
-    """The names of classes by the alphabet, or by their value where all of them are numbers.
+    """Sort names of classes by the alphabet, or by value if all of them are numbers.
 
     >>> in_order(["b", "a", "10", "9"]), in_order(["10", "9", "0"])
     (['10', '9', 'a', 'b'], ['0', '9', '10'])
@@ -194,7 +190,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def subfolders(root: Path) -> list[Path]:
-    """The folders in a folder in the order of their names, hidden ones and those of the system aside."""
+    """Return the folders in a folder by name, except hidden ones and those of the system."""
     found = (path.name for path in root.iterdir() if path.is_dir() and not is_hidden(path.name))
     return [root / name for name in in_order(found)]
 
@@ -205,7 +201,7 @@ def is_hidden(name: str) -> bool:
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
-    """The names of class folders: at least two, and no two alike."""
+    """Return the names of class folders: at least two, all distinct."""
     names = [path.name for path in subfolders(root)]
     if len(names) < 2:
         loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
@@ -221,7 +217,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
 
 
 def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[tuple[str, int]]:
-    """The images in class folders (those of the folder ``within``) by their paths below the root."""
+    """List the images in class folders below ``root/within``, by their paths below the root, with labels."""
     found: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         folder = root / within / name
@@ -239,7 +235,7 @@ def is_image(path: Path, root: Path) -> bool:
 
 
 def same_classes(train: Path, test: Path) -> tuple[str, ...]:
-    """The classes of two sides, which must be the same."""
+    """Return the classes of two splits, which must be the same."""
     classes, found = class_folders(train), class_folders(test)
     for missing, where in ((set(classes) - set(found), test), (set(found) - set(classes), train)):
         if missing:
@@ -248,7 +244,7 @@ def same_classes(train: Path, test: Path) -> tuple[str, ...]:
 
 
 class Folder(Benchmark):
-    """Any folder of class folders; the test images are a folder of their own or a stratified part of it."""
+    """Any folder of class folders; test images are in a separate folder or a stratified part of it."""
 
     name = "folder"
     summary = "any folder of class folders, by its path"
@@ -269,7 +265,7 @@ class Folder(Benchmark):
         return ImageData(classes, train, test)
 
     def notes(self) -> list[str]:
-        """Whether the folder may be one level too high: its folders hold folders, and no images of their own."""
+        """Warn if the folder may be one level too high: its folders contain folders and no images."""
         folders = subfolders(self.root)
         if not folders or not all(_holds_folders_only(folder) for folder in folders):
             return []

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from email.message import Message
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 from urllib.parse import urlsplit
 
 from probprompt.data.layouts import LISTED, find_lists
@@ -28,13 +28,13 @@ from probprompt.errors import UserError, one_line
 from probprompt.progress import ProgressCallback
 
 ATTEMPTS = 5
-"""How often a download that gets nowhere is tried before it is given up."""
+"""Number of attempts in a row without progress."""
 TIMEOUT = 30.0
-"""Seconds without a byte after which a connection counts as cut."""
+"""Seconds without a byte after which a connection counts as interrupted."""
 SLACK = 64 * 2**20
 """Bytes that stay free on the disk."""
 NOTE = "source.json"
-"""The file next to the images that records where they came from and their hashes."""
+"""File next to the images with their sources and hashes."""
 
 _CHUNK = 2**18
 _SPACE = 2.5  # times the size of an archive: itself and its files
@@ -45,12 +45,20 @@ _LATER = (408, 425, 429, 500, 502, 503, 504)  # codes of servers that may well a
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
 
 
+class _State(TypedDict):
+    """What is recorded of an incomplete download."""
+
+    url: str
+    version: str | None
+    total: int | None
+
+
 class ArchiveError(UserError):
     """An archive with the wrong hash or contents: another one is needed."""
 
 
-class _CutError(Exception):
-    """A connection that ended before the file did; the rest can be asked for."""
+class _IncompleteDownloadError(Exception):
+    """A connection that ended before the file did; the rest can be requested."""
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
@@ -66,10 +74,9 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0, room: float = 1.0) -> None:
-    """Fetch a file; what was fetched before, and is unchanged on the server, is not fetched again.
+    """Download a file, or resume its download if it is unchanged on the server.
 
-    ``room`` is how many times its size the disk must have free. What is there so far lies beside the target, as
-    ``.part``.
+    ``room`` times its size must be free on the disk. The incomplete file is next to the target, as ``.part``.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"{url!r} is no web address: it must begin with https:// or http://")
@@ -81,10 +88,10 @@ def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0
         try:
             _fetch(url, part, watch, room)
             break
-        except (_CutError, OSError, http.client.HTTPException) as problem:
+        except (_IncompleteDownloadError, OSError, http.client.HTTPException) as problem:
             if isinstance(problem, urllib.error.HTTPError) and problem.code not in _LATER:
                 raise UserError(f"{url} answers {problem.code} {problem.reason}: try a mirror with --url") from None
-            if problem.__class__ is not _CutError and getattr(problem, "errno", None) in _OWN_DISK:
+            if problem.__class__ is not _IncompleteDownloadError and getattr(problem, "errno", None) in _OWN_DISK:
                 raise UserError(f"{part.path} cannot be written: {problem}") from None
             nobody = failures == 0 and _nobody_there(problem)
             failures = 1 if part.size > before else failures + 1
@@ -97,13 +104,12 @@ def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0
 
 
 def _nobody_there(problem: Exception) -> bool:
-    """Whether no connection came about, for a reason that is still there a moment later."""
+    """Return True if no connection was possible, for a reason that waiting does not change."""
     reason = problem.reason if isinstance(problem, urllib.error.URLError) else None
     return isinstance(reason, _NOBODY) or getattr(reason, "errno", None) in _NO_WAY
 
 
 def _reason(problem: Exception) -> str:
-    """In the words of the system, without the class of the error around them."""
     reason = problem.reason if isinstance(problem, urllib.error.URLError) else problem
     return str(getattr(reason, "strerror", None) or reason)
 
@@ -117,7 +123,7 @@ def _gave_up(url: str, problem: Exception, size: int) -> str:
 
 
 class _Part:
-    """What is there of a file so far, and by what the server knows that version."""
+    """An incomplete file, and the version of it on the server."""
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(target.name + ".part")
@@ -127,16 +133,16 @@ class _Part:
     def size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def known(self, url: str) -> dict[str, Any] | None:
-        """The version and size of the file that the bytes are of, where they came from this address."""
+    def known(self, url: str) -> _State | None:
+        """Return the recorded state if the bytes came from this address."""
         with suppress(OSError, ValueError, AttributeError):
-            state: dict[str, Any] = json.loads(self.state.read_text(encoding="utf-8"))
+            state: _State = json.loads(self.state.read_text(encoding="utf-8"))
             if state.get("url") == url and self.size:
                 return state
         return None
 
     def begin(self, url: str, headers: Message, total: int | None) -> None:
-        """Start anew."""
+        """Start from scratch."""
         tag = headers.get("ETag") or ""
         version = tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
         self.path.write_bytes(b"")
@@ -149,7 +155,6 @@ class _Part:
 
 
 def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
-    """One connection: append what the server sends."""
     request = urllib.request.Request(url, headers={"User-Agent": "probprompt", "Accept-Encoding": "identity"})
     known = part.known(url)
     start = part.size if known else 0
@@ -162,14 +167,14 @@ def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
     except urllib.error.HTTPError as problem:
         if problem.code == 416 and start:
             part.forget()  # there is no such part of it: it is shorter than what is here
-            raise _CutError("the server has another file now") from None
+            raise _IncompleteDownloadError("the server has another file now") from None
         raise
     with response:
         if response.status == 206:
             total = _length(response.headers, start)
             if known is None or _first_byte(response.headers) != start or known.get("total") != total:
                 part.forget()
-                raise _CutError("the server has another file now")
+                raise _IncompleteDownloadError("the server has another file now")
         else:
             start, total = 0, _length(response.headers, 0)
             part.begin(url, response.headers, total)
@@ -179,7 +184,7 @@ def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
             with part.path.open("ab") as out:
                 _pour(response, out, watch.advance)
             if total is not None and part.size != total:
-                raise _CutError(f"{part.size} of {total} bytes")
+                raise _IncompleteDownloadError(f"{part.size} of {total} bytes")
 
 
 def _pour(response: http.client.HTTPResponse, out: IO[bytes], advance: Callable[[int], None]) -> None:
@@ -188,7 +193,7 @@ def _pour(response: http.client.HTTPResponse, out: IO[bytes], advance: Callable[
             piece = response.read1(_CHUNK)
         except http.client.IncompleteRead as cut:
             out.write(cut.partial)
-            raise _CutError("the connection was closed") from None
+            raise _IncompleteDownloadError("the connection was closed") from None
         if not piece:
             return
         out.write(piece)
@@ -201,7 +206,7 @@ def _first_byte(headers: Message) -> int | None:
 
 
 def _length(headers: Message, start: int) -> int | None:
-    """How many bytes the whole file has, where the server says so."""
+    """Return the size of the whole file; None if the server does not state it."""
     length = headers.get("Content-Length") or ""
     return start + int(length) if length.isdecimal() else None
 
@@ -214,9 +219,6 @@ def check_space(folder: Path, needed: int, purpose: str) -> None:
             f"{purpose} needs {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free: make room, or "
             "choose another folder with --to"
         )
-
-
-# Archives --------------------------------------------------------------------------------------------------------
 
 
 def check_hash(path: Path, source: Source, watch: ProgressCallback) -> dict[str, str]:
@@ -259,9 +261,6 @@ def unpack(archive: Path, target: Path, watch: ProgressCallback) -> None:
         if getattr(problem, "errno", None) is not None:  # the disk's, not the archive's
             raise
         raise ArchiveError(f"{archive} cannot be unpacked: {one_line(problem)}") from None
-
-
-# Datasets --------------------------------------------------------------------------------------------------------
 
 
 def get(

@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +25,34 @@ _TRAIN = "train"
 _SEVERAL, _SINGLE = "dataset_dict.json", "state.json"  # of a folder of splits, and of one split alone
 
 
+class _Split(Protocol):
+    """The part of ``datasets.Dataset`` that is used here."""
+
+    features: Mapping[str, Any]
+    _fingerprint: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any) -> Any: ...
+    def with_format(self, kind: None) -> "_Split": ...
+    def select_columns(self, names: list[str]) -> "_Split": ...
+    def cast_column(self, name: str, feature: Any) -> "_Split": ...
+
+
+Splits = Mapping[str, _Split]
+
+
 @dataclass(frozen=True)
 class _Opened:
-    """A dataset as it is used: its splits, which of them is the test set, and the class numbers of their images."""
+    """The splits of a dataset and their classes."""
 
-    splits: Mapping[str, Any]
+    splits: Splits
     image: str
-    """The column of images."""
+    """Column of images."""
     classes: tuple[str, ...]
     side: str | None
-    """The split that is the test set, where there is one with classes."""
+    """Split of test images; None if no such split has classes."""
     labels: dict[str, NDArray[np.int64]]
-    """Of the images of the training and the test split."""
+    """By split: training and test."""
     notes: tuple[str, ...]
 
 
@@ -52,7 +68,7 @@ class HubDataset(Benchmark):
         self.test_fraction = test_fraction
 
     def load(self, short_side: int | None) -> ImageData:
-        """Fetch the dataset, unless it is there already, and read its columns."""
+        """Download the dataset unless it is cached, and read its columns."""
         opened = self._opened
         whole = _images(opened, _TRAIN, short_side)
         if opened.side is None:
@@ -61,7 +77,7 @@ class HubDataset(Benchmark):
         return ImageData(opened.classes, whole, _images(opened, opened.side, short_side))
 
     def notes(self) -> list[str]:
-        """Whether this is an old copy, which splits have no classes, and which classes have no images."""
+        """Report an old copy, splits without classes, and classes without images."""
         return list(self._opened.notes)
 
     @cached_property
@@ -79,7 +95,7 @@ class HubDataset(Benchmark):
         for name in (name for name in SIDES if name in splits):
             found = _labels(splits[name], column)
             if _complete(found):
-                _refuse_other_columns(splits[_TRAIN], splits[name], (image, column), f"{where}: the split {name!r}")
+                _check_columns(splits[_TRAIN], splits[name], (image, column), f"{where}: the split {name!r}")
                 side, labels[name] = name, found
                 break
             passed_over.append(name)
@@ -96,11 +112,8 @@ class HubDataset(Benchmark):
         return _Opened(splits, image, classes, side, numbered, tuple(notes))
 
 
-# Opening a dataset ---------------------------------------------------------------------------------------------------
-
-
-def _open(where: str) -> tuple[Mapping[str, Any], list[str]]:
-    """All splits with images by name, and what to know of them; a split that was saved alone is for training."""
+def _open(where: str) -> tuple[Splits, list[str]]:
+    """Return all splits with images, and notes; a single saved split is for training."""
     try:
         datasets: Any = import_module("datasets")
     except ImportError:
@@ -121,7 +134,7 @@ def _open(where: str) -> tuple[Mapping[str, Any], list[str]]:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Keep bars and notes of the package, and of the hub's client, off the screen."""
+    """Silence the package and the hub's client."""
     packages = (datasets.utils, import_module("huggingface_hub.utils"))
     before = [(one, one.logging.get_verbosity()) for one in packages]
     for one in packages:
@@ -136,7 +149,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Named:
-    """What is asked of the hub."""
+    """A dataset of the hub by name."""
 
     where: str
     """As the user wrote it."""
@@ -145,8 +158,8 @@ class _Named:
     revision: str | None
 
 
-def _fetch(datasets: Any, where: str) -> tuple[Mapping[str, Any], list[str]]:
-    """A dataset at the commit that its revision is now; without the hub, what was fetched before."""
+def _fetch(datasets: Any, where: str) -> tuple[Splits, list[str]]:
+    """Return a dataset at the present commit of its revision; without the hub, the copy downloaded last."""
     found = _NAMED.fullmatch(where)
     folder = Path(found["name"] if found else where).expanduser()
     if found is None or folder.is_dir():
@@ -162,11 +175,11 @@ def _fetch(datasets: Any, where: str) -> tuple[Mapping[str, Any], list[str]]:
 
 
 class _UnreachedError(Exception):
-    """The hub does not answer, and why."""
+    """The hub does not answer."""
 
 
 def _ask(datasets: Any, asked: _Named) -> tuple[str, str]:
-    """The full name of a dataset, with its owner, and the commit that its revision is."""
+    """Return the full name of a dataset, and the commit of its revision."""
     if datasets.config.HF_HUB_OFFLINE:
         raise _UnreachedError("HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set")
     errors: Any = import_module("huggingface_hub.errors")
@@ -181,8 +194,8 @@ def _ask(datasets: Any, asked: _Named) -> tuple[str, str]:
     return str(found.id), str(found.sha)
 
 
-def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Mapping[str, Any]:
-    """The splits of one commit, and of no other that was fetched before."""
+def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Splits:
+    """Return the splits of one commit, never of another one in the cache."""
     try:
         builder = datasets.load_dataset_builder(name, asked.config, revision=commit)
     except Exception as problem:  # noqa: BLE001 (what others put on the hub makes the package raise anything)
@@ -213,15 +226,14 @@ def _unusable(
 
 
 def _configurations(datasets: Any, name: str, commit: str) -> list[str]:
-    """The configurations of a dataset, none where they cannot be told."""
     try:
         return list(datasets.get_dataset_config_names(name, revision=commit))
     except Exception:  # noqa: BLE001 (that it cannot be loaded is said already)
         return []
 
 
-def _fetched_before(datasets: Any, asked: _Named, reason: str) -> tuple[Mapping[str, Any], list[str]]:
-    """What the package has fetched last of a dataset; another revision than the one that is named is refused."""
+def _fetched_before(datasets: Any, asked: _Named, reason: str) -> tuple[Splits, list[str]]:
+    """Return the copy of a dataset downloaded last; a copy of another revision is rejected."""
     unreached, network = f"the hub cannot be reached ({reason})", "see that the network is there"
     if "/" not in asked.name:
         raise UserError(f"{unreached}, and {asked.where} is without its owner: {network}, or write {HUB}owner/name")
@@ -246,16 +258,13 @@ def _fetched_before(datasets: Any, asked: _Named, reason: str) -> tuple[Mapping[
     return splits, [f"{unreached}: {asked.where} is what was fetched last, commit {builder.hash}{config}"]
 
 
-def _splits(builder: Any) -> Mapping[str, Any]:
-    """The splits that have images; the package refuses to open one without."""
+def _splits(builder: Any) -> Splits:
+    # The package cannot open a split without images.
     return {name: builder.as_dataset(split=name) for name, known in builder.info.splits.items() if known.num_examples}
 
 
-# Reading it ----------------------------------------------------------------------------------------------------------
-
-
-def _columns(split: Any, where: str) -> tuple[str, str]:
-    """The only column of images, and the only one of classes, or the one that is called label."""
+def _columns(split: _Split, where: str) -> tuple[str, str]:
+    """Return the only column of images, and the only column of classes or the one named label."""
     kinds = {name: type(feature).__name__ for name, feature in split.features.items()}
     images, labels = ([name for name in kinds if kinds[name] == kind] for kind in ("Image", "ClassLabel"))
     for usual in ("label", "fine_label"):
@@ -268,31 +277,30 @@ def _columns(split: Any, where: str) -> tuple[str, str]:
     return images[0], labels[0]
 
 
-def _labels(split: Any, column: str) -> NDArray[np.int64]:
-    """The class numbers of a split, -1 where an image has none."""
+def _labels(split: _Split, column: str) -> NDArray[np.int64]:
+    """Return the class numbers of a split, -1 for images without a class."""
     if column not in split.features:
         return np.full(len(split), -1, np.int64)
     found = split.with_format(None)[column][:]
     return np.array([-1 if label is None else label for label in found], dtype=np.int64)
 
 
-def _refuse_other_columns(train: Any, other: Any, columns: tuple[str, str], told: str) -> None:
+def _check_columns(train: _Split, other: _Split, columns: tuple[str, str], where: str) -> None:
     """A class must have the same number in both splits."""
     for column in columns:
         one, two = train.features[column], other.features.get(column)
         if type(one) is not type(two) or getattr(one, "names", None) != getattr(two, "names", None):
-            raise UserError(f"{told} has another column {column!r} than {_TRAIN!r}: save both with the same features")
+            raise UserError(f"{where} has another column {column!r} than {_TRAIN!r}: save both with the same features")
 
 
 def _complete(labels: NDArray[np.int64]) -> bool:
-    """Whether all images have a class."""
     return bool((labels >= 0).all())
 
 
 def _without_empty(
     names: tuple[str, ...], labels: dict[str, NDArray[np.int64]], where: str
 ) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
-    """The classes that have images, numbered anew; one that has them on one side alone is refused."""
+    """Return the classes that have images, numbered again; a class missing from one split is rejected."""
     present = {side: np.unique(found) for side, found in labels.items()}
     kept = np.unique(np.concatenate(list(present.values())))
     for side, found in present.items():

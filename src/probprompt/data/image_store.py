@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import JsonValue
 from torch import Tensor
 
 from probprompt.data.cache import Decoded, ImageCache, decode
@@ -24,15 +25,15 @@ _CANVAS = 2**27  # bytes of images that are cut together; cutting takes ten time
 
 @dataclass(frozen=True)
 class ImageStore:
-    """Decoded images, the bytes of each (H, W, 3) in one flat tensor: on the device, or on the host (a mapped file)."""
+    """Decoded images (H, W, 3) in one flat tensor: on the device, or on the host (a mapped file)."""
 
     pixels: Tensor  # (bytes,) uint8
     offsets: Tensor  # (n,): where each image begins; on the device
     sizes: Tensor  # (n, 2): height and width; on the device
     shape: tuple[int, int] | None = None
-    """The size of all images, where it is one and nothing else lies between them."""
+    """Size of all images, if it is the same and nothing is stored between them."""
     resident: bool = True
-    """Whether the pixels, too, are on the device."""
+    """Whether the pixels are on the device."""
 
     @classmethod
     def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
@@ -50,7 +51,7 @@ class ImageStore:
         rows: NDArray[np.int64] | None = None,
         room: float | None = None,
     ) -> Self:
-        """Put images (some of them by their rows) on the device where there is room for them, else leave them be."""
+        """Move images (or some rows of them) to the device if they fit, else leave them on the host."""
         chosen = np.arange(len(decoded.sizes)) if rows is None else rows
         offsets, sizes = (torch.from_numpy(part[chosen]) for part in (decoded.offsets, decoded.sizes))
         return cls._put(_tensor(decoded.pixels), offsets, sizes, device, _room(device) if room is None else room)
@@ -68,16 +69,16 @@ class ImageStore:
 
     @property
     def device(self) -> torch.device:
-        """Where views of the images are made."""
+        """Device on which views of the images are made."""
         return self.sizes.device
 
     @property
     def bytes(self) -> int:
-        """How large the images are."""
+        """Size of the images."""
         return 3 * int(self.sizes.prod(dim=1).sum())
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels on the device that hold these images, where each begins in them (B,), and their sizes (B, 2)."""
+        """Return pixels on the device, the start of each image in them (B,), and sizes (B, 2)."""
         offsets, sizes = self.offsets[indices], self.sizes[indices]  # (B,), (B, 2)
         if self.resident:
             return self.pixels, offsets, sizes
@@ -86,7 +87,7 @@ class ImageStore:
         return pixels.to(self.device, non_blocking=True), starts.to(self.device, non_blocking=True), sizes
 
     def canvas(self, indices: Tensor) -> Tensor:
-        """The images (B, 3, H, W); smaller ones stand in the top left corner, the rest is never looked at."""
+        """Return the images (B, 3, H, W), in the top left corner; the rest is never read."""
         pixels, offsets, sizes = self.batch(indices)
         if self.shape is not None:
             height, width = self.shape
@@ -102,7 +103,7 @@ class ImageStore:
         return canvas
 
     def groups(self, indices: Tensor) -> list[slice]:
-        """Runs of a batch that are put on a canvas together: one large photograph would make it huge for all."""
+        """Split a batch into runs that share a canvas, since one large image would enlarge it for all."""
         begins, high, wide = [0], 0, 0
         sizes = () if self.shape is not None else self.sizes[indices].tolist()
         for place, (height, width) in enumerate(sizes):
@@ -113,34 +114,32 @@ class ImageStore:
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
 
     def only(self, rows: Tensor) -> Self:
-        """Some of the images, in this order, and no pixel of the others."""
+        """Copy some of the images, in this order."""
         sizes = self.sizes[rows]  # (B, 2)
         lengths = 3 * sizes.prod(dim=1)  # (B,)
         pixels = torch.cat([self.pixels[start:end] for start, end in self._extents(rows)])
         return replace(self, pixels=pixels, offsets=lengths.cumsum(0) - lengths, sizes=sizes)
 
     def inverted(self, rows: Tensor) -> Self:
-        """The images, of which these have become their negatives."""
+        """Replace these images by their negatives."""
         pixels = self.pixels.clone()
         for start, end in self._extents(rows):
             pixels[start:end] = 255 - self.pixels[start:end]
         return replace(self, pixels=pixels)
 
     def _extents(self, rows: Tensor) -> list[tuple[int, int]]:
-        """Where images begin and end."""
         starts = self.offsets[rows]
         return list(zip(starts.tolist(), (starts + 3 * self.sizes[rows].prod(dim=1)).tolist(), strict=True))
 
 
 def _tensor(pixels: NDArray[np.uint8]) -> Tensor:
-    """The same bytes as a tensor; a mapped file is read-only, which is as it should be."""
+    """Return the same bytes as a tensor, without the warning about read-only files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(pixels)
 
 
 def _room(device: torch.device) -> float:
-    """How many bytes a set may have to be held on the device."""
     return RESIDENT * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
 
 
@@ -153,7 +152,7 @@ def _common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int]
 
 
 def _gather(pixels: Tensor, offsets: Tensor, sizes: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
-    """Copy images of the host one behind the other; returns their pixels (bytes,) and where each begins (B,)."""
+    """Copy images of the host one after the other; return pixels (bytes,) and starts (B,)."""
     lengths = 3 * sizes.prod(dim=1)  # (B,)
     ends = lengths.cumsum(0)
     starts = ends - lengths
@@ -169,7 +168,7 @@ def _gather(pixels: Tensor, offsets: Tensor, sizes: Tensor, pinned: bool) -> tup
 
 
 def _send(pixels: Tensor, offsets: Tensor, sizes: Tensor, total: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy images of the host to the device one behind the other; returns their pixels and where each begins."""
+    """Copy images of the host to the device one after the other; return pixels and starts."""
     lengths = 3 * sizes.prod(dim=1)  # (n,)
     starts = lengths.cumsum(0) - lengths
     sent = torch.empty(total, dtype=torch.uint8, device=device)
@@ -182,19 +181,19 @@ def _send(pixels: Tensor, offsets: Tensor, sizes: Tensor, total: int, device: to
 
 @dataclass(frozen=True)
 class Loaded:
-    """A set in memory: what was read, and what was not."""
+    """A set in memory."""
 
     store: ImageStore
     labels: Tensor  # (n,)
     names: tuple[str, ...]
     unreadable: tuple[tuple[str, str], ...] = ()
     stored_side: int | None = None
-    """What the short side was reduced to at most."""
+    """Largest short side."""
     sha256: str | None = None
-    """Of the pixels: of all files of the folder where they are kept on disk, of the set where it has no files."""
+    """Of the pixels: of all files of the folder if they are cached, of the set if it has no files."""
 
-    def describe(self) -> dict[str, Any]:
-        """What a record says of the images."""
+    def describe(self) -> dict[str, JsonValue]:
+        """Return what a record states of the images."""
         return {
             "stored_side": self.stored_side or "full",
             "bytes": self.store.bytes,
@@ -205,7 +204,7 @@ class Loaded:
 
 
 def load(images: ImageSet, device: torch.device, advance: Advance, workers: int | None = None) -> Loaded:
-    """Decode a set, no more than that, and keep it nowhere; files that cannot be read are left out and named."""
+    """Decode a set without the cache; unreadable files are omitted and listed."""
     if images.pixels is None:
         decoded = decode(images.read, len(images), advance, workers)
     else:
@@ -223,7 +222,7 @@ def load_kept(
     cache: ImageCache | None,
     verify: bool = False,
 ) -> list[Loaded]:
-    """Load sets by way of the cache: the folder of each is decoded whole, once for all sets and all later runs."""
+    """Load sets through the cache: each folder is decoded completely, once for all sets and later runs."""
     folders = {id(images.files): images.files for images in sets if images.files is not None}
     entries = {key: cache.entry(files) for key, files in folders.items()} if cache else {}
     kept = {key: entry for key, entry in entries.items() if entry is not None}
@@ -252,7 +251,7 @@ def load_kept(
 
 
 def _chosen(images: ImageSet, decoded: Decoded, rows: NDArray[np.int64], device: torch.device) -> Loaded:
-    """A set, of which all that could be read is among the decoded images, at these rows."""
+    """Select a set from decoded images by its rows."""
     failed = {index: decoded.unreadable[row] for index, row in enumerate(rows.tolist()) if row in decoded.unreadable}
     kept = [index for index in range(len(images)) if index not in failed]
     return Loaded(
@@ -266,7 +265,7 @@ def _chosen(images: ImageSet, decoded: Decoded, rows: NDArray[np.int64], device:
 
 
 def refuse_unreadable(sets: Sequence[Loaded], class_names: Sequence[str], skip: bool) -> list[str]:
-    """Stop on unreadable files, or, when they may be skipped, list them; no class may lose its last image."""
+    """Reject unreadable files, or list them if they may be skipped; no class may lose its last image."""
     unreadable = [(name, reason) for loaded in sets for name, reason in loaded.unreadable]
     if unreadable and not skip:
         shown = "\n".join(f"  {name}: {reason}" for name, reason in unreadable[:10])

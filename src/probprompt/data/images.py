@@ -1,4 +1,4 @@
-"""Image files, read right whatever they are: rotated by EXIF, palette, grey, 16-bit, transparent, CMYK or HEIC."""
+"""Read image files of any kind: rotated by EXIF, palette, gray, 16-bit, transparent, CMYK or HEIC."""
 
 import os
 import struct
@@ -77,7 +77,7 @@ def read_image(source: Path | IO[bytes], short_side: int | None = None, formats:
 
 
 def _open(source: Path | IO[bytes], formats: list[str] | None) -> Image.Image:
-    """Open a file; photographs of telephones in HEIC, whatever their name ends in, by the extra for them."""
+    """Open a file; HEIC photos, whatever their name, need an extra package."""
     try:
         return Image.open(source, formats=_there(formats))
     except UnidentifiedImageError:
@@ -86,19 +86,17 @@ def _open(source: Path | IO[bytes], formats: list[str] | None) -> Image.Image:
     try:
         import pillow_heif
     except ImportError:
-        told = "a photograph in HEIC; to read such files: pip install 'probprompt[heic]'"
-        raise UnreadableImageError(told, passing=True) from None
+        message = "a photograph in HEIC; to read such files: pip install 'probprompt[heic]'"
+        raise UnreadableImageError(message, passing=True) from None
     pillow_heif.register_heif_opener()
     return Image.open(source, formats=_there(formats))
 
 
 def _there(formats: list[str] | None) -> list[str] | None:
-    """The formats of these that this Pillow has."""
     return None if formats is None else [name for name in formats if name in Image.OPEN]
 
 
 def _is_heic(source: Path | IO[bytes]) -> bool:
-    """Whether a file says of itself that it is HEIC."""
     if isinstance(source, Path):
         with source.open("rb") as file:
             return _is_heic(file)
@@ -109,7 +107,6 @@ def _is_heic(source: Path | IO[bytes]) -> bool:
 
 
 def _refuse_giant(image: Image.Image) -> None:
-    """Where Pillow only warns of a decompression bomb, refuse it."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit and image.width * image.height > limit:
         raise UnreadableImageError(f"{image.width} x {image.height} pixels are more than {limit}")
@@ -128,7 +125,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def reduce_to(image: Image.Image, short_side: int | None) -> Image.Image:
-    """Shrink so that the short side has at most so many pixels; never enlarge."""
+    """Shrink so that the short side has at most ``short_side`` pixels; never enlarge."""
     width, height = image.size
     if short_side is None or min(width, height) <= short_side:
         return image
@@ -139,10 +136,7 @@ def reduce_to(image: Image.Image, short_side: int | None) -> Image.Image:
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
 ) -> Iterator[tuple[Item, Result | UnreadableImageError]]:
-    """Read items on several threads (decoding is no Python code), in their order, never many more than were taken.
-
-    There is one thread per core that this process may use, unless ``workers`` says otherwise.
-    """
+    """Read items on several threads in their order, a few ahead; by default one thread per usable core."""
 
     def attempt(item: Item) -> Result | UnreadableImageError:
         try:

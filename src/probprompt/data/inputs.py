@@ -1,4 +1,4 @@
-"""What may be given as images: folders, files, PIL images, arrays, mappings by class, torch datasets."""
+"""Images that users pass: folders, files, PIL images, arrays, mappings by class, torch datasets."""
 
 import os
 import unicodedata
@@ -17,12 +17,8 @@ from probprompt.data.images import SUFFIXES, Pixels, UnreadableImageError, read_
 from probprompt.errors import UserError, shorten
 
 _AHEAD = 4  # images per decoder that may be read before they are needed
-
-
 _JOINING = dict.fromkeys([0x200C, 0x200D, *range(0xE0020, 0xE0080)])
-"""Not seen, but part of words (Persian, Hindi) and of emoji (families, flags): what a name is written with."""
-
-
+"""Invisible characters of words (Persian, Hindi) and emoji (families, flags)."""
 ALLOWED = "a path, a PIL image or an array of pixels"
 
 
@@ -36,17 +32,14 @@ class LabeledImages:
 
 @dataclass(frozen=True)
 class InputImage:
-    """An image that was given: what it is called, and how it is decoded."""
+    """An image with its name; it is decoded when it is read."""
 
     source: str
     read: Callable[[], Pixels]
 
 
-# One image ---------------------------------------------------------------------------------------------------------
-
-
 def to_pixels(image: object, short_side: int | None = None) -> Pixels:
-    """Decode whatever may stand for one image to RGB (H, W, 3), its short side reduced to at most so many pixels."""
+    """Decode one image of any allowed type to RGB (H, W, 3), its short side at most ``short_side`` pixels."""
     if isinstance(image, str | os.PathLike):
         path = Path(image)
         if path.is_dir():
@@ -61,12 +54,11 @@ def to_pixels(image: object, short_side: int | None = None) -> Pixels:
 
 
 def _plain_array(image: object) -> Pixels:
-    """An array or tensor of pixels as (H, W, 3) bytes."""
     tensor = isinstance(image, torch.Tensor)
     if isinstance(image, torch.Tensor):
         image = image.detach().cpu().numpy()
     if not isinstance(image, np.ndarray):
-        raise UserError(f"an image must be {ALLOWED}, not {type(image).__name__} ({image!r:.60})")
+        raise _other_kind(image)
     found = image
     if found.ndim == 3 and (tensor or found.shape[2] not in (1, 3, 4)) and found.shape[0] in (1, 3, 4):
         found = found.transpose(1, 2, 0)  # tensors have their colours first
@@ -85,11 +77,8 @@ def _plain_array(image: object) -> Pixels:
     return np.ascontiguousarray(np.broadcast_to(found, (*found.shape[:2], 3)))
 
 
-# Images by class -------------------------------------------------------------------------------------------------
-
-
 def labeled(images: object, short_side: int | None) -> LabeledImages:
-    """Images with classes: a folder of class folders, lists by class name, or a dataset with ``classes``."""
+    """Read labeled images: a folder of class folders, lists by class name, or a dataset with ``classes``."""
     if isinstance(images, str | os.PathLike):
         return _class_folders(Path(images).expanduser(), short_side)
     if isinstance(images, Mapping):
@@ -103,7 +92,7 @@ def labeled(images: object, short_side: int | None) -> LabeledImages:
 
 
 def clean_name(name: object) -> str:
-    """A class's name in one spelling: composed letters (NFC), no blanks around it."""
+    """Normalize a class name: composed characters (NFC), no spaces around it."""
     if not isinstance(name, str):
         raise UserError(f"the name of a class must be text, not {name!r}")
     clean = unicodedata.normalize("NFC", name).strip()
@@ -116,7 +105,7 @@ def clean_name(name: object) -> str:
 
 
 def same_name(name: str) -> str:
-    """What two names share that nobody should have to tell apart: upper and lower case aside.
+    """Return a key that is equal for names that differ only in case or composition.
 
     >>> same_name("Caf\\u00e9") == same_name("cafe\\u0301")
     True
@@ -125,7 +114,7 @@ def same_name(name: str) -> str:
 
 
 def _distinct(names: Iterable[object], where: str) -> tuple[str, ...]:
-    """The names of classes in one spelling, no two alike."""
+    """Normalize the names of classes; two equal ones are an error."""
     seen: dict[str, str] = {}
     found = []
     for given in names:
@@ -171,7 +160,7 @@ def _by_class(groups: Mapping[Any, Any], short_side: int | None) -> LabeledImage
 
 
 def _members(group: object) -> Iterator[object]:
-    """The images of one class: a folder's files, a single image, or each of several."""
+    """Return the images of one class: a folder's files, a single image, or each of several."""
     if isinstance(group, str | os.PathLike):
         path = Path(group).expanduser()
         yield from sorted(walk(path)) if path.is_dir() else [path]
@@ -184,7 +173,7 @@ def _members(group: object) -> Iterator[object]:
 
 
 def _dataset(dataset: Any, short_side: int | None) -> LabeledImages:
-    """A dataset of (image, label) pairs; only classes that have images are there."""
+    """Read a dataset of (image, label) pairs; classes without images are omitted."""
     named = getattr(dataset, "classes", None)
     if named is None:
         named = getattr(getattr(dataset, "dataset", None), "classes", None)  # of a torch Subset
@@ -215,32 +204,32 @@ def _set_of(
     classes: tuple[str, ...], names: Sequence[str], labels: Sequence[int], given: list[object], short_side: int | None
 ) -> LabeledImages:
     for item in given:
-        _refuse_other_kinds(item)
-    read = lambda row: to_pixels(given[row], short_side)  # noqa: E731 (a function of one line)
-    return LabeledImages(classes, ImageSet(tuple(names), np.array(labels, dtype=np.int64), read))
+        _check_kind(item)
+    images = ImageSet(tuple(names), np.array(labels, dtype=np.int64), lambda row: to_pixels(given[row], short_side))
+    return LabeledImages(classes, images)
 
 
-def _refuse_other_kinds(item: object) -> None:
+def _check_kind(item: object) -> None:
     if not isinstance(item, str | os.PathLike | Image.Image | np.ndarray | torch.Tensor):
-        raise UserError(f"an image must be {ALLOWED}, not {type(item).__name__} ({item!r:.60})")
+        raise _other_kind(item)
+
+
+def _other_kind(item: object) -> UserError:
+    return UserError(f"an image must be {ALLOWED}, not {type(item).__name__} ({item!r:.60})")
 
 
 def _called(item: object, otherwise: str) -> str:
-    """What an image is called: by its file, where it has one."""
+    """Return the file name of an image, if it has one."""
     if isinstance(item, str | os.PathLike):
         return os.fspath(item) if isinstance(os.fspath(item), str) else os.fsdecode(item)
     named = getattr(item, "filename", "")
     return str(named) if isinstance(item, Image.Image) and named else otherwise
 
 
-# Images without classes --------------------------------------------------------------------------------------------
-
-
 def pictures(images: object, short_side: int | None = None) -> Iterator[InputImage]:
-    """Images one after the other: a file, a folder with all below it, one image, or any number of these.
+    """Return images one by one: a file, a folder with all below it, one image, or any number of these.
 
-    Nothing is listed ahead, so that a folder of any size can be gone through. A file that does not exist is a picture
-    that cannot be read.
+    Nothing is listed ahead, so folders can have any size. A missing file is an unreadable image.
     """
     count = 0
     for item in _each(images):
@@ -250,13 +239,12 @@ def pictures(images: object, short_side: int | None = None) -> Iterator[InputIma
                 yield InputImage(str(file), partial(_read_or_say, file, short_side, closed))
                 count += 1
         else:
-            _refuse_other_kinds(item)
+            _check_kind(item)
             yield InputImage(_called(item, str(count)), partial(to_pixels, item, short_side))
             count += 1
 
 
 def _read_or_say(file: Path, short_side: int | None, closed: str | None) -> Pixels:
-    """Decode a file; of a folder that cannot be opened, say why."""
     if closed is not None:
         raise UnreadableImageError(closed)
     return read_image(file, short_side)
@@ -274,7 +262,7 @@ def _each(images: object) -> Iterator[object]:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """All image files below a folder, hidden ones aside, as the file system lists them; none is held back."""
+    """List all image files below a folder, except hidden ones, in the order of the file system."""
     for path, closed in walk_on(folder):
         if closed is not None:
             raise UserError(closed)
@@ -282,7 +270,7 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def walk_on(folder: Path) -> Iterator[tuple[Path, str | None]]:
-    """As :func:`walk`, and a folder that cannot be read is one of the paths, with the reason beside it."""
+    """List files as :func:`walk` does; an unreadable folder is one of the paths, with the reason."""
     inside: list[str] = []
     try:
         with os.scandir(folder) as entries:
@@ -300,12 +288,12 @@ def walk_on(folder: Path) -> Iterator[tuple[Path, str | None]]:
 
 
 def decode_ahead(items: Iterator[InputImage]) -> Iterator[tuple[InputImage, Pixels | UnreadableImageError]]:
-    """Decode pictures on several threads, in their order, never many more than were taken."""
+    """Decode images on several threads in their order, a few ahead."""
     return read_ahead(lambda picture: picture.read(), items)
 
 
 def unreadable(problems: Sequence[tuple[str, str]], limit: int = 20) -> list[str]:
-    """Say which files could not be read, and why: a line each, the rest counted."""
+    """Return a line per unreadable file with the reason; the rest are counted."""
     lines = [f"not read: {name}: {reason}" for name, reason in problems[:limit]]
     more = len(problems) - limit
     return [*lines, f"not read: {more} more"] if more > 0 else lines

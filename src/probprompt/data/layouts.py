@@ -1,4 +1,4 @@
-"""The ways in which datasets lie on disk, and how each becomes a training and a test set."""
+"""Layouts of datasets on disk, and how each becomes a training and a test set."""
 
 import hashlib
 import io
@@ -35,7 +35,7 @@ from probprompt.errors import UserError, one_line, shorten
 Listed = Sequence[tuple[str, int]]
 """Images by their paths below a folder, each with its class."""
 Rename = Callable[[Path, Sequence[str]], tuple[str, ...]]
-"""What classes are called, by the dataset's folder and the names of theirs."""
+"""Names of classes, by the dataset's folder and those of the classes."""
 
 LARGEST = 2**30
 """Bytes that a pickle may have: CIFAR's are 155 MB."""
@@ -51,19 +51,19 @@ _RENDITION = re.compile(r"[a-z]+_\d+\.jpe?g")  # its files, such as sketch_0.jpg
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lie on disk."""
+    """A way to store a dataset."""
 
     form: str
-    """What it looks like, for who has to put it there."""
+    """Description for users."""
     fits: Callable[[Path], bool]
-    """Whether a folder looks like it."""
+    """Return True for a folder that looks like it."""
     load: Callable[[Path, int | None], ImageData]
     telling: Callable[[Path], bool] = lambda _: False
-    """Whether a folder that looks like it can be nothing else."""
+    """Return True if a folder that looks like it can be nothing else."""
 
 
 def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: Listed, test: Listed) -> ImageData:
-    """A training and a test set of one folder, whose images are decoded and kept together."""
+    """Make a training and a test set of one folder, whose images share one cache entry."""
     names = tuple(name for name, _ in chain(train, test))
     labels = np.array([label for _, label in chain(train, test)], dtype=np.int64)
     every = ImageSet.of_files(ImageFiles(root, names, short_side), labels)
@@ -71,11 +71,8 @@ def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: 
     return ImageData(tuple(classes), every.subset(range(cut)), every.subset(range(cut, len(names))))
 
 
-# Trees of class folders -----------------------------------------------------------------------------------------
-
-
 def _side(root: Path) -> str | None:
-    """Which folder holds the test images of a tree: the first with the classes of ``train``, or with any."""
+    """Return the folder of test images: the first with the classes of ``train``, else the first with any."""
     train = root / "train"
     if not train.is_dir() or len(subfolders(train)) < 2:
         return None
@@ -99,7 +96,7 @@ def tree(rename: Rename) -> Layout:
 
 
 def flat(form: str, purpose: str, rename: Rename) -> Layout:
-    """One folder of class folders, a fifth of each held out."""
+    """One folder of class folders; a fifth of each class is held out."""
 
     def fits(root: Path) -> bool:
         first = subfolders(root)[:2]
@@ -115,11 +112,8 @@ def flat(form: str, purpose: str, rename: Rename) -> Layout:
     return Layout(form, fits, load)
 
 
-# What classes are called -----------------------------------------------------------------------------------------
-
-
 def plain_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
-    """Folder names with blanks for underscores.
+    """Return folder names with spaces for underscores.
 
     >>> plain_names(Path(), ["aquarium_fish"])
     ('aquarium fish',)
@@ -128,7 +122,7 @@ def plain_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def numbered_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
-    """Folder names without the number before them.
+    """Return folder names without their leading number.
 
     >>> numbered_names(Path(), ["001.Black_footed_Albatross"])
     ('Black footed Albatross',)
@@ -137,7 +131,7 @@ def numbered_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def wordnet_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
-    """The words for WordNet's numbers, from ``words.txt`` or ``README.txt`` where one lies with the images."""
+    """Return the words for WordNet's numbers, from ``words.txt`` or ``README.txt`` next to the images."""
     words: dict[str, str] = {}
     for folder in (root, root.parent):
         for file in ("words.txt", "README.txt"):
@@ -146,7 +140,7 @@ def wordnet_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def _words(path: Path) -> dict[str, str]:
-    """Lines such as ``n01443537 goldfish, Carassius auratus``; the first of several words is taken."""
+    """Read lines such as ``n01443537 goldfish, Carassius auratus``; the first word counts."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -156,16 +150,13 @@ def _words(path: Path) -> dict[str, str]:
 
 
 def _distinct(names: Sequence[str], folders: Sequence[str]) -> tuple[str, ...]:
-    """Two classes of one name are told apart by their folders."""
+    """Add the folder to names that several classes have."""
     seen = Counter(names)
     return tuple(name if seen[name] == 1 else f"{name} ({folder})" for name, folder in zip(names, folders, strict=True))
 
 
-# CIFAR -----------------------------------------------------------------------------------------------------------
-
-
 def load_cifar(root: Path, short_side: int | None) -> ImageData:
-    """CIFAR-100 as its python pickles hold it, with the fine labels."""
+    """Load the Python pickles of CIFAR-100, with the fine labels."""
     try:
         meta = _texts(read_pickle(root / "meta"))
         classes = plain_names(root, [_text(name) for name in meta["fine_label_names"]])
@@ -304,7 +295,6 @@ def read_pickle(path: Path) -> dict[str | bytes | int, Any]:
 
 
 def _plain(value: Any) -> dict[str | bytes | int, Any]:
-    """Return a dictionary of nothing but texts, numbers, arrays, and lists of texts and numbers."""
     if type(value) is not dict:
         raise ValueError("it holds no dictionary")
     if sum(len(item) for item in value.values() if type(item) is list) > LONGEST:
@@ -320,11 +310,8 @@ def _plain_item(value: Any) -> Any:
     return value
 
 
-# CUB -------------------------------------------------------------------------------------------------------------
-
-
 def load_cub(root: Path, short_side: int | None) -> ImageData:
-    """Caltech's birds by their official lists, in the order and by the names that they have in `train/` and `test/`."""
+    """Load CUB-200 by its official lists, in the order and with the names of `train/` and `test/`."""
     paths, labels = _table(root / "images.txt"), _table(root / "image_class_labels.txt")
     training = _table(root / "train_test_split.txt")
     folders = _cub_folders(paths, labels, root)
@@ -340,12 +327,10 @@ def load_cub(root: Path, short_side: int | None) -> ImageData:
 
 
 def _as_in(side: str, images: ImageSet) -> ImageSet:
-    """Images of the folder of all, known as those of the folder of one side."""
     return replace(images, known_as=tuple(f"{side}/{name.partition('/')[2]}" for name in images.names))
 
 
 def _cub_folders(paths: Mapping[str, str], labels: Mapping[str, str], root: Path) -> list[str]:
-    """The folder of each class, in the order of their numbers."""
     folders: dict[str, str] = {}
     for number, path in paths.items():
         label, folder = labels.get(number, "none"), path.split("/")[0]
@@ -357,7 +342,7 @@ def _cub_folders(paths: Mapping[str, str], labels: Mapping[str, str], root: Path
 
 
 def _table(path: Path) -> dict[str, str]:
-    """Lines of a number and what belongs to it."""
+    """Read lines of a number and its value."""
     rows: dict[str, str] = {}
     for place, line in _lines(path):
         number, _, value = line.partition(" ")
@@ -368,7 +353,6 @@ def _table(path: Path) -> dict[str, str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, with their numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -379,18 +363,20 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _refuse_missing(root: Path, lists: Mapping[Path, Sequence[str]]) -> None:
-    """All files of lists must be there, and none outside of the folder."""
+    """Check that all listed files exist inside the folder."""
     there: set[str] = set()
     for folder, _, files in os.walk(root):
         within = Path(folder).relative_to(root).as_posix()
         there.update(file if within == "." else f"{within}/{file}" for file in files)
-    told = []
+    messages = []
     for source, names in lists.items():
         missing = [name for name in names if name not in there]
         if missing:
-            told.append(f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}")
-    if told:
-        raise UserError("; ".join(told))
+            messages.append(
+                f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}"
+            )
+    if messages:
+        raise UserError("; ".join(messages))
 
 
 CUB = Layout(
@@ -401,11 +387,8 @@ CUB = Layout(
 )
 
 
-# ImageNet-R ------------------------------------------------------------------------------------------------------
-
-
 def find_lists(root: Path) -> tuple[Path, Path] | None:
-    """The files that say which images are for training and which for the test."""
+    """Return the lists of training and test images."""
     places = (root, root.parent, root / "splits", root.parent / "splits")
     for folder in places:
         for name in ("imagenet-r_{}", "{}"):
@@ -417,9 +400,9 @@ def find_lists(root: Path) -> tuple[Path, Path] | None:
 
 
 def read_list(path: Path) -> tuple[list[str], list[int] | None]:
-    """Images as ``class/file`` and the numbers of their classes, where they are given.
+    """Return images as ``class/file``, and the numbers of their classes if the list has them.
 
-    A list is YAML of two lists, ``data`` and ``targets``, or text: a path in a line, and a number after it or not.
+    A list is YAML of two lists, ``data`` and ``targets``, or text: a path per line, optionally with a number.
     """
     parts: dict[str, list[str]] = {"data": [], "targets": []}
     part = "data"
@@ -450,7 +433,7 @@ def _checked_list(path: Path, data: list[str], targets: list[str]) -> tuple[list
 
 
 def load_listed(root: Path, short_side: int | None) -> ImageData:
-    """One folder of class folders, cut by two lists of files; the classes are in the order of their numbers."""
+    """Load class folders split by two lists of files; the classes are in the order of their numbers."""
     lists = find_lists(root)
     if lists is None:
         raise UserError(f"{root} has no lists of training and test images: put them there, as train.txt and test.txt")
@@ -474,7 +457,7 @@ def load_listed(root: Path, short_side: int | None) -> ImageData:
 
 
 def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, lists: tuple[Path, Path]) -> list[str]:
-    """The folder of each class in the order of the lists' numbers, or by name where they have none."""
+    """Return the folder of each class in the order of the lists' numbers, or by name without numbers."""
     folders = [name.split("/")[0] for name in names]
     if labels is None:
         return in_order(set(folders))
@@ -491,10 +474,7 @@ def _wordnet_folders(root: Path) -> list[Path]:
 
 
 def is_imagenet_r(root: Path) -> bool:
-    """Whether it is this part of ImageNet, since all parts have such folders.
-
-    The lists tell, or the number of the folders together with the names of their files.
-    """
+    """Return True for ImageNet-R, by its lists, or by the number of folders and the names of files."""
     folders = _wordnet_folders(root)
     if find_lists(root) is not None:
         return len(folders) <= _RENDERED
@@ -511,11 +491,8 @@ LISTED = Layout(
 )
 
 
-# Tiny-ImageNet ---------------------------------------------------------------------------------------------------
-
-
 def load_tiny(root: Path, short_side: int | None) -> ImageData:
-    """Tiny-ImageNet as it was published; its validation images are the test set, since its test/ has no labels."""
+    """Load Tiny-ImageNet as published; validation images are the test set, since test/ has no labels."""
     folders = class_folders(root / "train")
     number = {folder: label for label, folder in enumerate(folders)}
     test = []

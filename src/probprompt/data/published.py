@@ -1,4 +1,4 @@
-"""The published benchmarks: what they hold, where they are obtained, where they are looked for."""
+"""The published benchmarks: contents, sources, folders."""
 
 import csv
 import os
@@ -16,13 +16,15 @@ from probprompt.data.layouts import Layout
 from probprompt.errors import UserError, shorten
 
 PLACE = "PROBPROMPT_DATA"
-"""The environment variable that names the folder of all datasets."""
+"""Environment variable with the folder of all datasets."""
 
 _BIRDS = Path(__file__).parent / "cub200.csv"
 _SHOWN = 5
 _LISTS = (
     "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
 )
+_TRAIN_LIST = "6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845"
+_TEST_LIST = "57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a"
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,20 @@ class Source:
     """A published file with its hash."""
 
     url: str
-    file: str
     algorithm: Literal["md5", "sha256"]
     digest: str
     unpack: bool = True
     """Whether it is an archive; otherwise a file that is stored with the images."""
 
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.url.rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class Figures:
-    """What a dataset should hold by its publication."""
+    """The published contents of a dataset; None: not known."""
 
     classes: int
     train: int
@@ -48,16 +54,14 @@ class Figures:
     """The least and the most images of a class."""
     test_per_class: tuple[int, int]
     shared: int | None = None
-    """Test images that are among the training images, too, in the data as it was published; None: not known."""
+    """Test images that are training images as well."""
     encoding: Literal["jpeg", "lossless"] | None = None
-    """How its images are published: as JPEG files, or with every pixel as it is; in any other way they were encoded
-    anew. None: not known."""
     size: tuple[int, int] | None = None
-    """Width and height, where all images have the same."""
+    """Width and height, if all images have the same."""
 
 
 def data_folder() -> Path:
-    """Where datasets are kept: ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
+    """Return the folder of datasets: ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
     named = os.environ.get(PLACE, "")
     if named:
         return Path(named).expanduser().absolute()
@@ -69,36 +73,36 @@ def data_folder() -> Path:
 
 
 class Dataset(Benchmark):
-    """A published dataset in any layout that is common for it."""
+    """A published dataset in any of its common layouts."""
 
     stored = True
     sources: ClassVar[tuple[Source, ...]]
-    """The archive of the images first, then what belongs beside it."""
+    """The archive of the images first, then its lists."""
     folders: ClassVar[tuple[str, ...]]
-    """What its archive, or other people, call the folder inside."""
+    """Common names of the folder inside."""
     layouts: ClassVar[tuple[Layout, ...]]
     figures: ClassVar[Figures]
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root
-        """Where it lies, or a folder that holds it under its name; the folder of all datasets by default."""
+        """Its folder, or one that contains it under its name; None: the folder of all datasets."""
 
     def load(self, short_side: int | None) -> ImageData:
-        """List the images, in whichever layout they are."""
+        """List the images."""
         folder, layout = self.locate()
         if layout is layouts.LISTED and layouts.find_lists(folder) is None:
             raise UserError(self._unlisted(folder))
         return layout.load(folder, short_side)
 
     def locate(self) -> tuple[Path, Layout]:
-        """The folder of the images, and the layout in which they are."""
+        """Return the folder of the images and their layout."""
         found = self.recognize()
         if found is None:
             raise UserError(self._missing())
         return found
 
     def recognize(self) -> tuple[Path, Layout] | None:
-        """The same, or None where there is no such dataset."""
+        """Return the same, or None without such a dataset."""
         for folder in self._candidates():
             for layout in self.layouts:
                 if folder.is_dir() and layout.fits(folder):
@@ -106,7 +110,7 @@ class Dataset(Benchmark):
         return None
 
     def miscounts(self, data: ImageData) -> list[str]:
-        """Where there are not as many classes and images as published, or the classes are in another order."""
+        """Return differences from the published number of classes and images, and order of classes."""
         names, published = data.class_names, self.class_counts()
         found = []
         if len(names) != self.figures.classes:
@@ -125,16 +129,16 @@ class Dataset(Benchmark):
 
     @classmethod
     def lists(cls) -> set[str]:
-        """The sha256 of the published lists that cut it into training and test; none where it is cut already."""
+        """Return the sha256 of the published lists of training and test images; empty if it has none."""
         return {item.digest for item in cls.sources if not item.unpack}
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
-        """How many training and test images each class should have, in the order of the classes; empty: not known."""
+        """Return the published number of training and test images of each class, in order; empty: not known."""
         return {}
 
     @property
     def place(self) -> Path:
-        """The folder in which it is looked for."""
+        """The folder in which it is expected."""
         return self.root.absolute() if self.root else data_folder() / self.name
 
     def _candidates(self) -> Iterator[Path]:
@@ -154,7 +158,6 @@ class Dataset(Benchmark):
         )
 
     def _unlisted(self, folder: Path) -> str:
-        """What to do for lists: ``data get`` fetches them alone where it finds the images, else all of it anew."""
         if self.root is None or folder.name == self.name:
             to = f" --to {quote(str(folder.parent))}" if self.root else ""
             way = f"Fetch them alone with: probprompt data get {self.name}{to}"
@@ -169,7 +172,7 @@ class Dataset(Benchmark):
 def _odd_classes(
     names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
 ) -> Iterator[str]:
-    """Say which classes have not as many images as published, by their own number or by the least and the most."""
+    """Report classes whose number of images differs from the published one, or is outside its limits."""
     counts = np.bincount(images.labels, minlength=len(names)).tolist()
     least, most = limits
     exact, beyond = [], []
@@ -193,12 +196,7 @@ class Cifar100(Dataset):
     summary = "CIFAR-100: photographs of 100 kinds of things, 32 px"
     enlarge = False
     sources = (
-        Source(
-            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-            "cifar-100-python.tar.gz",
-            "md5",
-            "eb9058c3a382ffc7106e4002c42a8d85",
-        ),
+        Source("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "md5", "eb9058c3a382ffc7106e4002c42a8d85"),
     )
     folders = ("cifar-100-python", "CIFAR-100", "cifar-100")
     layouts = (layouts.CIFAR, layouts.tree(layouts.plain_names))
@@ -212,26 +210,9 @@ class ImageNetR(Dataset):
     name = "imagenet-r"
     summary = "ImageNet-R: 200 classes as art, cartoons, sketches, toys and more"
     sources = (
-        Source(
-            "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar",
-            "imagenet-r.tar",
-            "md5",
-            "a61312130a589d0ca1a8fca1f2bd3337",
-        ),
-        Source(
-            _LISTS + "imagenet-r_train.yaml",
-            "imagenet-r_train.yaml",
-            "sha256",
-            "6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845",
-            unpack=False,
-        ),
-        Source(
-            _LISTS + "imagenet-r_test.yaml",
-            "imagenet-r_test.yaml",
-            "sha256",
-            "57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a",
-            unpack=False,
-        ),
+        Source("https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar", "md5", "a61312130a589d0ca1a8fca1f2bd3337"),
+        Source(_LISTS + "imagenet-r_train.yaml", "sha256", _TRAIN_LIST, unpack=False),
+        Source(_LISTS + "imagenet-r_test.yaml", "sha256", _TEST_LIST, unpack=False),
     )
     folders = ("imagenet-r",)
     layouts = (layouts.LISTED, layouts.tree(layouts.wordnet_names))
@@ -247,7 +228,6 @@ class Cub200(Dataset):
     sources = (
         Source(
             "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
-            "CUB_200_2011.tgz",
             "md5",
             "97eceeb196236b17998738112f37df78",
         ),
@@ -269,14 +249,7 @@ class TinyImageNet(Dataset):
     name = "tiny-imagenet"
     summary = "Tiny-ImageNet: photographs of 200 classes of ImageNet, 64 px"
     enlarge = False
-    sources = (
-        Source(
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-            "tiny-imagenet-200.zip",
-            "md5",
-            "90528d7ca1a48142e341f4ef8d21d0de",
-        ),
-    )
+    sources = (Source("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "md5", "90528d7ca1a48142e341f4ef8d21d0de"),)
     folders = ("tiny-imagenet-200",)
     layouts = (layouts.TINY, layouts.tree(layouts.wordnet_names))
     figures = Figures(200, 100_000, 10_000, (500, 500), (50, 50), shared=7, encoding="jpeg", size=(64, 64))
@@ -291,7 +264,6 @@ class TuBerlin(Dataset):
     sources = (
         Source(
             "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
-            "sketches_png.zip",
             "md5",
             "023123df86a928a5273e3ba11990d8fd",
         ),
@@ -305,13 +277,13 @@ class TuBerlin(Dataset):
 
 
 def published_lists(name: str) -> set[str]:
-    """The sha256 of the lists that cut a dataset into training and test; none where its archive is cut already."""
+    """Return the sha256 of the lists of a dataset; empty if its archive is split already."""
     source = registered().get(name)
     return source.lists() if source and issubclass(source, Dataset) else set()
 
 
 def recognize(path: Path) -> Dataset | None:
-    """Which dataset lies in a folder, or in a folder of its name inside, where its layout or a name says so."""
+    """Return the dataset in a folder, or in a folder inside, by its layout or name."""
     known = [source for source in registered().values() if issubclass(source, Dataset)]
     inside = [source for source in known if source(path / source.name).recognize()]
     if len(inside) > 1:

@@ -161,7 +161,6 @@ def _cut(ids: dict[str, int], tasks: object, seed: int) -> list[tuple[int, ...]]
 
 
 def _chunks(order: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cut an order into consecutive pieces."""
     ends = list(accumulate(sizes))
     return [tuple(order[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
@@ -189,17 +188,14 @@ def _named(ids: dict[str, int], groups: Sequence[Sequence[object]]) -> list[tupl
 
 
 def _is_number(value: object) -> TypeGuard[int]:
-    """Tell a whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Tell a list or tuple; a text is none."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _read(path: Path) -> str:
-    """Read a file of class names."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -210,7 +206,6 @@ def _read(path: Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    """Suggest the file that a wrong path may have meant."""
     try:
         names = [file.name for file in path.parent.iterdir() if file.is_file()]
     except OSError:  # no such folder either
@@ -220,7 +215,6 @@ def _nearest_file(path: Path) -> str:
 
 
 def _parse_json(content: str, source: str) -> tuple[tuple[str, ...], ...]:
-    """Read a JSON list of lists of names."""
     try:
         groups: object = json.loads(content)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -234,7 +228,6 @@ def _parse_json(content: str, source: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _parse_lines(content: str, source: str) -> tuple[tuple[str, ...], ...]:
-    """Read one task per line."""
     groups = []
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-import numpy as np
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from probprompt import kernels
@@ -150,10 +150,7 @@ def _cubic(distance: Tensor) -> Tensor:
 
 
 _KERNELS = {"bilinear": _triangle, "bicubic": _cubic}
-
-
 # Colors ---------------------------------------------------------------------------------------------------------
-
 Augmentation = Literal["crop", "crop+colour", "autoaugment+crop"]
 """``crop``: box and flip alone; ``crop+colour``: EvoPrompt's; ``autoaugment+crop``: APT's."""
 
@@ -321,9 +318,6 @@ def _operate(image: Tensor, name: str, level: int, sign: int, interpolation: Int
     return operations[name]()
 
 
-# Inputs ---------------------------------------------------------------------------------------------------------
-
-
 def enlarged(size: int) -> int:
     """The short side from which an input of this size is cut: 256 for 224.
 
@@ -408,7 +402,7 @@ class Preprocessor:
     def _normalize(self, images: Tensor) -> Tensor:
         return (images - self.mean) / self.std
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, JsonValue]:
         """Return what a record states of it."""
         return {
             "image_size": self.size,
@@ -418,13 +412,14 @@ class Preprocessor:
             "interpolation": self.kernel,
         }
 
-    def check_record(self, recorded: Mapping[str, Any]) -> None:
+    def check_record(self, recorded: Mapping[str, JsonValue]) -> None:
         """Raise an error if a record states another preprocessing: the same weights would get other inputs."""
         now = self.record()
         differ = [
             f"{name} {recorded[name]}, now {now[name]}"
             for name in ("image_size", "resized", "mean", "std")
-            if name in recorded and not np.allclose(recorded[name], now[name], rtol=0, atol=1e-4)
+            if name in recorded
+            and not torch.tensor(recorded[name]).double().allclose(torch.tensor(now[name]).double(), rtol=0, atol=1e-4)
         ]
         if differ:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Whether a dataset on disk is what was published: counts, unreadable files, images on both sides."""
+"""Check a dataset on disk against its publication: counts, encodings, unreadable files, duplicates."""
 
 import hashlib
 from collections import Counter
@@ -19,7 +19,7 @@ from probprompt.errors import UserError, shorten
 from probprompt.progress import ProgressCallback
 
 LOSSLESS = frozenset({".png", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".tif", ".tiff", ".webp"})
-"""Endings of formats that can keep every pixel as it is; of TIFF and WebP the file itself says whether it does."""
+"""Endings of formats that can be lossless; of TIFF and WebP the header states it."""
 _FORMATS = {"PNG", "BMP", "PPM", "TGA"}
 _TIFF = {"raw", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "lzma", "zstd"}
 _JPEG = {".jpg", ".jpeg"}
@@ -30,18 +30,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found."""
+    """Results of a check; notes are no errors."""
 
     facts: tuple[str, ...]
-    """What is there."""
     notes: tuple[str, ...]
-    """What one should know, though nothing is wrong."""
     problems: tuple[str, ...]
-    """What is wrong."""
 
 
 def check(source: Benchmark, watch: ProgressCallback, quick: bool = False) -> Report:
-    """Look at all images of a dataset or folder; ``quick`` counts them and looks into a few files."""
+    """Read all images of a dataset or folder; ``quick`` counts them and reads a few headers."""
     facts: list[str] = []
     try:
         if isinstance(source, Dataset):
@@ -68,12 +65,10 @@ def check(source: Benchmark, watch: ProgressCallback, quick: bool = False) -> Re
 
 
 def _notes(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | None = None) -> list[str]:
-    """How a dataset differs from the published one, or what one should know of any other source."""
     return other_differences(source, data, sizes) if isinstance(source, Dataset) else source.notes()
 
 
 def _counts(data: ImageData) -> list[str]:
-    """Say how many there are of what."""
     facts = [f"classes: {len(data.class_names)}"]
     for side, images in (("train", data.train), ("test", data.test)):
         per_class = np.bincount(images.labels, minlength=len(data.class_names))
@@ -83,12 +78,9 @@ def _counts(data: ImageData) -> list[str]:
     return facts
 
 
-# Content ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Seen:
-    """What the images of one side hold."""
+    """The contents of the images of one split."""
 
     names: dict[bytes, list[str]]
     """By the hash of their pixels."""
@@ -98,7 +90,7 @@ class _Seen:
 
 
 def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
-    """Both sides, and the folder that their names leave out: that of the side, where each has one of its own."""
+    """Return both splits, each with the folder to put before its names."""
     roots = [images.files.root if images.files else None for images in (data.train, data.test)]
     for images, root in zip((data.train, data.test), roots, strict=True):
         yield images, f"{root.name}/" if root and roots[0] != roots[1] else ""
@@ -128,7 +120,6 @@ def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
 
 
 def _shared(train: _Seen, test: _Seen, source: Benchmark, notes: list[str], problems: list[str]) -> None:
-    """Say which test images are training images, too: published data has some of its own."""
     pairs = [
         f"{name} = {train.names[content][0]}"
         for content in test.names
@@ -154,29 +145,25 @@ def _repeated(seen: _Seen) -> int:
 
 
 def source_at(path: Path) -> Benchmark:
-    """What lies in a folder: a published dataset where its layout or name says so, else a folder of class folders."""
+    """Return the published dataset in a folder, by its layout or name, else a folder of class folders."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder: name a dataset's folder, or a benchmark")
     return recognize(path) or Folder(path)
 
 
-# How images are stored ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself."""
+    """The header of an image file."""
 
     kind: str
-    """Its format, such as PNG, whatever its name ends in."""
+    """Format, such as PNG, whatever the name."""
     lossless: bool
-    """Whether it surely keeps every pixel as it was."""
     size: tuple[int, int]
     """Width and height."""
 
 
 def read_header(path: Path) -> Header | None:
-    """What a file says of itself, decoding nothing; None where it holds no image that can be read."""
+    """Read a file's header without decoding it; None if it is not a readable image."""
     try:
         with path.open("rb") as file, Image.open(file) as image:
             kind = image.format or ""
@@ -192,7 +179,6 @@ def read_header(path: Path) -> Header | None:
 
 
 def _whole_webp(file: IO[bytes]) -> bool:
-    """Whether the first picture of a WebP file is stored without loss."""
     file.seek(12)
     while len(head := file.read(8)) == 8:
         if head[:4] in (b"VP8L", b"VP8 "):
@@ -202,18 +188,15 @@ def _whole_webp(file: IO[bytes]) -> bool:
     return False
 
 
-# Differences from what was published ----------------------------------------------------------------------------
-
-
 def differences(source: Dataset, data: ImageData) -> list[str]:
-    """How what was loaded differs from what was published; of a few files the first bytes are read."""
+    """Compare loaded data with the publication; only a few headers are read."""
     return [*source.miscounts(data), *other_differences(source, data)]
 
 
 def other_differences(source: Dataset, data: ImageData, sizes: Collection[tuple[int, int]] | None = None) -> list[str]:
-    """Where the images are as many, but encoded anew, resized, or not known to be cut by the published lists.
+    """Return differences other than counts: re-encoded or resized images, other lists.
 
-    ``sizes`` are widths and heights, where all images have been read; else a few files tell.
+    ``sizes``: widths and heights if all images were read; else a few headers are read.
     """
     figures = source.figures
     telling = figures.size or figures.encoding == "lossless"
@@ -259,7 +242,7 @@ def _other_split(published: set[str], data: ImageData) -> list[str]:
 
 
 def _spread(data: ImageData) -> Iterator[Path]:
-    """Some files of each split, from its first to its last."""
+    """Return some files of each split, from its first to its last."""
     for images in (data.train, data.test):
         if images.files:
             for place in np.linspace(0, len(images) - 1, min(len(images), _LOOKED)).astype(int).tolist():

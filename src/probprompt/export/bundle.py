@@ -1,17 +1,21 @@
-"""The files of a model that travel: all that prediction needs and, where asked for, what further learning needs.
+"""The files of a model to upload: what prediction needs and, if requested, what further learning needs.
 
-A list of them, ``probprompt.json``, goes with them and says the SHA-256 of each. They are JSON and safetensors alone.
+They are JSON and safetensors only. ``probprompt.json`` lists them with their sizes and SHA-256.
 """
 
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from probprompt import __version__
+from probprompt.classifier.store import Current
 from probprompt.errors import UserError
 from probprompt.storage import read_json
 
@@ -24,8 +28,39 @@ OWN = re.compile(
     rf"current\.json|versions/[0-9]{{1,9}}\.json|objects/{_HEX}{{64}}\.safetensors"
     rf"|model\.json|(model|statistics)-{_HEX}{{16}}\.safetensors"
 )
-"""What may travel: nothing else is sent, fetched or removed."""
+"""Names of all files that may be uploaded, downloaded or removed."""
 _NEEDED = ("method", "head", "gaussians")  # the parts of a classifier that predict
+
+
+def check_path(path: str) -> str:
+    """Reject a path that is not a file of a model."""
+    if not OWN.fullmatch(path):
+        raise ValueError(f"it names {path!r}, which is no file of a model")
+    return path
+
+
+class FileEntry(BaseModel):
+    """A file by its contents."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    sha256: str = Field(pattern=r"\A[0-9a-f]{64}\z")
+    bytes: int
+
+
+class Listing(BaseModel):
+    """The contents of ``probprompt.json``."""
+
+    format: int = FORMAT
+    probprompt: str = ""
+    statistics: bool = Field(strict=True)
+    files: dict[Annotated[str, AfterValidator(check_path)], FileEntry]
+
+
+class SavedBackbone(TypedDict):
+    """The settings of a backbone, as far as they matter here."""
+
+    name: str
+    weights: str | None
 
 
 @dataclass(frozen=True)
@@ -33,25 +68,25 @@ class Bundle:
     """Files by their path in the repository."""
 
     descriptions: Mapping[str, bytes]
-    """Small files that may differ from what lies on this machine: they name no path of it."""
+    """JSON files, without the paths of this machine that the saved ones contain."""
     tensors: Mapping[str, Path]
     statistics: bool
-    """Whether what further learning needs is among them."""
+    """Whether files that only further learning needs are included."""
 
-    def listing(self) -> dict[str, Any]:
-        """What ``probprompt.json`` says."""
-        files = {path: describe(content) for path, content in self.descriptions.items()}
-        files |= {path: describe(file) for path, file in self.tensors.items()}
-        return {"format": FORMAT, "probprompt": __version__, "statistics": self.statistics, "files": files}
+    def listing(self) -> Listing:
+        """Return the contents of ``probprompt.json``."""
+        contents: dict[str, bytes | Path] = {**self.descriptions, **self.tensors}
+        files = {path: describe(content) for path, content in contents.items()}
+        return Listing(probprompt=__version__, statistics=self.statistics, files=files)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Their paths in the repository."""
+        """Paths in the repository."""
         return (*self.descriptions, *self.tensors)
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
+        """Size of all files."""
         small = sum(map(len, self.descriptions.values()))
         return small + sum(file.stat().st_size for file in self.tensors.values())
 
@@ -62,32 +97,32 @@ class Record:
 
     folder: Path
     note: dict[str, Any]
-    """What describes the model: ``model.json`` of a run, or the current version of a classifier."""
-    head: dict[str, Any] | None = None
-    """What ``current.json`` of a classifier says."""
+    """``model.json`` of a run, or the current version of a classifier."""
+    head: Current | None = None
+    """``current.json`` of a classifier."""
 
     @property
-    def backbone(self) -> dict[str, Any]:
-        """The backbone's settings, as they are written down."""
+    def backbone(self) -> SavedBackbone:
+        """Settings of the backbone, within the note."""
         where = self.note if self.head is None else self.note["settings"]["config"]
-        chosen: dict[str, Any] = where["backbone"]
+        chosen: SavedBackbone = where["backbone"]
         return chosen
 
     @property
     def sha256(self) -> str:
-        """The hash of the backbone's weights."""
+        """Hash of the backbone's weights."""
         where = self.note if self.head is None else self.note["settings"]
         return str(where["backbone"]["sha256"])
 
     @property
     def described_in(self) -> Path:
-        """The file of the note."""
+        """File of the note."""
         name = "model.json" if self.head is None else f"versions/{self.head['version']}.json"
         return self.folder / name
 
 
 def read_record(folder: Path) -> Record:
-    """Read what describes the model of a run, or a saved classifier."""
+    """Read the description of a run's model, or of a saved classifier."""
     if (folder / "current.json").is_file():
         head = read_json(folder / "current.json")
         version = head.get("version") if isinstance(head, dict) else None
@@ -111,23 +146,17 @@ def _checked(record: Record) -> Record:
 
 
 def bundle(record: Record, with_statistics: bool) -> Bundle:
-    """Choose the files of a model that travel."""
-    names = _classifier_files(record) if record.head is not None else _run_files(record)
-    needed, rest = names
-    chosen = [*needed, *(rest if with_statistics else ())]
-    for path in chosen:
-        if not OWN.fullmatch(path):
-            raise ValueError(f"{path!r} is no file of a model")
-    return Bundle(_descriptions(record), {path: record.folder / path for path in sorted(set(chosen))}, with_statistics)
+    """Choose the files of a model to upload."""
+    needed, rest = _tensor_files(record)
+    paths = sorted({check_path(path) for path in (*needed, *(rest if with_statistics else ()))})
+    return Bundle(_descriptions(record), {path: record.folder / path for path in paths}, with_statistics)
 
 
-def _run_files(record: Record) -> tuple[list[str], list[str]]:
-    """Tensors that prediction needs, and those that only learning needs."""
-    learning = record.note["statistics"]
-    return [record.note["tensors"]], [learning] if learning else []
-
-
-def _classifier_files(record: Record) -> tuple[list[str], list[str]]:
+def _tensor_files(record: Record) -> tuple[list[str], list[str]]:
+    """Return the files that prediction needs, and those that only further learning needs."""
+    if record.head is None:
+        learning = record.note["statistics"]
+        return [record.note["tensors"]], [learning] if learning else []
     state = record.note["state"]
     parts: dict[str, str] = state["parts"]
     needed = [parts[name] for name in _NEEDED if name in parts]
@@ -138,8 +167,8 @@ def _classifier_files(record: Record) -> tuple[list[str], list[str]]:
 
 
 def _descriptions(record: Record) -> dict[str, bytes]:
-    """The JSON of a model, in which a file of weights is named without its folder on this machine."""
-    note: dict[str, Any] = json.loads(json.dumps(record.note))
+    """Return the JSON of a model, with a file of weights named without its folder on this machine."""
+    note = copy.deepcopy(record.note)
     chosen = Record(record.folder, note, record.head).backbone
     if chosen["weights"] not in (None, "random"):
         chosen["weights"] = Path(chosen["weights"]).name
@@ -148,18 +177,18 @@ def _descriptions(record: Record) -> dict[str, bytes]:
     return {"current.json": encode(record.head), f"versions/{int(record.head['version'])}.json": encode(note)}
 
 
-def encode(value: Any) -> bytes:
-    """JSON as it is written everywhere here."""
+def encode(value: object) -> bytes:
+    """Return JSON in the form of all saved files."""
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def describe(content: bytes | Path) -> dict[str, Any]:
-    """SHA-256 and size of a file."""
+def describe(content: bytes | Path) -> FileEntry:
+    """Return the SHA-256 and size of a file."""
     if isinstance(content, bytes):
-        return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        return FileEntry(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     try:
         with content.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256")
-            return {"sha256": digest.hexdigest(), "bytes": stream.tell()}
+            return FileEntry(sha256=digest.hexdigest(), bytes=stream.tell())
     except OSError as problem:
         raise UserError(f"{content} cannot be read: {problem.strerror}. The model is not complete") from None

@@ -1,9 +1,9 @@
-"""A saved model as something to be handed on: what predicts, how it is fed, and what its answers mean."""
+"""Export a saved model to an ONNX file, checked against torch with onnxruntime before it is put in place."""
 
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass as validated
 from torch import Tensor, nn
 
 from probprompt import __version__, randomness
@@ -23,32 +25,37 @@ from probprompt.errors import UserError
 from probprompt.export.bundle import read_record
 from probprompt.storage import write_with
 
+OPSET = 18
+"""Read by every onnxruntime since 1.14."""
+BATCHES = (1, 3, 17)
+"""Batch sizes that a file is checked with."""
+TOLERANCE = 1e-4
+"""Largest allowed difference of a probability from torch's."""
+NOVELTY_TOLERANCE = 1e-3
+"""Largest allowed difference of the novelty from torch's, relative to it where it is above 1."""
+LARGEST = 2**31 - 2**20
+"""Bytes that one ONNX file can hold, less some for the graph itself."""
+_INSTALL = "pip install 'probprompt[onnx]'"
 
-@dataclass(frozen=True)
+Judge = Callable[[Tensor], tuple[Tensor, ...]]
+"""Features (B, D or more) to probabilities (B, C) and, if the model has it, novelty (B,)."""
+
+
+@validated(frozen=True)
 class View:
-    """How an image becomes what the backbone is fed."""
+    """How an image becomes an input of the backbone."""
 
     image_size: int
     resized: int
-    """What the short side is resized to before the middle is cut out."""
-    interpolation: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    """Size of the short side before the center crop."""
+    interpolation: str = "bilinear"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, note: dict[str, Any]) -> "View":
-        """From what a record says."""
-        return cls(
-            image_size=int(note["image_size"]),
-            resized=int(note["resized"]),
-            interpolation=str(note.get("interpolation", "bilinear")),
-            mean=tuple(map(float, note["mean"])),
-            std=tuple(map(float, note["std"])),
-        )
-
-
-Judge = Callable[[Tensor], tuple[Tensor, ...]]
-"""What a head is given (B, D or more) to probabilities (B, C) and, where that is known, novelty (B,)."""
+    def of(cls, note: Mapping[str, JsonValue]) -> "View":
+        """Read a record's preprocessing."""
+        return TypeAdapter(cls).validate_python(note)
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,9 @@ class Source:
     view: View
     judge: Judge
     outputs: tuple[str, ...] = ("probabilities",)
-    """The names of what ``judge`` answers."""
+    """Names of the results of ``judge``."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else is worth knowing: temperature, method, backbone, marks."""
+    """Temperature, method, backbone and warnings, for the metadata."""
 
 
 def open_source(folder: Path) -> Source:
@@ -96,7 +103,7 @@ def _of_classifier(folder: Path) -> Source:
     def judge(features: Tensor) -> tuple[Tensor, ...]:
         return predictor.judge(features)[: len(outputs)]
 
-    predictor.model.set_precision("fp32")  # what was computed in 16 bits on a GPU is not faster so elsewhere
+    predictor.model.set_precision("fp32")  # 16 bits are faster on GPUs only
     view = View(
         image_size=viewer.size,
         resized=viewer.resized,
@@ -115,43 +122,20 @@ def _of_classifier(folder: Path) -> Source:
     return Source(predictor.model, classifier.classes, view, judge, outputs, facts)
 
 
-OPSET = 18
-"""Read by every onnxruntime since 1.14."""
-
-
-BATCHES = (1, 3, 17)
-"""Numbers of images that a file is checked with before it is called done."""
-
-
-TOLERANCE = 1e-4
-"""How far probabilities may be from torch's."""
-
-
-NOVELTY_TOLERANCE = 1e-3
-"""How far novelty may be from torch's, relative to it where it is above 1."""
-
-
-LARGEST = 2**31 - 2**20
-"""Bytes: what one ONNX file can hold, with some room for the graph itself."""
-
-
-_INSTALL = "pip install 'probprompt[onnx]'"
-
-
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written and checked."""
+    """An ONNX file that was written and checked."""
 
     path: Path
     bytes: int
     classes: tuple[str, ...]
     outputs: tuple[str, ...]
     difference: float
-    """The largest difference of a probability from torch's, over all images of the check."""
+    """Largest difference of a probability from torch's in the check."""
 
 
 class Graph(nn.Module):
-    """Pixels to probabilities, and novelty where it is known: what becomes the ONNX graph."""
+    """The module that becomes the ONNX graph: pixels to probabilities and, if the model has it, novelty."""
 
     pixel_mean: Tensor
     pixel_scale: Tensor
@@ -164,24 +148,31 @@ class Graph(nn.Module):
         self.register_buffer("pixel_scale", 1 / (255 * std))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Images (B, side, side, 3) of uint8 to probabilities (B, C) and novelty (B,)."""
+        """Map images (B, side, side, 3) of uint8 to probabilities (B, C) and novelty (B,)."""
         pixels = (images.permute(0, 3, 1, 2).float() - self.pixel_mean) * self.pixel_scale  # (B, 3, side, side)
         return tuple(answer.float() for answer in self.judge(self.model.look(pixels)))
 
 
 def export_onnx(folder: str | Path, file: str | Path) -> Exported:
-    """Write the model of a folder as one ONNX file that was checked against torch with onnxruntime."""
+    """Write the model of a folder as one ONNX file."""
     _require()
     path = Path(file)
-    _refuse_place(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name the file, such as {path / 'model.onnx'}")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} to write {path.name} into: make it first")
     return write_onnx(open_source(Path(folder)), path)
 
 
 def write_onnx(source: Source, path: Path) -> Exported:
-    """Write a model as an ONNX file; it is put in its place only once onnxruntime answers as torch does."""
+    """Write a model as an ONNX file, once onnxruntime gives the results of torch."""
     runtime = _require()
     graph = Graph(source).eval().requires_grad_(False)
-    _refuse_large(graph)
+    size = sum(part.numel() * part.element_size() for part in (*graph.parameters(), *graph.buffers()))
+    if size > LARGEST:
+        raise UserError(
+            f"the model has {size / 1e9:.1f} GB of weights, but one ONNX file holds 2 GB: use a smaller ViT"
+        )
     data = _translate(graph, source)
     differences: list[float] = []
 
@@ -194,7 +185,7 @@ def write_onnx(source: Source, path: Path) -> Exported:
 
 
 def metadata(source: Source) -> dict[str, str]:
-    """What the file says of itself: JSON by name."""
+    """Return the metadata of the file: JSON by name."""
     view = source.view
     prepare = {
         "image_size": view.image_size,
@@ -212,7 +203,7 @@ def metadata(source: Source) -> dict[str, str]:
 
 
 def _require() -> Any:
-    """Onnxruntime; what the exporter needs is looked for as well, before any time is spent."""
+    """Import onnxruntime, after checking for the packages that the exporter needs."""
     try:
         for name in ("onnx", "onnxscript"):
             import_module(name)
@@ -221,23 +212,7 @@ def _require() -> Any:
         raise UserError(f"an ONNX file needs the package {problem.name!r}: {_INSTALL}") from None
 
 
-def _refuse_place(path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name the file, such as {path / 'model.onnx'}")
-    if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent} to write {path.name} into: make it first")
-
-
-def _refuse_large(graph: nn.Module) -> None:
-    size = sum(part.numel() * part.element_size() for part in (*graph.parameters(), *graph.buffers()))
-    if size > LARGEST:
-        raise UserError(
-            f"the model has {size / 1e9:.1f} GB of weights, but one ONNX file holds 2 GB: use a smaller ViT"
-        )
-
-
 def _translate(graph: Graph, source: Source) -> bytes:
-    """The graph in ONNX's own terms."""
     pixels = torch.from_numpy(_pixels(3, source.view))
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
@@ -252,7 +227,7 @@ def _translate(graph: Graph, source: Source) -> bytes:
             verbose=False,
         )
         assert program is not None
-        # What the exporter notes at each node names lines and folders of this machine.
+        # The exporter's notes at each node contain lines and folders of this machine.
         import_module("onnx_ir.passes.common").ClearMetadataAndDocStringPass()(program.model)
         program.model.metadata_props.update(metadata(source))
         program.model.producer_name, program.model.producer_version = "probprompt", __version__
@@ -261,7 +236,7 @@ def _translate(graph: Graph, source: Source) -> bytes:
 
 
 def _sort(values: Any, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
-    """A stable sort in ONNX: TopK of all, in which of two equals the earlier one comes first."""
+    """Sort stably in ONNX, by TopK of all: of two equals the earlier one comes first."""
     operators: Any = import_module("onnxscript").opset18
     count = operators.Gather(operators.Shape(values), operators.Constant(value_ints=[dim]))
     return operators.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
@@ -269,7 +244,7 @@ def _sort(values: Any, *, stable: bool = True, dim: int = -1, descending: bool =
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep to itself what torch's exporter says about its own insides."""
+    """Silence the exporter's warnings about its internals."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -284,14 +259,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _pixels(count: int, view: View) -> NDArray[np.uint8]:
-    """Images to try the graph with: noise, the same each time."""
+    """Return noise images for the check, always the same."""
     shape = (count, view.image_size, view.image_size, 3)
     return (256 * randomness.uniform(shape, 0, "onnx check", count)).byte().numpy()
 
 
 @torch.no_grad()
 def _check(runtime: Any, path: Path, graph: Graph, view: View) -> float:
-    """The largest difference of a probability from torch's, for several sizes of batch; a larger one is refused."""
+    """Return the largest difference of a probability from torch's; raise an error if it is above the tolerance."""
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     largest = 0.0
     for count in BATCHES:

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: sent in one commit, fetched whole and verified or not at all."""
+"""Upload models to the Hugging Face hub in one commit, and download them completely verified or not at all."""
 
 import json
 import os
@@ -12,23 +12,36 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from probprompt.backbones import weights_file
 from probprompt.errors import UserError, one_line, shorten
-from probprompt.export.bundle import CARD, FORMAT, LIST, OWN, Bundle, Record, bundle, describe, encode, read_record
+from probprompt.export.bundle import (
+    CARD,
+    FORMAT,
+    LIST,
+    OWN,
+    Bundle,
+    FileEntry,
+    Listing,
+    Record,
+    bundle,
+    describe,
+    encode,
+    read_record,
+)
 from probprompt.export.card import MARK, make_card
 from probprompt.hub import TIMEOUT, asking_for, failures, without_bars
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.storage import check_name, write_bytes, write_error
+from probprompt.storage import check_name, sync, write_bytes, write_error
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-
-
 _LARGEST_LIST = 2**24  # bytes of probprompt.json
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A model that was sent or fetched."""
+    """A model that was uploaded or downloaded."""
 
     repository: str
     url: str
@@ -36,7 +49,7 @@ class Moved:
     files: int
     bytes: int
     statistics: bool
-    """Whether what further learning needs is among it."""
+    """Whether files that only further learning needs were included."""
 
 
 def push(
@@ -47,10 +60,16 @@ def push(
     with_statistics: bool = False,
     progress: ProgressCallback = SILENT,
 ) -> Moved:
-    """Send a model to the hub, in one commit, with a card made from its record; the repository is made if need be.
+    """Upload a model in one commit, with a card made from its record; a missing repository is created.
 
-    What prediction needs travels, and ``with_statistics`` what further learning needs: sums, or features of single
-    images, from which the images cannot be read but are not nothing either. With ``private`` only you see it.
+    Args:
+        folder: A saved classifier, a run, or the model of a run.
+        repository: ``owner/name``.
+        private: Create the repository for you only.
+        with_statistics: Include what further learning needs: sums, or features of single images. The images cannot be
+            read from them, but they do describe them.
+        progress: Receives stages and notes.
+
     """
     _check_name(repository)
     record = read_record(Path(folder).expanduser())
@@ -74,9 +93,8 @@ def push(
                 repository, changes, commit_message=_title(record), parent_commit=before.sha or None
             )
             progress.advance(1)
-    return Moved(
-        repository, f"{api.endpoint}/{repository}", str(done.oid), len(chosen.files), chosen.bytes, with_statistics
-    )
+    url = f"{api.endpoint}/{repository}"
+    return Moved(repository, url, str(done.oid), len(chosen.files), chosen.bytes, with_statistics)
 
 
 def pull(
@@ -87,45 +105,47 @@ def pull(
     weights: str | Path | None = None,
     progress: ProgressCallback = SILENT,
 ) -> Moved:
-    """Fetch a model from the hub into a new folder; every file has the SHA-256 that its list says, or none is kept.
+    """Download a model into a new folder; if a file does not have its listed SHA-256, none is kept.
 
-    ``revision`` is a branch, tag or commit. ``weights`` names the file of the backbone's weights on this machine,
-    where the model was made with a file. Nothing that is fetched is executed or unpickled.
+    Nothing that is downloaded is executed or unpickled.
+
+    Args:
+        repository: ``owner/name``.
+        folder: A new or empty folder.
+        revision: A branch, tag or commit.
+        weights: The backbone's weights on this machine, if the model was made with a file.
+        progress: Receives stages and notes.
+
     """
     _check_name(repository)
     target = Path(folder).expanduser()
-    _refuse_used(target)
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise UserError(f"{target} is there already and not empty: name a new folder")
     hub = _hub()
     api = _api(hub)
     with _talking(hub, repository, "fetched from"):
         commit = str(api.model_info(repository, revision=revision, timeout=TIMEOUT).sha)
     with _staging(target) as place:
-        listing = _read_list(hub, api, repository, commit, place)
-        files: dict[str, dict[str, Any]] = listing["files"]
-        with progress.stage("fetching files", len(files)):
-            for path, expected in files.items():
+        listing = _read_list(hub, api, repository, commit)
+        with progress.stage("fetching files", len(listing.files)):
+            for path, expected in listing.files.items():
                 _fetch(hub, api, repository, commit, path, place / path, expected)
                 progress.advance(1)
         record = _check_complete(place, repository, listing)
-        _check_tensors(bundle(record, listing["statistics"]), progress)
+        _check_tensors(bundle(record, listing.statistics), progress)
         _name_weights(record, weights, progress)
         _put_in_place(place, target)
-    size = sum(int(expected["bytes"]) for expected in files.values())
-    return Moved(repository, f"{api.endpoint}/{repository}", commit, len(files), size, bool(listing["statistics"]))
-
-
-# Talking to the hub --------------------------------------------------------------------------------------------------
+    size = sum(expected.bytes for expected in listing.files.values())
+    return Moved(repository, f"{api.endpoint}/{repository}", commit, len(listing.files), size, listing.statistics)
 
 
 def _hub() -> Any:
-    """The hub's client: heavy, and so imported when it is needed."""
     for name in ("huggingface_hub.errors", "huggingface_hub.utils"):
         import_module(name)
     return import_module("huggingface_hub")
 
 
 def _api(hub: Any) -> Any:
-    """The hub's client, for the hub that HF_ENDPOINT names now."""
     return hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="probprompt")
 
 
@@ -138,7 +158,7 @@ def _check_name(repository: str) -> None:
 
 @contextmanager
 def _talking(hub: Any, repository: str, doing: str) -> Iterator[None]:
-    """Say in plain words what went wrong between here and the hub, and draw no bars of the client's own."""
+    """Turn errors of the hub's client into clear messages, and hide its progress bars."""
     expected: tuple[type[Exception], ...] = (*failures(), RuntimeError, ValueError)
     try:
         with without_bars(hub.utils), asking_for("model", repository):
@@ -148,7 +168,6 @@ def _talking(hub: Any, repository: str, doing: str) -> Iterator[None]:
 
 
 def _reason(problem: Exception) -> str:
-    """What happened, and what to do where that is clear."""
     cause = problem.__cause__ if isinstance(problem, RuntimeError) and problem.__cause__ else problem
     code = getattr(getattr(cause, "response", None), "status_code", None)
     hint = {
@@ -159,14 +178,12 @@ def _reason(problem: Exception) -> str:
     return f"{one_line(cause)}. What to do: {hint}"
 
 
-# Sending -------------------------------------------------------------------------------------------------------------
-
-
 def _changes(
     hub: Any, api: Any, record: Record, chosen: Bundle, repository: str, before: Any, progress: ProgressCallback
 ) -> list[Any]:
-    """What the commit adds, and which files of an earlier push it removes; nobody else's are touched."""
-    contents: dict[str, bytes | Path] = {**chosen.descriptions, **chosen.tensors, LIST: encode(chosen.listing())}
+    """Return the files that the commit adds, and those of an earlier push that it removes; others stay."""
+    listing = encode(chosen.listing().model_dump())
+    contents: dict[str, bytes | Path] = {**chosen.descriptions, **chosen.tensors, LIST: listing}
     there = {sibling.rfilename for sibling in before.siblings or ()}
     card = None
     if CARD in there:
@@ -176,12 +193,11 @@ def _changes(
     else:
         progress.note(f"{repository} has a card of its own, which stays as it is")
     stale = [path for path in sorted(there) if OWN.fullmatch(path) and path not in contents]
-    added = [hub.CommitOperationAdd(path, _given(content)) for path, content in contents.items()]
+    added = [
+        hub.CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
+        for path, content in contents.items()
+    ]
     return [*added, *(hub.CommitOperationDelete(path) for path in stale)]
-
-
-def _given(content: bytes | Path) -> bytes | str:
-    return content if isinstance(content, bytes) else str(content)
 
 
 def _title(record: Record) -> str:
@@ -189,24 +205,16 @@ def _title(record: Record) -> str:
 
 
 def _check_tensors(chosen: Bundle, progress: ProgressCallback) -> None:
-    """Read every file of tensors: what is damaged is neither sent nor kept."""
+    """Read every file of tensors, so that a corrupted one is neither uploaded nor kept."""
     with progress.stage("checking files", len(chosen.tensors)):
         for path in chosen.tensors.values():
             check_name(path)
             progress.advance(1)
 
 
-# Fetching ------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_used(target: Path) -> None:
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise UserError(f"{target} is there already and not empty: name a new folder")
-
-
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """A folder beside the target, which is gone afterwards."""
+    """Make a folder next to the target, and remove it afterwards."""
     place = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         place.mkdir(parents=True)
@@ -218,8 +226,8 @@ def _staging(target: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _read_list(hub: Any, api: Any, repository: str, commit: str, place: Path) -> dict[str, Any]:
-    """What ``probprompt.json`` says; files that are none of ours are refused before anything is fetched."""
+def _read_list(hub: Any, api: Any, repository: str, commit: str) -> Listing:
+    """Read ``probprompt.json``; a list with files of other kinds is rejected before anything is downloaded."""
     with _talking(hub, repository, "fetched from"):
         try:
             found = Path(api.hf_hub_download(repository, LIST, revision=commit))
@@ -233,27 +241,18 @@ def _read_list(hub: Any, api: Any, repository: str, commit: str, place: Path) ->
         listing = json.loads(found.read_bytes())
         if listing["format"] != FORMAT:
             raise UserError(f"{repository} has format {listing['format']!r}, this version reads {FORMAT}")
-        for path, expected in listing["files"].items():
-            _check_entry(path, expected)
-        if not isinstance(listing["statistics"], bool):
-            raise ValueError("it does not say whether statistics are included")
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise UserError(f"{LIST} of {repository} is damaged: {problem!s:.200}. Nothing was written") from None
-    return dict(listing)
+        return Listing.model_validate(listing)
+    except ValidationError as problem:
+        wrong = problem.errors()[0]
+        reason = f"{wrong['msg']} ({'.'.join(map(str, wrong['loc']))})"
+    except (KeyError, TypeError, ValueError) as problem:
+        reason = f"{problem!s:.200}"
+    raise UserError(f"{LIST} of {repository} is damaged: {reason}. Nothing was written")
 
 
-def _check_entry(path: str, expected: dict[str, Any]) -> None:
-    if not OWN.fullmatch(path):
-        raise ValueError(f"it names {path!r}, which is no file of a model")
-    known = set(expected) == {"sha256", "bytes"} and isinstance(expected["bytes"], int)
-    if not known or not re.fullmatch(r"[0-9a-f]{64}", expected["sha256"]):
-        raise ValueError(f"it does not say the SHA-256 and size of {path}")
-
-
-def _fetch(hub: Any, api: Any, repository: str, commit: str, path: str, target: Path, expected: dict[str, Any]) -> None:
-    """Fetch one file by way of the client's cache, where a cut download goes on, and verify it."""
-    found: dict[str, Any] = {}
-    for again in (False, True):  # a damaged file in the cache is fetched anew
+def _fetch(hub: Any, api: Any, repository: str, commit: str, path: str, target: Path, expected: FileEntry) -> None:
+    """Download one file through the client's cache, which resumes interrupted downloads, and verify it."""
+    for again in (False, True):  # a corrupted file in the cache is downloaded again
         with _talking(hub, repository, "fetched from"):
             cached = api.hf_hub_download(repository, path, revision=commit, force_download=again)
         try:
@@ -265,24 +264,23 @@ def _fetch(hub: Any, api: Any, repository: str, commit: str, path: str, target: 
         if found == expected:
             return
     raise UserError(
-        f"{path} of {repository} has the SHA-256 {found['sha256']} ({found['bytes']} bytes), its list says "
-        f"{expected['sha256']} ({expected['bytes']} bytes): the repository is damaged or was tampered with. "
+        f"{path} of {repository} has the SHA-256 {found.sha256} ({found.bytes} bytes), its list says "
+        f"{expected.sha256} ({expected.bytes} bytes): the repository is damaged or was tampered with. "
         "Nothing was written"
     )
 
 
-def _check_complete(place: Path, repository: str, listing: dict[str, Any]) -> Record:
-    """Whether the files make a model, and are those of a model."""
+def _check_complete(place: Path, repository: str, listing: Listing) -> Record:
+    """Read the description of the model, all of whose files must be listed."""
     record = read_record(place)
-    wanted = bundle(record, listing["statistics"])
-    missing = sorted({*wanted.tensors, *wanted.descriptions} - set(listing["files"]))
+    missing = sorted(set(bundle(record, listing.statistics).files) - set(listing.files))
     if missing:
         raise UserError(f"{repository} is not complete: it lacks {shorten(missing)}. Nothing was written")
     return record
 
 
 def _name_weights(record: Record, weights: str | Path | None, progress: ProgressCallback) -> None:
-    """Write down where this machine has the backbone's weights, if they are a file."""
+    """Record where this machine stores the backbone's weights, if they are a file."""
     chosen = record.backbone
     asked = chosen["weights"] not in (None, "random")
     if weights is None:
@@ -308,8 +306,7 @@ def _put_in_place(place: Path, target: Path) -> None:
     try:
         for path in place.rglob("*"):
             if path.is_file():
-                with path.open("rb") as stream:
-                    os.fsync(stream.fileno())
+                sync(path)
         place.replace(target)
     except OSError as problem:
         raise write_error(target, problem) from problem

@@ -1,9 +1,9 @@
 """Heads: features to logits over the classes seen so far. Any head goes with any method."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from probprompt.heads.closed_form import (
     ClosedFormSettings,
@@ -52,7 +52,7 @@ def setting_names(kind: str | None = None) -> list[str]:
     return list(dict.fromkeys(name for one in kinds for name in HEADS[one][0].model_fields))
 
 
-def complete(given: Mapping[str, Any], preferred: str) -> dict[str, Any]:
+def complete(given: Mapping[str, JsonValue], preferred: str) -> dict[str, JsonValue]:
     """Name the kind of head, and drop the settings of other kinds that have their default.
 
     Until version 0.1 every head recorded the settings of all kinds.
@@ -60,10 +60,10 @@ def complete(given: Mapping[str, Any], preferred: str) -> dict[str, Any]:
     >>> complete({"kind": None, "projections": 2000}, "linear")
     {'kind': 'linear'}
     """
-    kind = given.get("kind") or preferred
+    kind = str(given.get("kind") or preferred)
     if kind not in HEADS:
         raise ValueError(f"head.kind must be one of {', '.join(HEADS)}, not {kind!r}")
-    settings: dict[str, Any] = {"kind": kind}
+    settings: dict[str, JsonValue] = {"kind": kind}
     for name, value in given.items():
         others = [other for other, (parts, _) in HEADS.items() if name in parts.model_fields]
         if name != "kind" and others and kind not in others:

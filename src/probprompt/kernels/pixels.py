@@ -1,24 +1,23 @@
-"""Views of images straight from their stored pixels: cut out, resized, flipped and normalised in one pass.
+"""Cut, resize, flip and normalize boxes of stored images in one pass, and cut images into patches.
 
-What :func:`probprompt.data.transforms.resample` says, for images of different sizes that lie one after another in
-memory.
+:func:`crop` gives the views of :func:`probprompt.data.transforms.resample`, for images of different sizes that are
+stored one after another.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+from typing import Literal, Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from probprompt.data.transforms import Boxes, Kernel
 from probprompt.errors import UserError, suggest
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-
+Kernel = Literal["bilinear", "bicubic"]
+"""How pixels between pixels are computed."""
 RADIUS = {"bilinear": 1, "bicubic": 2}
 """How far a kernel reaches, in pixels of the output or of the input, whichever are larger."""
-
-
 PIXELS, WARPS = 256, 4
 """Pixels of the output that a program finds, of one line where they fit, and its warps: the fastest of 23 shapes."""
 
@@ -151,6 +150,15 @@ def _crop(
     _put(red, total, mean, std, target, mask)
     _put(green, total, mean + 1, std + 1, target + size * size, mask)
     _put(blue, total, mean + 2, std + 2, target + 2 * size * size, mask)
+
+
+class Boxes(Protocol):
+    """Places (B, 8) in float64 (top, left, height, width; limits: top, bottom, left, right), and flips (B,)."""
+
+    @property
+    def places(self) -> Tensor: ...  # noqa: D102
+    @property
+    def flip(self) -> Tensor | None: ...  # noqa: D102
 
 
 def crop(

@@ -1,66 +1,69 @@
-"""Images of different requests are classified together; each answer is that of the image alone."""
+"""Classify the images of different requests in one batch; each answer depends on its own image only."""
 
 import asyncio
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import islice
 
 from PIL import Image
 
 from probprompt.classifier import ContinualClassifier, Prediction
 from probprompt.data.images import Pixels
 
+BatchCallback = Callable[[int, int], None]
+"""Called after each batch with its number of images, and how many of them are unknown."""
+
 
 class OverloadedError(Exception):
-    """More images are waiting than may wait."""
+    """More images are waiting than the capacity allows."""
 
 
-class Room:
-    """How much may wait at a time: images, counted before they are decoded, and the bytes of those that are."""
+class Capacity:
+    """Limit on what waits at a time: images, counted before they are decoded, and bytes of decoded ones."""
 
     def __init__(self, images: int, size: int) -> None:
         self._most, self._size = images, size
         self.images = self.bytes = 0
 
     @contextmanager
-    def taken(self, images: int) -> Iterator["Place"]:
-        """A place for the images of one request, as long as the block lasts."""
+    def reserve(self, images: int) -> Iterator["Reservation"]:
+        """Reserve capacity for the images of one request while the block lasts."""
         if self.images + images > self._most:
             raise OverloadedError
-        place = Place(self)
+        reservation = Reservation(self)
         self.images += images
         try:
-            yield place
+            yield reservation
         finally:
             self.images -= images
-            self.bytes -= place.bytes
+            self.bytes -= reservation.bytes
 
     def hold(self, size: int) -> None:
-        """Take so many bytes."""
+        """Take bytes of the capacity."""
         if self.bytes + size > self._size:
             raise OverloadedError
         self.bytes += size
 
 
-class Place:
-    """What one request takes of the room."""
+class Reservation:
+    """The part of the capacity that one request takes."""
 
-    def __init__(self, room: Room) -> None:
-        self._room, self.bytes = room, 0
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity, self.bytes = capacity, 0
 
     def hold(self, pixels: Pixels) -> None:
-        """Keep the pixels of an image."""
-        self._room.hold(pixels.nbytes)
+        """Count the pixels of an image."""
+        self._capacity.hold(pixels.nbytes)
         self.bytes += pixels.nbytes
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gets: all its predictions by one version of the model."""
+    """The predictions for one request, all by one version of the model."""
 
     version: int
     predictions: tuple[Prediction, ...]
@@ -75,33 +78,22 @@ class _Group:
     answer: "asyncio.Future[Answer]"
 
 
-class Told(Protocol):
-    """Is told of every batch."""
-
-    def __call__(self, images: int, unknown: int) -> None:
-        """So many images were classified together."""
-
-
 class Batcher:
-    """A thread that gathers requests for a moment and classifies their images in one go."""
+    """A thread that gathers requests for a moment and classifies their images in one batch."""
 
     def __init__(
-        self,
-        classifier: ContinualClassifier,
-        told: Told,
-        window: float = 0.003,
-        most: int = 16,
+        self, classifier: ContinualClassifier, callback: BatchCallback, window: float = 0.003, most: int = 16
     ) -> None:
         self.classifier = classifier
-        """Who answers: replaced as a whole, and never changed in between."""
-        self._told, self._window, self._most = told, window, most
+        """The version that answers; it is replaced as a whole and never changed."""
+        self._callback, self._window, self._most = callback, window, most
         self._groups: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="predictions", daemon=True)
         self._thread.start()
 
     async def predict(self, images: Sequence[Pixels], top_k: int) -> Answer:
-        """Classify the images of one request, together with whatever others ask for at the time."""
+        """Classify the images of one request, together with those of other requests at the time."""
         group = _Group(images, top_k, self._loop.create_future())
         self._groups.put(group)
         return await group.answer
@@ -120,7 +112,7 @@ class Batcher:
                 self._answer(wanted)
 
     def _gather(self) -> tuple[list[_Group], bool]:
-        """Whole requests, until there are enough images or the moment is over; and whether more may come."""
+        """Return whole requests until there are enough images or the window is over, and whether more may come."""
         groups: list[_Group] = []
         until = None
         while sum(len(group.images) for group in groups) < self._most:
@@ -139,8 +131,8 @@ class Batcher:
         classifier = self.classifier
         try:
             outcomes: list[tuple[_Group, Answer | Exception]] = list(self._together(classifier, groups))
-        except Exception as problem:  # noqa: BLE001 (whatever it is, it is whose request it was to know)
-            if len(groups) > 1:  # one request's trouble is not the others'
+        except Exception as problem:  # noqa: BLE001 (any error is the answer to the request)
+            if len(groups) > 1:  # one request's error is not the others'
                 for group in groups:
                     self._answer([group])
                 return
@@ -155,21 +147,20 @@ class Batcher:
         found: list[Prediction] = []
         for start in range(0, len(images), self._most):
             some = classifier.predict(images[start : start + self._most], top_k=top_k)
-            self._told(len(some), sum(prediction.unknown for prediction in some))
+            self._callback(len(some), sum(prediction.unknown for prediction in some))
             found += some
-        answers, place = [], 0
+        predictions = iter(found)
+        answers = []
         for group in groups:
-            own = found[place : place + len(group.images)]
-            place += len(own)
-            cut = tuple(replace(prediction, top=prediction.top[: group.top_k]) for prediction in own)
-            answers.append((group, Answer(classifier.version, cut)))
+            own = [replace(one, top=one.top[: group.top_k]) for one in islice(predictions, len(group.images))]
+            answers.append((group, Answer(classifier.version, tuple(own))))
         return answers
 
 
 def _deliver(outcomes: Sequence[tuple[_Group, Answer | Exception]]) -> None:
-    """Hand out answers, in the loop of those who wait for them."""
+    """Hand out answers, in the event loop of the requests."""
     for group, outcome in outcomes:
-        if group.answer.done():  # given up in the meantime
+        if group.answer.done():  # canceled in the meantime
             continue
         if isinstance(outcome, Exception):
             group.answer.set_exception(outcome)

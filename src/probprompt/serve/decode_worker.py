@@ -1,8 +1,7 @@
-"""The program that decodes uploads: a process of its own, which may be killed, starved or crash without harm.
+"""The program that decodes uploads, in a separate process that may crash or be killed without harm.
 
-It reads requests from its standard input and answers on its standard output, one after the other, until the input
-ends. It is started by :mod:`probprompt.serve.uploads`, knows nothing of the network, and gives up the right to
-write files and to take more memory than the largest allowed image needs.
+:mod:`probprompt.serve.uploads` starts it. It reads requests from standard input and answers on standard output until
+the input ends. It may not write files or take more memory than the largest allowed image needs.
 """
 
 import io
@@ -12,27 +11,17 @@ from typing import IO
 
 from PIL import Image
 
-from probprompt.data.images import Pixels, UnreadableImageError, read_image
+from probprompt.data.images import UnreadableImageError, read_image
 
 REQUEST = struct.Struct(">BII")
 """What is wanted (a :data:`PIXELS` or :data:`PNG`), the short side (0: as it is), how many bytes follow."""
-
-
 ANSWER = struct.Struct(">BIII")
 """What came out (as asked for, or :data:`REFUSED`), width, height, how many bytes follow."""
-
-
 PIXELS, PNG, REFUSED = 0, 1, 2
-
-
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "HEIF")
 """Formats of photographs; no others, since some of Pillow's start programs or are hardly ever tested."""
-
-
 LONGEST = 100
 """A picture's long side over its short one, at most: the long side is not reduced."""
-
-
 BASE_MEMORY, MEMORY_PER_PIXEL = 768 * 2**20, 40
 """What the process takes by itself, and the most that reading a pixel of any format takes."""
 
@@ -78,13 +67,11 @@ def decode(data: bytes, wanted: int, short_side: int) -> tuple[int, int, int, by
     height, width = pixels.shape[:2]
     if max(width, height) > LONGEST * min(width, height):
         raise UnreadableImageError(f"{width} x {height} pixels: one side is more than {LONGEST} times the other")
-    return wanted, width, height, _as_png(pixels) if wanted == PNG else pixels.tobytes()
-
-
-def _as_png(pixels: Pixels) -> bytes:
+    if wanted == PIXELS:
+        return wanted, width, height, pixels.tobytes()
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, "PNG", compress_level=1)
-    return written.getvalue()
+    return wanted, width, height, written.getvalue()
 
 
 if __name__ == "__main__":

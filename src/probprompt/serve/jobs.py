@@ -1,34 +1,29 @@
-"""Lessons and undoings that were accepted: kept on disk before anybody is told so, and carried out one by one.
+"""Accepted lessons and rollbacks, on disk before the request is answered.
 
 A job is a folder ``MODEL/serve/jobs/NUMBER`` with a ``job.json`` and, until it is finished, the images to learn, as
-PNG files named by numbers. It appears by one renaming, so it is there as a whole or not at all. A job that was
-under way when the service was stopped or killed is taken up again at the next start; the model's own history tells
-whether it had been learned already.
+PNG files named by numbers. One rename adds it, so it is complete or absent.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from pydantic import ValidationError
 
 from probprompt.errors import UserError
-from probprompt.serve.schemas import FINISHED, Job
-from probprompt.storage import natural_order, read_json, write_bytes, write_error, write_json
+from probprompt.serve.schemas import FINISHED, Job, JobChanges
+from probprompt.storage import natural_order, read_json, sync, write_bytes, write_error, write_json
 
 KEPT = 200
-"""Finished jobs that are remembered."""
-
-
+"""Number of finished jobs to keep."""
 _STAGING = ".part"
 
 
 def now() -> str:
-    """The time, as it is written down."""
+    """Return the present time as jobs record it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -57,47 +52,47 @@ class JobStore:
                 raise UserError(f"{path} is damaged: {place}: {wrong['msg']}. Move {path.parent} away") from None
 
     def all(self) -> list[Job]:
-        """Every job that is remembered, the newest first."""
+        """Return all kept jobs, the newest first."""
         with self._lock:
             return sorted(self._jobs.values(), key=lambda job: -job.id)
 
     def get(self, number: int) -> Job | None:
-        """A job by its number."""
+        """Return a job by its number."""
         with self._lock:
             return self._jobs.get(number)
 
     def unfinished(self) -> list[Job]:
-        """Jobs that are to be carried out, in their order."""
+        """Return the jobs to run, in the order in which they were accepted."""
         with self._lock:
             return sorted((job for job in self._jobs.values() if job.state not in FINISHED), key=lambda job: job.id)
 
     def draft(self) -> "Draft":
-        """Begin a job: it counts from when it is accepted."""
+        """Start a job; it counts once it is accepted."""
         with self._lock:
             self._last += 1
             return Draft(self, self._last, self._folder / f"{self._last}{_STAGING}")
 
     def accept(self, draft: "Draft", job: Job) -> Job:
-        """Keep a job: when this returns, neither a crash nor a power cut loses it."""
+        """Store a job; when this returns, neither a crash nor a power failure loses it."""
         with self._lock:
             write_json(draft.folder / "job.json", job.model_dump())
             try:
                 draft.folder.rename(self.place(job.id))
-                _settle(self._folder)
+                sync(self._folder)
             except OSError as problem:
                 raise write_error(self._folder, problem) from problem
             self._jobs[job.id] = job
             return job
 
     def place(self, number: int) -> Path:
-        """The folder of a job."""
+        """Return the folder of a job."""
         return self._folder / str(number)
 
-    def update(self, number: int, **changes: Any) -> Job:
-        """Write down what became of a job; with that, the images of a finished one go."""
+    def update(self, number: int, **changes: Unpack[JobChanges]) -> Job:
+        """Change a job and write it; the images of a finished one are removed."""
         with self._lock:
             job = self._jobs[number] = self._jobs[number].model_copy(update=changes)
-            if changes.keys() != {"progress"}:  # progress is for those who watch, not for the disk
+            if changes.keys() != {"progress"}:  # progress is not stored
                 write_json(self.place(number) / "job.json", job.model_copy(update={"progress": None}).model_dump())
             if job.state in FINISHED:
                 shutil.rmtree(self.place(number) / "images", ignore_errors=True)
@@ -105,13 +100,13 @@ class JobStore:
             return job
 
     def begin(self, number: int) -> Job | None:
-        """Mark a job as running; None where it was given up in the meantime."""
+        """Mark a job as running; None if it was canceled in the meantime."""
         with self._lock:
             job = self._jobs[number]
             return None if job.state in FINISHED else self.update(number, state="running")
 
     def cancel_waiting(self, number: int) -> Job | None:
-        """Give up a job that has not begun; returns the job as it is then, None where there is no such job."""
+        """Cancel a job that has not started, and return it as it is then; None if it does not exist."""
         with self._lock:
             job = self._jobs.get(number)
             if job is None or job.state != "waiting":
@@ -119,7 +114,7 @@ class JobStore:
             return self.update(number, state="cancelled", finished=now())
 
     def images(self, job: Job) -> dict[str, list[Path]]:
-        """The files of each class of a lesson."""
+        """Return the files of each class of a lesson."""
         folder = self.place(job.id) / "images"
         return {
             taught.name: sorted((folder / str(index)).glob("*.png"), key=natural_order)
@@ -134,7 +129,7 @@ class JobStore:
 
 
 class Draft:
-    """A job that is being put together in a folder of its own."""
+    """A job that is being assembled in a separate folder."""
 
     def __init__(self, store: JobStore, number: int, folder: Path) -> None:
         self._store, self.number, self.folder = store, number, folder
@@ -144,7 +139,7 @@ class Draft:
             raise write_error(folder, problem) from problem
 
     def add_image(self, index: int, image: int, png: bytes) -> None:
-        """Keep an image of the class with this index; both names are numbers of ours."""
+        """Store an image of the class with this index; both names are numbers, never the sender's."""
         place = self.folder / "images" / str(index)
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -153,18 +148,9 @@ class Draft:
         write_bytes(place / f"{image}.png", png)
 
     def accept(self, **details: Any) -> Job:
-        """Make a job of it."""
+        """Turn it into a job."""
         return self._store.accept(self, Job(id=self.number, created=now(), **details))
 
     def drop(self) -> None:
-        """Leave nothing of it."""
+        """Remove what is left of it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _settle(folder: Path) -> None:
-    """Have the disk hold a folder's entries."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

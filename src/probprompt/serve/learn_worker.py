@@ -1,93 +1,113 @@
-"""The program that learns a lesson: a process of its own, so that predictions go on, whatever becomes of it.
+"""The program that learns one lesson, in a separate process so that the service keeps answering.
 
-Started by :mod:`probprompt.serve.lessons` with the model's folder and a request in JSON on its standard input. It
-tells its progress on its standard output, a line of JSON each, and at last what it learned or why it could not. It
-ends when its input does, that is with the service, however that ended.
+:mod:`probprompt.serve.lessons` starts it with the model's folder and writes a :class:`Request` to its standard input.
+It writes a :class:`Message` per line: its progress, and last a report or an error. It ends when its input does, that
+is with the service.
 """
 
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel
 
 from probprompt.classifier import changing
 from probprompt.classifier.lesson import Known
+from probprompt.classifier.outputs import LearnReport
 from probprompt.errors import UserError, says_out_of_memory
 from probprompt.progress import ProgressCallback
+from probprompt.serve.schemas import Progress
 
 WAIT_SECONDS = 0.2
-"""How often the model is looked at while somebody else changes it."""
-
-
+"""Seconds between two attempts to change a model that another process is changing."""
 _ORPHANED = 3  # exit code
 
 
+class Request(BaseModel):
+    """Images to learn, by class, and the note of the version that they make."""
+
+    images: dict[str, list[str]]
+    refine: bool
+    name: str
+    device: str | None = None
+
+
+class Message(BaseModel):
+    """One line of output: exactly one of these."""
+
+    progress: Progress | None = None
+    report: LearnReport | None = None
+    error: str = ""
+
+
 class Lines(ProgressCallback):
-    """Tells how far learning is, a line for each step that changes the percentage."""
+    """Writes the progress of learning, a line for each step that changes the percentage."""
 
     def __init__(self) -> None:
-        self._stage, self._done, self._total, self._told = "", 0, 1, -1
+        self._stage, self._done, self._total, self._percent = "", 0, 1, -1
 
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
-        """A stage begins."""
-        self._stage, self._done, self._total, self._told = description, 0, max(1, total), -1
+        """Start a stage."""
+        self._stage, self._done, self._total, self._percent = description, 0, max(1, total), -1
         self.advance(0)
         yield
 
     def advance(self, steps: int) -> None:
-        """Some steps of it are done."""
+        """Count steps of the stage."""
         self._done += steps
         percent = 100 * self._done // self._total
-        if percent != self._told:
-            self._told = percent
-            tell({"progress": {"stage": self._stage, "done": self._done, "total": self._total}})
+        if percent != self._percent:
+            self._percent = percent
+            write_progress(self._stage, self._done, self._total)
 
 
-def tell(message: dict[str, Any]) -> None:
+def write(message: Message) -> None:
     """Write one line."""
-    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.write(message.model_dump_json(exclude_defaults=True) + "\n")
     sys.stdout.flush()
+
+
+def write_progress(stage: str, done: int, total: int) -> None:
+    """Write one line of progress."""
+    write(Message(progress=Progress(stage=stage, done=done, total=total)))
 
 
 def main(arguments: list[str]) -> None:
     """Learn one lesson and save the model."""
     folder = Path(arguments[0])
-    request = json.loads(sys.stdin.buffer.readline())
+    request = Request.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     with suppress(OSError, AttributeError):
         os.nice(10)  # predictions go first
     try:
-        tell({"progress": {"stage": "loading", "done": 0, "total": 1}})
-        known: Known = "refine" if request["refine"] else "refuse"
-        with changing(folder, request["device"], busy=wait) as classifier:
-            learned = classifier.learn(request["images"], known=known, name=request["name"], progress=Lines())
+        write_progress("loading", 0, 1)
+        known: Known = "refine" if request.refine else "refuse"
+        with changing(folder, request.device, busy=wait) as classifier:
+            learned = classifier.learn(request.images, known=known, name=request.name, progress=Lines())
     except UserError as problem:
-        tell({"error": str(problem)})
+        write(Message(error=str(problem)))
     except (MemoryError, RuntimeError, OSError) as problem:
         if not says_out_of_memory(problem):
             raise
-        tell(
-            {"error": "there is not enough memory to learn this; the model is as it was. Teach fewer images at a time"}
-        )
+        reason = "there is not enough memory to learn this; the model is as it was. Teach fewer images at a time"
+        write(Message(error=reason))
     else:
-        tell({"report": asdict(learned)})
+        write(Message(report=learned))
 
 
 def wait() -> None:
-    """Somebody else is changing the model: the lesson was accepted, and goes on when they are done."""
-    tell({"progress": {"stage": "waiting for another process that changes the model", "done": 0, "total": 1}})
+    """Wait for another process that is changing the model; the lesson stays accepted."""
+    write_progress("waiting for another process that changes the model", 0, 1)
     time.sleep(WAIT_SECONDS)
 
 
 def _end_with_input() -> None:
-    """When the service is gone, nobody is left to learn for."""
+    """End this process with the service."""
     sys.stdin.buffer.read()
     os._exit(_ORPHANED)
 

@@ -1,5 +1,6 @@
-"""The HTTP side of the service: routes, what they take and what they answer."""
+"""The HTTP routes of the service, and its server."""
 
+import asyncio
 import errno
 import signal
 import socket
@@ -15,6 +16,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import JsonValue
 from starlette.exceptions import HTTPException
 
 from probprompt import __version__
@@ -32,7 +34,7 @@ from probprompt.serve.schemas import (
     Problem,
     PromptFigures,
 )
-from probprompt.serve.security import Access, Guard, Limits, TooMuchError
+from probprompt.serve.security import Access, Guard, Limits, RequestTooLargeError
 from probprompt.serve.service import KnownClassError, Service
 from probprompt.serve.uploads import BadRequestError, lesson, question
 
@@ -42,63 +44,33 @@ PAGE = {
     "/style.css": ("style.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+_FILES: JsonValue = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
+_IMAGE: JsonValue = {"schema": {"type": "string", "format": "binary"}}
+_OF = "for each image the number of its name, from 0; not needed with one name"
+_KNOWN = "what happens where a class is known: nothing, or it gets more images"
 
 
-_FILE = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
+def _form(required: list[JsonValue], properties: dict[str, JsonValue]) -> JsonValue:
+    return {"schema": {"type": "object", "required": required, "properties": properties}}
 
 
-_IMAGE = {"schema": {"type": "string", "format": "binary"}}
+def _body(content: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    return {"requestBody": {"required": True, "content": content}}
 
 
-QUESTION_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {"type": "object", "required": ["images"], "properties": {"images": _FILE}}
-            },
-            "image/png": _IMAGE,
-            "image/jpeg": _IMAGE,
-            "image/webp": _IMAGE,
-        },
+QUESTION_BODY = _body(
+    {
+        "multipart/form-data": _form(["images"], {"images": _FILES}),
+        **dict.fromkeys(("image/png", "image/jpeg", "image/webp"), _IMAGE),
     }
+)
+_LESSON: dict[str, JsonValue] = {
+    "names": {"type": "array", "items": {"type": "string"}, "description": "the names of the classes"},
+    "images": _FILES,
+    "of": {"type": "array", "items": {"type": "integer"}, "description": _OF},
+    "known": {"type": "string", "enum": ["refuse", "refine"], "default": "refuse", "description": _KNOWN},
 }
-
-
-LESSON_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["names", "images"],
-                    "properties": {
-                        "names": {
-                            "type": "array",
-                            "items": {"type": "string"},
-                            "description": "the names of the classes",
-                        },
-                        "images": _FILE,
-                        "of": {
-                            "type": "array",
-                            "items": {"type": "integer"},
-                            "description": "for each image the number of its name, from 0; not needed with one name",
-                        },
-                        "known": {
-                            "type": "string",
-                            "enum": ["refuse", "refine"],
-                            "default": "refuse",
-                            "description": "what happens where a class is known: nothing, or it gets more images",
-                        },
-                    },
-                }
-            }
-        },
-    }
-}
-
-
+LESSON_BODY = _body({"multipart/form-data": _form(["names", "images"], _LESSON)})
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "description": words}
     for status, words in {
@@ -111,7 +83,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application of a service; it runs as long as the application does."""
+    """Build the application of a service, which runs as long as the application does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -151,7 +123,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_refusals(app: FastAPI) -> None:
-    """Every refusal has one form: a status and words."""
+    """Answer every error with a status and a message."""
 
     def say(status: int, words: object, **headers: str) -> JSONResponse:
         return JSONResponse({"error": str(words)}, status, headers=headers or None)
@@ -159,7 +131,7 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(UserError)
     @app.exception_handler(BadRequestError)
     async def refuse_bad(request: Request, problem: Exception) -> Response:
-        if isinstance(problem.__cause__, OSError):  # not the sender's mistake
+        if isinstance(problem.__cause__, OSError):  # not the sender's error
             return await refuse_unwritten(request, problem.__cause__)
         return say(400, problem)
 
@@ -167,8 +139,8 @@ def _add_refusals(app: FastAPI) -> None:
     async def refuse_known(_: Request, problem: Exception) -> Response:
         return say(409, problem)
 
-    @app.exception_handler(TooMuchError)
-    async def refuse_large(_: Request, problem: TooMuchError) -> Response:
+    @app.exception_handler(RequestTooLargeError)
+    async def refuse_large(_: Request, problem: RequestTooLargeError) -> Response:
         return say(problem.status, problem, connection="close")
 
     @app.exception_handler(OverloadedError)
@@ -217,12 +189,12 @@ def _add_asking(app: FastAPI, service: Service) -> None:
     @app.get("/api/accuracy")
     async def accuracy() -> AccuracyMatrix:
         """Accuracy on each lesson by each version."""
-        return await service.accuracy()
+        return await asyncio.to_thread(service.accuracy, service.classifier)
 
     @app.get("/api/prompts")
     async def prompts() -> PromptFigures:
         """How alike the prompts are that classes receive."""
-        return await service.prompts()
+        return await asyncio.to_thread(service.prompts, service.classifier)
 
 
 def _add_teaching(app: FastAPI, service: Service) -> None:
@@ -250,7 +222,7 @@ def _add_teaching(app: FastAPI, service: Service) -> None:
     @app.delete("/api/jobs/{number}", responses=REFUSALS)
     def cancel(number: Annotated[int, PathParameter(ge=1)]) -> Job:
         """Give up a lesson that is not finished. Needs the token."""
-        return _found(service.school.cancel(number), number)
+        return _found(service.lessons.cancel(number), number)
 
 
 def _found(job: Job | None, number: int) -> Job:
@@ -272,14 +244,12 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 
 CONNECTIONS = 512
-
-
 GRACE_SECONDS = 30
-"""How long requests under way may take to finish once the service is told to stop."""
+"""Seconds that running requests may take to finish when the service stops."""
 
 
 class Server(uvicorn.Server):
-    """A service on a socket; tells when it answers."""
+    """A server on a socket; it calls ``ready`` when it answers."""
 
     def __init__(self, service: Service, listening: socket.socket, ready: Callable[[], None] | None = None) -> None:
         super().__init__(
@@ -288,7 +258,7 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # who asks is never taken from what they say
+                proxy_headers=False,  # the client is never taken from its headers
                 ws="none",
                 limit_concurrency=CONNECTIONS,
                 backlog=CONNECTIONS,
@@ -298,19 +268,19 @@ class Server(uvicorn.Server):
         self.service, self._listening, self._ready = service, listening, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         await super().startup(sockets)
         if self._ready and not self.should_exit:
             self._ready()
 
     def work(self) -> None:
-        """Answer until told to stop."""
+        """Answer until the process is asked to stop."""
         with self._listening:
             self.run([self._listening])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on an address, taken before anything slow is done."""
+    """Bind a socket, before anything slow is done."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         found = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
@@ -322,7 +292,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Return the address for a browser."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -335,7 +305,7 @@ def serve(
     device: str | None,
     ready: Callable[[Service], None],
 ) -> None:
-    """Serve a model until the process is told to stop; then everything that was asked is answered first."""
+    """Serve a model until the process is asked to stop; running requests are answered first."""
     service = Service(folder, access, limits, device)
     server = Server(service, listening, lambda: ready(service))
     if threading.current_thread() is threading.main_thread():

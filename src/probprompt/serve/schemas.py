@@ -1,21 +1,14 @@
-"""Lessons and undoings that were accepted: kept on disk before anybody is told so, and carried out one by one.
-
-A job is a folder ``MODEL/serve/jobs/NUMBER`` with a ``job.json`` and, until it is finished, the images to learn, as
-PNG files named by numbers. It appears by one renaming, so it is there as a whole or not at all. A job that was
-under way when the service was stopped or killed is taken up again at the next start; the model's own history tells
-whether it had been learned already.
-"""
+"""Jobs as they are stored, and what the service answers: predictions, history, accuracy matrix and figures."""
 
 import threading
-from typing import Literal
+from collections.abc import Callable
+from typing import Generic, Literal, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from probprompt.classifier import ContinualClassifier, Prediction, Version
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
-
-
 FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})
 
 
@@ -80,6 +73,19 @@ class Job(_Record):
     error: str | None = None
 
 
+class JobChanges(TypedDict, total=False):
+    """Fields of a job that change while it is run."""
+
+    state: State
+    finished: str
+    before: int
+    version: int
+    progress: Progress | None
+    report: Report
+    warnings: list[str]
+    error: str | None
+
+
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True)
 
@@ -110,20 +116,13 @@ class PredictedImage(_Value):
 
     @classmethod
     def of(cls, name: str, prediction: Prediction) -> "PredictedImage":
-        """A prediction under the sender's name for the image."""
-        return cls(
-            name=name,
-            label=prediction.label,
-            probability=prediction.probability,
-            top=[Ranked(label=label, probability=probability) for label, probability in prediction.top],
-            unknown=prediction.unknown,
-            novelty=prediction.novelty,
-            error=prediction.error,
-        )
+        """Return a prediction under the sender's name for the image."""
+        top = [Ranked(label=label, probability=probability) for label, probability in prediction.top]
+        return cls.model_validate({**vars(prediction), "name": name, "top": top})
 
     @classmethod
     def refused(cls, name: str, reason: str) -> "PredictedImage":
-        """A file that could not be read."""
+        """Return the answer for a file that could not be read."""
         return cls(name=name, label=None, probability=0.0, top=[], unknown=False, novelty=0.0, error=reason)
 
 
@@ -168,17 +167,8 @@ class KeptVersion(_Value):
 
     @classmethod
     def of(cls, version: Version, current: int) -> "KeptVersion":
-        """A version of the history."""
-        return cls(
-            number=version.number,
-            when=version.when,
-            what=version.what,
-            classes=list(version.classes),
-            images=version.images,
-            known=version.known,
-            note=version.note,
-            current=version.number == current,
-        )
+        """Return a version of the history."""
+        return cls.model_validate({**vars(version), "current": version.number == current})
 
 
 class History(_Value):
@@ -243,43 +233,35 @@ HELD_OUT = (
     "One row per lesson, one column per version: accuracy in % on the images of the lesson that are held out while "
     "probabilities are calibrated, under a head that has not seen them. Reading along a row shows what was kept."
 )
-
-
 NOTHING_HELD_OUT = "There is nothing to show: lessons with three images of a class or more have some held out."
-
-
 NO_PROMPTS = (
     "There is nothing to show: this needs two classes or more, and a method with prompts whose queries are kept, "
     "as in the preset 'flagship'."
 )
 
 
-class Insight:
-    """Tables and figures, made once for each version."""
+Figures = TypeVar("Figures")
+_DRAWING = threading.Lock()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._accuracy: tuple[int, AccuracyMatrix] | None = None
-        self._prompts: tuple[int, PromptFigures] | None = None
 
-    def accuracy(self, classifier: ContinualClassifier) -> AccuracyMatrix:
-        """The accuracy matrix of the versions that are kept."""
-        with self._lock:
-            if self._accuracy is None or self._accuracy[0] != classifier.version:
-                self._accuracy = classifier.version, draw_matrix(classifier)
-            return self._accuracy[1]
+class OncePerVersion(Generic[Figures]):
+    """Draws tables or figures of a classifier, once for each version."""
 
-    def prompts(self, classifier: ContinualClassifier) -> PromptFigures:
-        """Figures of how alike the prompts of classes are."""
-        with self._lock:
-            if self._prompts is None or self._prompts[0] != classifier.version:
-                self._prompts = classifier.version, draw_prompts(classifier)
-            return self._prompts[1]
+    def __init__(self, draw: Callable[[ContinualClassifier], Figures]) -> None:
+        self._draw = draw
+        self._drawn: tuple[int, Figures] | None = None
+
+    def __call__(self, classifier: ContinualClassifier) -> Figures:
+        """Return what was drawn for this version, or draw it."""
+        with _DRAWING:
+            if self._drawn is None or self._drawn[0] != classifier.version:
+                self._drawn = classifier.version, self._draw(classifier)
+            return self._drawn[1]
 
 
 def draw_matrix(classifier: ContinualClassifier) -> AccuracyMatrix:
-    """The accuracy matrix with the colours that reports give it."""
-    from probprompt.report import figures  # matplotlib loads only when somebody looks
+    """Return the accuracy matrix of the kept versions, with the colors of reports."""
+    from probprompt.report import figures  # late: matplotlib is slow to load
 
     found = classifier.accuracy_matrix()
     known = [value for row in found.values for value in row if value is not None]
@@ -305,8 +287,8 @@ def draw_matrix(classifier: ContinualClassifier) -> AccuracyMatrix:
 
 
 def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
-    """The similarity of prompts between classes, and by block."""
-    from probprompt.report import figures  # matplotlib loads only when somebody looks
+    """Draw the similarity of prompts between classes, and by block."""
+    from probprompt.report import figures  # late: matplotlib is slow to load
 
     found = classifier.prompt_diversity()
     if found is None:
@@ -337,7 +319,7 @@ def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
 
 
 def _unstyled(svg: str) -> str:
-    """A figure whose styles the page sets itself: its policy refuses them as attributes."""
+    # The page sets styles itself: its content security policy rejects style attributes.
     return svg.replace(' style="', ' data-style="')
 
 

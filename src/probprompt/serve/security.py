@@ -74,7 +74,7 @@ class Limits:
     """Of a class name, in characters."""
 
 
-class TooMuchError(Exception):
+class RequestTooLargeError(Exception):
     """A request that is larger than allowed, or slower; the message says how."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -187,10 +187,10 @@ class _Limited:
             async with asyncio.timeout_at(self._until):
                 message = await self._receive()
         except TimeoutError:
-            raise TooMuchError(408, f"the request took more than {UPLOAD_SECONDS:g} s to arrive") from None
+            raise RequestTooLargeError(408, f"the request took more than {UPLOAD_SECONDS:g} s to arrive") from None
         self._seen += len(message.get("body", b""))
         if self._seen > self._most:
-            raise TooMuchError(413, f"the request has more than the {self._most} bytes that are allowed")
+            raise RequestTooLargeError(413, f"the request has more than the {self._most} bytes that are allowed")
         self._whole = not message.get("more_body", False)
         return message
 

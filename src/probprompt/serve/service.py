@@ -1,4 +1,4 @@
-"""The service itself, whatever asks it: predictions, lessons, history, and what is going on."""
+"""The service behind the routes: predictions, lessons, history and counters."""
 
 import asyncio
 import time
@@ -16,17 +16,17 @@ from probprompt.data.images import Pixels
 from probprompt.data.inputs import same_name
 from probprompt.engine.build import pick_device
 from probprompt.errors import UserError, shorten
-from probprompt.serve.batching import Batcher, Room
+from probprompt.serve.batching import Answer, Batcher, Capacity
 from probprompt.serve.jobs import Draft, JobStore
 from probprompt.serve.lessons import LessonRunner
 from probprompt.serve.schemas import (
-    AccuracyMatrix,
-    Insight,
     Job,
     KeptVersion,
+    OncePerVersion,
     PredictedImage,
     Predictions,
-    PromptFigures,
+    draw_matrix,
+    draw_prompts,
 )
 from probprompt.serve.security import Access, Limits
 from probprompt.serve.uploads import Decoders, Lesson, RefusedImageError, Upload, decode_each, each
@@ -34,15 +34,15 @@ from probprompt.storage import lock, write_error
 
 DECODERS = 2
 WAITING_IMAGES, WAITING_BYTES = 1024, 2**30
-"""What may wait for its prediction at a time: images, and the memory of those that are decoded."""
+"""Images that may wait for a prediction at a time, and bytes of the decoded ones."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LOCK_SECONDS = 5.0
-"""How long to wait for the folder: a process that learned for a killed service may need a moment to notice."""
+"""Seconds to wait for the folder: the learning process of a killed service needs a moment to notice."""
 
 
 class KnownClassError(Exception):
-    """A lesson on a class that is known already, without saying what to do; the message says how."""
+    """A lesson on an existing class that does not state how to treat it."""
 
 
 class Metrics:
@@ -75,44 +75,42 @@ class Metrics:
 
 
 class Service:
-    """A model in a folder, answering."""
+    """The service of a model in a folder."""
 
     def __init__(self, folder: Path, access: Access, limits: Limits, device: str | None = None) -> None:
         self.folder, self.access, self.limits, self.device = folder, access, limits, device
-        self.metrics, self.room = Metrics(), Room(WAITING_IMAGES, WAITING_BYTES)
+        self.metrics, self.capacity = Metrics(), Capacity(WAITING_IMAGES, WAITING_BYTES)
         self._first = ContinualClassifier.load(folder, device=device)
         warm_up(self._first)
         self._lock = hold(folder)
         self.jobs = JobStore(folder / "serve" / "jobs")
-        self.insight = Insight()
+        self.accuracy, self.prompts = OncePerVersion(draw_matrix), OncePerVersion(draw_prompts)
         self._begun = time.time()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer as long as the block lasts; then finish what was asked, and leave accepted jobs for the next start."""
+        """Answer while the block lasts; then finish running requests, and keep accepted jobs for the next start."""
         classifier = self._first
         self.decoders = Decoders(DECODERS, self.limits.pixels, classifier.short_side)
-        most = (
-            16 if pick_device(self.device).type == "cpu" else 64
-        )  # fewer: others are received while these are classified
+        most = 16 if pick_device(self.device).type == "cpu" else 64  # per batch; others arrive meanwhile
         self.batcher = Batcher(classifier, self._count, most=most)
         held = () if self._lock is None else (self._lock.fileno(),)
-        self.school = LessonRunner(
+        self.lessons = LessonRunner(
             self.folder, self.jobs, self._switch, lambda: self.classifier.version, self._count_job, self.device, held
         )
         self._add_gauges()
         await self.decoders.start()
-        self.school.start()
+        self.lessons.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(self.school.close)
+            await asyncio.to_thread(self.lessons.close)
             await asyncio.to_thread(self.batcher.close)
             await self.decoders.close()
             self.close()
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -122,7 +120,7 @@ class Service:
         return self.batcher.classifier
 
     def _switch(self, classifier: ContinualClassifier) -> None:
-        """From now on this version answers; requests under way are finished by the one they began with."""
+        """Answer with this version from now on; running requests finish with the earlier one."""
         warm_up(classifier)
         self.batcher.classifier = classifier
 
@@ -138,27 +136,20 @@ class Service:
         add = self.metrics.gauge
         add("model_version", "The version that answers.", lambda: self.classifier.version)
         add("model_classes", "Classes that it knows.", lambda: len(self.classifier.classes))
-        add("waiting_images", "Images that wait for their prediction.", lambda: self.room.images)
+        add("waiting_images", "Images that wait for their prediction.", lambda: self.capacity.images)
         add("unfinished_jobs", "Accepted jobs that are not finished.", lambda: len(self.jobs.unfinished()))
         add("decoder_deaths", "Decoding processes that were replaced.", lambda: self.decoders.deaths)
         add("start_time_seconds", "When the service was started, in Unix time.", lambda: self._begun)
 
-    # What is asked ---------------------------------------------------------------------------------------------------
-
     async def predict(self, uploads: list[Upload], top_k: int) -> Predictions:
-        """Classify the images of one request; a file that cannot be read gets its reason."""
-        with self.room.taken(len(uploads)) as place:
-            return await self._predict(uploads, await decode_each(self.decoders, uploads, place.hold), top_k)
-
-    async def _predict(
-        self, uploads: list[Upload], decoded: list[Pixels | RefusedImageError], top_k: int
-    ) -> Predictions:
-        readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
-        if readable:
-            answer = await self.batcher.predict(readable, top_k)
-            version, found = answer.version, iter(answer.predictions)
-        else:
-            version, found = self.classifier.version, iter(())
+        """Classify the images of one request; an unreadable file gets the reason."""
+        with self.capacity.reserve(len(uploads)) as reservation:
+            decoded = await decode_each(self.decoders, uploads, reservation.hold)
+            readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
+            answer = Answer(self.classifier.version, ())
+            if readable:
+                answer = await self.batcher.predict(readable, top_k)
+        found = iter(answer.predictions)
         rows = []
         for upload, pixels in zip(uploads, decoded, strict=True):
             if isinstance(pixels, RefusedImageError):
@@ -166,10 +157,10 @@ class Service:
                 rows.append(PredictedImage.refused(upload.name, str(pixels)))
             else:
                 rows.append(PredictedImage.of(upload.name, next(found)))
-        return Predictions(version=version, predictions=rows)
+        return Predictions(version=answer.version, predictions=rows)
 
     async def teach(self, lesson: Lesson) -> Job:
-        """Accept a lesson: when this returns, it is on disk."""
+        """Accept a lesson; when this returns, it is on disk."""
         lesson = self._as_known(lesson)
         draft = await asyncio.to_thread(self.jobs.draft)
         try:
@@ -183,34 +174,26 @@ class Service:
                 warnings=warnings,
             )
         finally:
-            draft.drop()  # nothing is there any more once it is accepted
-        self.school.wake()
+            draft.drop()  # nothing is left once it is accepted
+        self.lessons.wake()
         return job
 
     def roll_back(self, to: int) -> Job:
-        """Accept the wish to go back to a version."""
+        """Accept a rollback to a version."""
         versions = [version.number for version in self.classifier.history()]
         if to not in versions:
             raise UserError(f"version {to} is not kept: there are {shorten(reversed(versions), 20)}")
         job = self.jobs.draft().accept(kind="rollback", to=to)
-        self.school.wake()
+        self.lessons.wake()
         return job
 
     def history(self) -> list[KeptVersion]:
-        """What was learned when, the newest first."""
+        """Return the kept versions, the newest first."""
         classifier = self.classifier
         return [KeptVersion.of(version, classifier.version) for version in reversed(classifier.history())]
 
-    async def accuracy(self) -> AccuracyMatrix:
-        """The accuracy matrix."""
-        return await asyncio.to_thread(self.insight.accuracy, self.classifier)
-
-    async def prompts(self) -> PromptFigures:
-        """Figures of prompt diversity."""
-        return await asyncio.to_thread(self.insight.prompts, self.classifier)
-
     def _as_known(self, lesson: Lesson) -> Lesson:
-        """Known classes, or such as wait to be learned, by the names they have; refused unless they may be refined."""
+        """Give known and waiting classes their present names; reject them unless they may be refined."""
         waiting = [taught.name for job in self.jobs.unfinished() for taught in job.classes]
         known = {same_name(name): name for name in (*self.classifier.classes, *waiting)}
         again = [name for name in lesson.classes if same_name(name) in known]
@@ -222,7 +205,7 @@ class Service:
         return replace(lesson, classes={known.get(same_name(name), name): own for name, own in lesson.classes.items()})
 
     async def _keep(self, draft: Draft, lesson: Lesson) -> tuple[dict[str, int], list[str]]:
-        """Keep the images of a lesson as files of ours: how many of each class, and what could not be read."""
+        """Store the images of a lesson; return their number per class, and warnings about unreadable files."""
         counts, warnings = {}, []
         for index, (name, uploads) in enumerate(lesson.classes.items()):
             outcomes = await self._keep_class(draft, index, uploads)
@@ -248,14 +231,14 @@ class Service:
 
 
 def warm_up(classifier: ContinualClassifier) -> None:
-    """Have everything loaded before the first person asks."""
+    """Load everything before the first request."""
     if classifier.classes:
         blank: Pixels = np.zeros((32, 32, 3), np.uint8)
         classifier.predict([blank])
 
 
 def hold(folder: Path) -> IO[str] | None:
-    """Hold a model's folder against a second service; None where the system has no locks."""
+    """Lock a model's folder against a second service; None if files cannot be locked."""
     place, until = folder / "serve", time.monotonic() + LOCK_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Uploads become pixels in processes of their own, which are replaced when they die or take too long."""
+"""Read the files of a request and decode them in separate processes, replaced when they die or take too long."""
 
 import asyncio
 import os
@@ -19,13 +19,13 @@ import probprompt
 from probprompt.data.images import Pixels
 from probprompt.data.inputs import clean_name, same_name
 from probprompt.serve.decode_worker import ANSWER, PIXELS, PNG, REFUSED, REQUEST
-from probprompt.serve.security import Limits, TooMuchError
+from probprompt.serve.security import Limits, RequestTooLargeError
 
 _BUFFER = 2**20  # bytes that are taken from a process at once
 
 
 class RefusedImageError(Exception):
-    """An upload that is no image that can be decoded within the limits; the message says why."""
+    """An upload that cannot be decoded within the limits; the message states the reason."""
 
 
 class Decoders:
@@ -45,7 +45,7 @@ class Decoders:
         return np.frombuffer(content, np.uint8).reshape(height, width, 3)
 
     async def png_of(self, data: bytes) -> bytes:
-        """The same pixels as a PNG file: what is kept of an upload."""
+        """Decode an upload and encode the same pixels as a PNG file."""
         return (await self._ask(PNG, data))[2]
 
     async def _ask(self, wanted: int, data: bytes) -> tuple[int, int, bytes]:
@@ -62,7 +62,7 @@ class Decoders:
             await process.kill()
             raise RefusedImageError("decoding it failed: the file is damaged or made to do harm") from None
         except asyncio.CancelledError:
-            await process.kill()  # it may be in the middle of an answer that nobody reads
+            await process.kill()  # it may be in the middle of an answer
             raise
         finally:
             self._free.put_nowait(process)
@@ -89,7 +89,7 @@ class _Process:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> asyncio.subprocess.Process:
-        """The process; a new one where there is none or it has died."""
+        """Return the process; start it if it is not running."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -104,7 +104,7 @@ class _Process:
         return self._process
 
     async def ask(self, wanted: int, short_side: int, data: bytes) -> tuple[int, int, int, bytes]:
-        """Send one upload and wait for what became of it."""
+        """Send one upload and wait for the answer."""
         process = await self.start()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(REQUEST.pack(wanted, short_side, len(data)) + data)
@@ -113,7 +113,7 @@ class _Process:
         return kind, width, height, await process.stdout.readexactly(size)
 
     async def kill(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
@@ -123,40 +123,36 @@ class _Process:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a process that this one starts: the same package, and one thread."""
+    """Return the environment of a child process: the same package, and one thread."""
     home = str(Path(probprompt.__file__).parent.parent)
     paths = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
 
 
 Item = TypeVar("Item")
-
-
 Found = TypeVar("Found")
-
-
 _SHOWN = 80  # characters of a file's name
 
 
 class BadRequestError(Exception):
-    """A request that does not say what it should; the message says what is missing."""
+    """An invalid request; the message states what is missing."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file: what the sender calls it, and its bytes, which may still lie on disk."""
+    """One file under the sender's name; its bytes may still be on disk."""
 
     name: str
     source: UploadFile | bytes
 
     async def read(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return self.source if isinstance(self.source, bytes) else await self.source.read()
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is to be taught: images of each class, and what happens to classes that are known already."""
+    """Images of classes to teach, and whether existing classes may get more images."""
 
     classes: dict[str, list[Upload]]
     refine: bool
@@ -164,7 +160,7 @@ class Lesson:
 
 @asynccontextmanager
 async def question(request: Request, limits: Limits) -> AsyncIterator[list[Upload]]:
-    """The images to classify: files of a form, or one image as the whole body."""
+    """Read the images to classify: files of a form, or one image as the whole body."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind == "application/octet-stream":
         yield [Upload("image", await _whole_body(request, limits))]
@@ -180,7 +176,7 @@ async def question(request: Request, limits: Limits) -> AsyncIterator[list[Uploa
 
 @asynccontextmanager
 async def lesson(request: Request, limits: Limits) -> AsyncIterator[Lesson]:
-    """What is to be taught: names, files, which name each file belongs to, and what to do with known classes."""
+    """Read a lesson from a form: names, files, the name of each file, and how to treat existing classes."""
     async with request.form(max_files=limits.lesson_images + 1, max_fields=limits.lesson_images + 64) as form:
         names = [_class_name(name, limits) for name in form.getlist("names")]
         if not names or len({same_name(name) for name in names}) < len(names):
@@ -202,7 +198,7 @@ async def lesson(request: Request, limits: Limits) -> AsyncIterator[Lesson]:
 async def decode_each(
     decoders: Decoders, uploads: list[Upload], hold: Callable[[Pixels], None]
 ) -> list[Pixels | RefusedImageError]:
-    """The pixels of each file, or why there are none; ``hold`` is told of each, and may refuse."""
+    """Return the pixels of each file, or the reason why it was rejected; ``hold`` counts them and may raise."""
 
     async def one(upload: Upload) -> Pixels | RefusedImageError:
         try:
@@ -216,7 +212,7 @@ async def decode_each(
 
 
 async def each(work: Callable[[Item], Awaitable[Found]], items: Sequence[Item], at_once: int) -> list[Found]:
-    """Do something with each item, a few at a time; where it fails for one, no other is begun or left under way."""
+    """Process items, a few at a time; after an error no other is started, and running ones are finished."""
     slots, failed = asyncio.Semaphore(at_once), list[Exception]()
 
     async def one(item: Item) -> list[Found]:
@@ -225,7 +221,7 @@ async def each(work: Callable[[Item], Awaitable[Found]], items: Sequence[Item], 
                 return []
             try:
                 return [await work(item)]
-            except Exception as problem:  # noqa: BLE001 (raised below, when nothing is under way any more)
+            except Exception as problem:  # noqa: BLE001 (raised below, once nothing is running)
                 failed.append(problem)
                 return []
 
@@ -239,7 +235,7 @@ async def _whole_body(request: Request, limits: Limits) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        _refuse_large(size, limits)
+        _check_size(size, limits)
         parts.append(part)
     return b"".join(parts)
 
@@ -249,19 +245,19 @@ def _uploads(parts: list[UploadFile | str], most: int, limits: Limits) -> list[U
     if not files:
         raise BadRequestError("there is no image: send files named 'images'")
     if len(files) > most:
-        raise TooMuchError(413, f"the request has more than {most} images: send several requests")
+        raise RequestTooLargeError(413, f"the request has more than {most} images: send several requests")
     for file in files:
-        _refuse_large(file.size or 0, limits)
+        _check_size(file.size or 0, limits)
     return [Upload(plain(file.filename or "")[:_SHOWN], file) for file in files]
 
 
-def _refuse_large(size: int, limits: Limits) -> None:
+def _check_size(size: int, limits: Limits) -> None:
     if size > limits.image_bytes:
-        raise TooMuchError(413, f"a file has more than the {limits.image_bytes} bytes that are allowed")
+        raise RequestTooLargeError(413, f"a file has more than the {limits.image_bytes} bytes that are allowed")
 
 
 def _places(given: list[str], files: int, names: int) -> list[int]:
-    """Which name each file belongs to; with one name that need not be said."""
+    """Return the index of each file's name; it may be omitted if there is only one name."""
     if not given and names == 1:
         return [0] * files
     if len(given) != files or not all(place.isdecimal() and int(place) < names for place in given):
@@ -281,7 +277,7 @@ def _class_name(given: UploadFile | str, limits: Limits) -> str:
 
 
 def plain(text: str) -> str:
-    """A name as it can be shown: one line, composed, without control characters.
+    """Return a name in one line, composed and without control characters.
 
     >>> plain("  snow\\n leopard\\x00 ")
     'snow leopard'

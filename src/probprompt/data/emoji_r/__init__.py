@@ -28,26 +28,23 @@ _QUALITY = 90
 
 @dataclass(frozen=True)
 class Rendition:
-    """What is known of one picture."""
+    """The description of one image."""
 
     label: str
-    """Name of the class."""
     emoji: str
-    """Name of the emoji."""
     style: str
-    """Icon set that drew it."""
+    """Icon set of the drawing."""
     family: str
-    """Icon sets that share drawings form one family, and a family stays on one side of the split."""
+    """Icon sets that share drawings form one family, which stays in one split."""
     licence: str
-    """SPDX name of the licence of the artwork."""
+    """SPDX name of the license of the artwork."""
     split: str
     """Either "train" or "test"."""
 
 
 def manifest() -> dict[str, Any]:
-    """Return the manifest: sizes, classes, icon sets with versions and licences, sheets, and all pictures."""
-    loaded: dict[str, Any] = json.loads((_FOLDER / "manifest.json").read_text(encoding="utf-8"))
-    return loaded
+    """Return the manifest: sizes, classes, icon sets with versions and licenses, sheets, and all images."""
+    return dict(json.loads((_FOLDER / "manifest.json").read_text(encoding="utf-8")))
 
 
 def classes() -> tuple[str, ...]:
@@ -147,7 +144,6 @@ def write_sample(folder: str | Path, classes: Sequence[str] | int = 4, images: i
 
 
 def _chosen(wanted: Sequence[str] | int) -> tuple[str, ...]:
-    """Return names of existing classes."""
     known = classes()
     if isinstance(wanted, int):
         if not 1 <= wanted <= len(known):
