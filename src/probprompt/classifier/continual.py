@@ -399,8 +399,6 @@ def _answers(
 
 SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 """The backbone where there is no GPU and none is named."""
-
-
 _OWN_DATA = {"stored_side", "interpolation"}  # what of a run's data settings means something here
 
 

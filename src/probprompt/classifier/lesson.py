@@ -25,8 +25,6 @@ from probprompt.heads.linear import Head
 from probprompt.progress import ProgressCallback
 
 Known = Literal["refuse", "refine"]
-
-
 FEW = 5  # images of a class below which a word is due
 
 

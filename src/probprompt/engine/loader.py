@@ -25,12 +25,8 @@ from probprompt.progress import SILENT
 
 SWITCH = "PROBPROMPT_QUERIES"
 """The environment variable that has queries kept when it is ``keep``."""
-
-
 SHARE = 0.1
 """Of a GPU's memory, for queries."""
-
-
 ROOM = 2**30
 """Bytes for queries where there is no GPU."""
 

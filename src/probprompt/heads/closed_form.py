@@ -17,11 +17,7 @@ from probprompt.heads.linear import Head, HeadSettings
 
 STRENGTHS = tuple(10.0**power for power in range(-6, 10))
 """What the strength of the ridge is chosen from."""
-
-
 STRIP = 256  # rows that are saved together of half a matrix
-
-
 CHUNK = 2**23  # numbers of an intermediate result in float64: 64 MB
 
 

@@ -167,11 +167,7 @@ class NormalizedHead(LinearHead):
 
 
 MOMENTUM = 0.9
-
-
 LLOYD_STEPS = 300  # at most: k-means has long come to rest by then
-
-
 Key = tuple[randomness.Key, ...]
 
 

@@ -20,15 +20,9 @@ from probprompt.errors import UserError
 
 WIDEST = 128
 """The widest head."""
-
-
 LEAST = 16
 """The fewest rows that a product of blocks takes."""
-
-
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
 Prefixed = tuple[Tensor, Tensor]
 """Keys and values before the sequence's own, (B, P, W) each."""
 
@@ -45,24 +39,14 @@ class Tuning(NamedTuple):
 
 FORWARD = {64: Tuning(128, 32, 4, 3), WIDEST: Tuning(128, 64, 8, 2)}
 """By head width, at most; a program holds a block of queries, and sees the keys block by block."""
-
-
 QUERIES_BACKWARD = {64: Tuning(64, 64, 4, 2), WIDEST: Tuning(64, 64, 4, 2)}
 """The same for the gradient of the queries."""
-
-
 KEYS_BACKWARD = {64: Tuning(64, 64, 4, 2, 168), WIDEST: Tuning(64, 64, 8, 2)}
 """For the gradients of keys and values: a program holds a block of keys, and sees the queries block by block."""
-
-
 PREFIX_BACKWARD = {64: Tuning(64, 16, 2, 2), WIDEST: Tuning(64, 64, 4, 2)}
 """For the gradients of the prefix alone."""
-
-
 SINGLE = Tuning(32, 32, 4, 1)
 """For float32, whose products run without tensor cores."""
-
-
 SHORT = 64
 """Sequences up to this length are one block, for which four warps are enough."""
 

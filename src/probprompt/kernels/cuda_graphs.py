@@ -18,12 +18,8 @@ import torch
 from torch import Tensor, nn
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
-
 SWITCH = "PROBPROMPT_GRAPHS"
 """The environment variable that keeps steps and predictions from being captured when it is ``off``."""
-
-
 WARM_UP = 3
 """Calls that are made the plain way before one is captured: kernels are compiled and moments allocated in them."""
 

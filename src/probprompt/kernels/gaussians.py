@@ -183,18 +183,10 @@ def _cut(weights: Tensor, mean: Tensor) -> tuple[tuple[int, int, int], dict[str,
 
 WIDEST = 4096
 """The widest prompt: a program holds a whole one in its registers."""
-
-
 FEATURES_PER_WARP = 256
 """Features of a prompt per warp: fewer need fewer registers, and more exchange between threads."""
-
-
 _ROUNDS = tl.constexpr(7)  # the fewest with which Philox passes the known tests of randomness (Salmon et al. 2011)
-
-
 _PLAIN = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no instructions of the GPU
-
-
 _SHORTEST = tl.constexpr(1e-8)  # a shorter vector counts as zero, as in probprompt.equations
 
 

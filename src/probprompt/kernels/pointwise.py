@@ -13,12 +13,8 @@ from probprompt.errors import UserError
 
 WIDEST = 4096
 """The widest row: a program holds whole rows in its registers."""
-
-
 FORWARD = {"elements": 2048, "warps": 4}
 """Elements that a program holds at a time (rows, padded to a power of two), and its warps."""
-
-
 BACKWARD = {"elements": 2048, "warps": 4}
 """The same for the way back."""
 

@@ -19,12 +19,8 @@ from torch.nn import functional
 
 Prefixed = tuple[Tensor, Tensor]
 """Keys and values before the sequence's own, (B, P, W) each."""
-
-
 KeptMlp = tuple[Tensor, ...]
 """What the way back through an MLP needs: the sum (R, D) that goes into its norm, and what else it chose to keep."""
-
-
 Normed = tuple[Tensor, Tensor, Tensor]
 """Rows (R, D) after a norm, with their means and one over their deviations before it, (R,) each."""
 

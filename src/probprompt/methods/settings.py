@@ -16,8 +16,6 @@ Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
 """A setting that names blocks of the backbone, counted from 0; whether it has them is for :func:`check_blocks`."""
 
 Positive = Annotated[float, Field(gt=0)]
-
-
 Setting = str | float | bool | tuple[float, ...] | None
 Settings = dict[str, dict[str, Setting]]
 """Settings of a run by group, as far as somebody chose them."""

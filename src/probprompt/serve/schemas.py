@@ -238,8 +238,6 @@ NO_PROMPTS = (
     "There is nothing to show: this needs two classes or more, and a method with prompts whose queries are kept, "
     "as in the preset 'flagship'."
 )
-
-
 Figures = TypeVar("Figures")
 _DRAWING = threading.Lock()
 
