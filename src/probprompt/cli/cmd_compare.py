@@ -1,7 +1,6 @@
 """The command ``compare``: a grid of runs, then the tables."""
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -184,6 +183,8 @@ def _split(text: str) -> list[str]:
 
 def _values(text: str) -> list[Any]:
     """Values between commas: as in a TOML list, or one by one."""
+    import tomllib
+
     from probprompt.config import parse_value
 
     try:

@@ -1,6 +1,5 @@
 """The commands on a classifier: teach it, ask it, and change what it knows."""
 
-import csv
 import json
 import os
 import sys
@@ -221,6 +220,8 @@ def _write_json(answer: "Prediction") -> None:
 
 def _csv_writer(top_k: int) -> "Callable[[Prediction], None]":
     """Write the header, and return what writes a row."""
+    import csv
+
     writer = csv.writer(sys.stdout, lineterminator="\n")
     more = [f"{name}_{place}" for place in range(2, top_k + 1) for name in ("label", "probability")]
     writer.writerow(["file", "label", "probability", *more, "unknown", "novelty", "error"])
