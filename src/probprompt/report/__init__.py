@@ -9,7 +9,7 @@ __all__ = ["save_overview", "write_report"]
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Write one self-contained HTML page on the given run folders and return its path.
 
-    One run gets a page of its own; several are compared first, and then shown one by one.
+    One run gets a separate page; several finished runs are compared, as by ``compare``.
     """
     from probprompt.report import pages  # drawing and templates load only when a page is asked for
 
