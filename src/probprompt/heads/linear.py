@@ -150,7 +150,7 @@ class LinearHead(Head):
 class NormalizedHead(LinearHead):
     """Standardised features times rows of length 1, without biases (APT); a logit is at most sqrt(D).
 
-    >>> head = NormalisedHead(width=4, seed=0).grow(1)
+    >>> head = NormalizedHead(width=4, seed=0).grow(1)
     >>> bool(torch.isclose(head(torch.ones(1, 4) + head.weight), head(1 + 5 * head.weight), rtol=1e-3))
     True
     """
