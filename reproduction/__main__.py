@@ -17,8 +17,7 @@ from probprompt.config import apply_assignments, flatten
 from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import chip_words, hardware, machine_name
 from probprompt.errors import Interrupted, UserError
-from probprompt.runs.executors import ExecutionOptions
-from probprompt.runs.grid import Outcome
+from probprompt.runs.grid import ExecutionOptions, Outcome
 from probprompt.storage import write_bytes
 from reproduction import bench_pages, paper, results, results_page
 from reproduction.plots import draw_growth

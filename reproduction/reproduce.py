@@ -22,8 +22,19 @@ from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import hardware, machine_name
 from probprompt.errors import UserError, suggest
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
-from probprompt.runs.grid import Cell, Grid, GridSpec, Outcome, brief, nest
+from probprompt.runs.executors import run_grid
+from probprompt.runs.grid import (
+    SILENT_GRID,
+    Cell,
+    ExecutionOptions,
+    Grid,
+    GridCallback,
+    GridSpec,
+    Outcome,
+    RunActions,
+    brief,
+    nest,
+)
 from probprompt.runs.run import RunRecord, without_paths
 from probprompt.storage import write_error
 from reproduction import paper

@@ -20,17 +20,9 @@ from probprompt.cli.grid_screen import GridScreen
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import Interrupted, UserError
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs import grid as grids
-from probprompt.runs.executors import (
-    SILENT_GRID,
-    ExecutionOptions,
-    GridCallback,
-    RunActions,
-    TimeEstimator,
-    carry_out,
-    run_grid,
-)
-from probprompt.runs.grid import Grid, Outcome, parse_spec
+from probprompt.runs import grid as runs_grid
+from probprompt.runs.executors import TimeEstimator, carry_out, run_grid
+from probprompt.runs.grid import SILENT_GRID, ExecutionOptions, Grid, GridCallback, Outcome, RunActions, parse_spec
 from probprompt.runs.run import Run, RunRecord, config_hash
 
 ROOT = Path(__file__).parent.parent
@@ -43,14 +35,14 @@ TINY: dict[str, Any] = {
 }
 
 
-Spec = Callable[..., grids.GridSpec]
+Spec = Callable[..., runs_grid.GridSpec]
 
 
 @pytest.fixture
 def spec(pictures: Path) -> Spec:
     """Build a small grid; entries given by name go over it."""
 
-    def build(**entries: Any) -> grids.GridSpec:
+    def build(**entries: Any) -> runs_grid.GridSpec:
         base = {"methods": ["probprompt", "linear-probe"], "benchmarks": [str(pictures)], "seeds": [0, 1]}
         return parse_spec({**base, "presets": ["custom"], "settings": TINY, **entries})
 
@@ -153,9 +145,9 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
     assert {len(part) for part in parts} == {4} and len({part[2] for part in parts}) == 4
     assert all(len(part[2]) < 100 and ".." not in part for part in parts)
     assert parts[0][2].startswith("linear-probe,weights=a-b~")
-    assert [grids.brief(value) for value in ([0, 1], None, True)] == ["[0,1]", "none", "true"]
+    assert [runs_grid.brief(value) for value in ([0, 1], None, True)] == ["[0,1]", "none", "true"]
     varied = (("data.tasks", 2), ("training.x", 1), ("alignment.x", 3))
-    assert grids.describe(varied) == ["tasks=2", "training.x=1", "alignment.x=3"]
+    assert runs_grid.describe(varied) == ["tasks=2", "training.x=1", "alignment.x=3"]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +267,7 @@ class Diary(GridCallback):
     def __init__(self) -> None:
         self.lines: list[object] = []
 
-    def begin(self, cell: grids.Cell, expected: float | None, rest: float | None) -> None:
+    def begin(self, cell: runs_grid.Cell, expected: float | None, rest: float | None) -> None:
         self.lines.append(("begin", _name(cell.folder), expected, rest))
 
     def end(self, outcome: Outcome, rest: float | None) -> None:
@@ -300,10 +292,10 @@ class TwoAtATime:
     ahead = places = 2
 
     def __init__(self, worker: Worker) -> None:
-        self._worker, self.running = worker, list[grids.Cell]()
+        self._worker, self.running = worker, list[runs_grid.Cell]()
         self.most = 0
 
-    def submit(self, cell: grids.Cell) -> None:
+    def submit(self, cell: runs_grid.Cell) -> None:
         self.running.append(cell)
         self.most = max(self.most, len(self.running))
 

@@ -25,8 +25,17 @@ from probprompt.config import flatten
 from probprompt.errors import UserError
 from probprompt.report.compare import gather
 from probprompt.runs import ray_executor
-from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
-from probprompt.runs.grid import Grid, GridSpec, Outcome, parse_spec
+from probprompt.runs.executors import run_grid
+from probprompt.runs.grid import (
+    SILENT_GRID,
+    ExecutionOptions,
+    Grid,
+    GridCallback,
+    GridSpec,
+    Outcome,
+    RunActions,
+    parse_spec,
+)
 from probprompt.runs.ray_executor import Losses, Machine, RayCells, Share, carry_out_there, find_share, parse_address
 from probprompt.runs.run import Run
 from probprompt.storage import is_part

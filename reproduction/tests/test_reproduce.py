@@ -22,8 +22,7 @@ from probprompt.config import flatten, parse_config
 from probprompt.data import datasets
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
-from probprompt.runs.executors import GridCallback
-from probprompt.runs.grid import Cell, Outcome
+from probprompt.runs.grid import Cell, GridCallback, Outcome
 from probprompt.runs.run import RunRecord
 from probprompt.storage import with_hash
 from reproduction import local_resources, paper, reproduce, results, results_page

@@ -10,8 +10,18 @@ from probprompt.engine.build import pick_device
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.report import write_report
 from probprompt.runs import train as runs_train
-from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
-from probprompt.runs.grid import Grid, GridSpec, Outcome, benchmark_label, parse_spec
+from probprompt.runs.executors import run_grid
+from probprompt.runs.grid import (
+    SILENT_GRID,
+    ExecutionOptions,
+    Grid,
+    GridCallback,
+    GridSpec,
+    Outcome,
+    RunActions,
+    benchmark_label,
+    parse_spec,
+)
 from probprompt.runs.run import Run
 
 if TYPE_CHECKING:

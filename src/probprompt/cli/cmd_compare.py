@@ -60,8 +60,8 @@ def compare(
     from probprompt import api, distributed
     from probprompt.cli.grid_screen import GridScreen
     from probprompt.report.compare import gather, gather_runs
-    from probprompt.runs.executors import ExecutionOptions, RunActions, run_grid
-    from probprompt.runs.grid import Grid
+    from probprompt.runs.executors import run_grid
+    from probprompt.runs.grid import ExecutionOptions, Grid, RunActions
 
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
     named = {

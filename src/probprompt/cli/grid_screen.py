@@ -12,8 +12,7 @@ from rich.text import Text
 from probprompt.cli.console import PLAIN, REMARK, WORDS, Screen
 from probprompt.report.compare import SEEDS, ColumnGroup, FormattedCell, Measure, Row, Table
 from probprompt.report.tables import NOTHING, duration
-from probprompt.runs.executors import GridCallback
-from probprompt.runs.grid import Cell, Outcome
+from probprompt.runs.grid import Cell, GridCallback, Outcome
 
 
 class _Left(TimeRemainingColumn):

@@ -2,46 +2,29 @@
 
 import multiprocessing
 import os
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from probprompt.backbones.weights_file import digest
-from probprompt.config import RunConfig
 from probprompt.engine.build import pick_device
 from probprompt.errors import UserError
-from probprompt.progress import ProgressCallback
-from probprompt.runs.grid import FAILED, Cell, Grid, Outcome, describe
-from probprompt.runs.run import Run
-from probprompt.storage import write_error, write_json
-
-# Progress
-
-
-class GridCallback(ProgressCallback):
-    """Receives the progress of a grid's runs as well; this one ignores it."""
-
-    @contextmanager
-    def grid(self, total: int, finished: int) -> Iterator[None]:
-        """Start a grid of ``total`` runs, some of them finished before."""
-        yield
-
-    def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
-        """Called when a run starts, with the estimated seconds for it and for the rest."""
-
-    def end(self, outcome: Outcome, rest: float | None) -> None:
-        """Called when a run has finished or failed, with the estimated seconds for the rest."""
-
-
-SILENT_GRID = GridCallback()
+from probprompt.runs.grid import (
+    SILENT_GRID,
+    Cell,
+    ExecutionOptions,
+    Executor,
+    Grid,
+    GridCallback,
+    Outcome,
+    RunActions,
+    describe,
+    failed,
+)
 
 
 class TimeEstimator:
@@ -70,81 +53,6 @@ class TimeEstimator:
         """What a cell shares with others, from nearly all to nothing."""
         row = (cell.method, *describe(cell.varied))
         return (cell.benchmark, cell.preset, row), (cell.benchmark, cell.method), (cell.method,), ()
-
-
-class Start(Protocol):
-    """Carries out a new run."""
-
-    def __call__(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
-        """Give back the finished run."""
-
-
-class Resume(Protocol):
-    """Goes on with a run."""
-
-    def __call__(self, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
-        """Give back the finished run."""
-
-
-@dataclass(frozen=True)
-class RunActions:
-    """How a cell is begun, how it goes on, and on which device."""
-
-    start: Start
-    resume: Resume
-    device: str | None = None
-
-    def carry_out(self, cell: Cell, progress: GridCallback) -> Outcome:
-        """Run a cell from its beginning or its last checkpoint; a failure is recorded in its folder."""
-        try:
-            (cell.folder / FAILED).unlink(missing_ok=True)  # a new run wants an empty folder
-            if cell.run is None:
-                self.start(cell.config, cell.folder, self.device, progress)
-            else:
-                self.resume(cell.folder, self.device, progress)
-        except Exception as problem:  # noqa: BLE001 (whatever happens to one cell, the others go on)
-            return failed(cell, problem)
-        return cell.outcome
-
-
-@dataclass(frozen=True)
-class ExecutionOptions:
-    """Where cells are carried out: in this process, in several, or on a Ray cluster."""
-
-    workers: int = 1
-    """Cells that run side by side, each in a process of its own."""
-    on: str | None = None
-    """``ray`` for a cluster on this machine; ``ray:auto``, ``ray:HOST:PORT`` or ``ray://HOST:PORT`` for one that is
-    there."""
-    gpus_per_cell: float | None = None
-    """On Ray; a fraction lets cells share a GPU. One by default, where the cluster has any."""
-    cpus_per_cell: float | None = None
-    """On Ray; one by default."""
-
-    def __post_init__(self) -> None:
-        given = (self.gpus_per_cell, self.cpus_per_cell)
-        if self.on is None and any(number is not None for number in given):
-            raise UserError("GPUs and CPUs per cell are for Ray: name a cluster with --on ray, or leave them away")
-        if self.on is not None and self.workers != 1:
-            raise UserError("a Ray cluster runs as many cells as it has room for: leave --workers away")
-
-
-class Executor(Protocol):
-    """Takes cells, and gives back what became of them."""
-
-    @property
-    def ahead(self) -> float:
-        """How many cells it takes before the first has ended."""
-
-    @property
-    def places(self) -> int:
-        """How many of them run at a time."""
-
-    def submit(self, cell: Cell) -> None:
-        """Have a cell carried out."""
-
-    def receive(self) -> Outcome:
-        """Wait until a cell has ended."""
 
 
 def run_grid(
@@ -270,19 +178,3 @@ def _ended(cell: Cell, code: int | None) -> Outcome:
     if outcome.run or outcome.problem:
         return outcome
     return failed(cell, RuntimeError(f"its process ended with exit code {code} (killed, or out of memory?)"))
-
-
-def failed(cell: Cell, problem: BaseException) -> Outcome:
-    """Record in a cell's folder what it failed of."""
-    told = {
-        "type": type(problem).__name__,
-        "message": str(problem),
-        "traceback": "".join(traceback.format_exception(problem)),
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    try:
-        cell.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as trouble:
-        raise write_error(cell.folder, trouble) from trouble
-    write_json(cell.folder / FAILED, told)
-    return Outcome(cell, problem=told)

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -16,8 +19,9 @@ from probprompt.config import RunConfig, field_names, flatten, merge, parse_conf
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.heads import HEADS, setting_names
+from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run, config_hash
-from probprompt.storage import read_json
+from probprompt.storage import read_json, write_error, write_json
 
 CUSTOM = "custom"
 """No preset: the defaults of all settings, with those of the grid laid over them."""
@@ -381,3 +385,115 @@ def _differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
     names = dict.fromkeys((*before, *after))
     told = {name: [brief(side[name]) if name in side else "absent" for side in (before, after)] for name in names}
     return [f"{name} is {there}, wanted {here}" for name, (there, here) in told.items() if there != here]
+
+
+# Progress
+
+
+class GridCallback(ProgressCallback):
+    """Receives the progress of a grid's runs as well; this one ignores it."""
+
+    @contextmanager
+    def grid(self, total: int, finished: int) -> Iterator[None]:
+        """Start a grid of ``total`` runs, some of them finished before."""
+        yield
+
+    def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
+        """Called when a run starts, with the estimated seconds for it and for the rest."""
+
+    def end(self, outcome: Outcome, rest: float | None) -> None:
+        """Called when a run has finished or failed, with the estimated seconds for the rest."""
+
+
+SILENT_GRID = GridCallback()
+
+
+class Start(Protocol):
+    """Carries out a new run."""
+
+    def __call__(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
+        """Give back the finished run."""
+
+
+class Resume(Protocol):
+    """Goes on with a run."""
+
+    def __call__(self, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
+        """Give back the finished run."""
+
+
+@dataclass(frozen=True)
+class RunActions:
+    """How a cell is begun, how it goes on, and on which device."""
+
+    start: Start
+    resume: Resume
+    device: str | None = None
+
+    def carry_out(self, cell: Cell, progress: GridCallback) -> Outcome:
+        """Run a cell from its beginning or its last checkpoint; a failure is recorded in its folder."""
+        try:
+            (cell.folder / FAILED).unlink(missing_ok=True)  # a new run wants an empty folder
+            if cell.run is None:
+                self.start(cell.config, cell.folder, self.device, progress)
+            else:
+                self.resume(cell.folder, self.device, progress)
+        except Exception as problem:  # noqa: BLE001 (whatever happens to one cell, the others go on)
+            return failed(cell, problem)
+        return cell.outcome
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """Where cells are carried out: in this process, in several, or on a Ray cluster."""
+
+    workers: int = 1
+    """Cells that run side by side, each in a process of its own."""
+    on: str | None = None
+    """``ray`` for a cluster on this machine; ``ray:auto``, ``ray:HOST:PORT`` or ``ray://HOST:PORT`` for one that is
+    there."""
+    gpus_per_cell: float | None = None
+    """On Ray; a fraction lets cells share a GPU. One by default, where the cluster has any."""
+    cpus_per_cell: float | None = None
+    """On Ray; one by default."""
+
+    def __post_init__(self) -> None:
+        given = (self.gpus_per_cell, self.cpus_per_cell)
+        if self.on is None and any(number is not None for number in given):
+            raise UserError("GPUs and CPUs per cell are for Ray: name a cluster with --on ray, or leave them away")
+        if self.on is not None and self.workers != 1:
+            raise UserError("a Ray cluster runs as many cells as it has room for: leave --workers away")
+
+
+class Executor(Protocol):
+    """Takes cells, and gives back what became of them."""
+
+    @property
+    def ahead(self) -> float:
+        """How many cells it takes before the first has ended."""
+
+    @property
+    def places(self) -> int:
+        """How many of them run at a time."""
+
+    def submit(self, cell: Cell) -> None:
+        """Have a cell carried out."""
+
+    def receive(self) -> Outcome:
+        """Wait until a cell has ended."""
+
+
+def failed(cell: Cell, problem: BaseException) -> Outcome:
+    """Record in a cell's folder what it failed of."""
+    told = {
+        "type": type(problem).__name__,
+        "message": str(problem),
+        "traceback": "".join(traceback.format_exception(problem)),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        cell.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as trouble:
+        raise write_error(cell.folder, trouble) from trouble
+    write_json(cell.folder / FAILED, told)
+    return Outcome(cell, problem=told)

@@ -18,8 +18,16 @@ from typing import Any, TypedDict
 
 from probprompt import __version__
 from probprompt.errors import UserError
-from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, Executor, GridCallback, RunActions, failed
-from probprompt.runs.grid import Cell, Outcome
+from probprompt.runs.grid import (
+    SILENT_GRID,
+    Cell,
+    ExecutionOptions,
+    Executor,
+    GridCallback,
+    Outcome,
+    RunActions,
+    failed,
+)
 from probprompt.runs.run import Run
 from probprompt.storage import write_bytes, write_error
 
