@@ -263,7 +263,7 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
     assert Path("one/report.html").exists()
     assert probprompt("report", "one", "two") == (0, "report: report.html\n", "")
     page = Path("report.html").read_text(encoding="utf-8")
-    assert "one" in page and "two" in page
+    assert "linear-probe" in page and "l2p" in page and "preset=matched" in page
     assert probprompt("report", "two", "--out", "deep/page.html").code == 0
     assert Path("deep/page.html").exists()
     assert "run.json" in mistake(probprompt("report", Path("deep")))
