@@ -11,6 +11,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from learner_helpers import contexts_of, quiet, teach, train
 from probprompt import methods, presets
 from probprompt.backbone import FrozenViT
 from probprompt.checkpoints import LoadedBackbone, Preprocessing
@@ -115,19 +116,9 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
 
 def learn(config: RunConfig, tasks: int | None = None) -> execute.Workshop:
     """Learn the first tasks."""
-    workshop = execute.prepare(config, CPU, SILENT)
-    for task in workshop.tasks[:tasks]:
-        teach(workshop, task.index)
+    workshop = execute.prepare(config, CPU, ProgressCallback())
+    teach(workshop, tasks)
     return workshop
-
-
-def teach(workshop: execute.Workshop, index: int) -> None:
-    learner, task = workshop.learner, workshop.tasks[index]
-    learner.begin(task)
-    optimiser = learner.optimiser(task)
-    for epoch in range(learner.epochs(task)):
-        learner.train_epoch(task, epoch, optimiser, lambda _: None)
-    learner.finish(task, lambda _: None)
 
 
 def predictions(workshop: execute.Workshop) -> Tensor:
@@ -184,7 +175,8 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
         return
     task = workshop.tasks[2]
     # Task 2 of a single class may be learned by the alignment alone: look at one that trains.
-    teach(workshop, 1)
+    train(learner, workshop.tasks[1])
+    learner.finish(workshop.tasks[1], quiet)
     before = model.backbone.fingerprint()
     learner.begin(task)
     if not learner.epochs(task):
@@ -194,7 +186,7 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
     free = {n: p.detach().clone() for n, p in model.method.named_parameters() if p.requires_grad}
     rows = learner.trained.weight.detach().clone()
     optimiser = learner.optimiser(task)
-    learner.train_epoch(task, 0, optimiser, lambda _: None)
+    learner.train_epoch(task, 0, optimiser, quiet)
     now = dict(model.method.named_parameters())
     assert all(torch.equal(now[n], value) for n, value in frozen.items())
     unchanged = [n for n, value in free.items() if torch.equal(now[n], value)]
@@ -206,14 +198,12 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_predictions_of_a_finished_run(
-    name: str, trained: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predictions_of_a_finished_run(name: str, trained: Callable[[str], Run]) -> None:
     """Three tasks of unequal size, one of a single class, were learned: saved, loaded, alone and told nothing."""
     run = trained(name)
     workshop, loaded = restored(run), model_folder.load_model(run.folder)
     model, images = workshop.learner.model, some_images(workshop)
-    expected, contexts, original = model.predict(images), list[Context](), model.method.prompts
+    expected = model.predict(images)
     assert expected.shape == (6, 6) and bool(expected.isfinite().all())
     if model.method.trains_backbone:  # other kernels run where weights may learn
         torch.testing.assert_close(loaded.model.predict(images), expected, rtol=1e-5, atol=1e-5)
@@ -224,12 +214,7 @@ def test_predictions_of_a_finished_run(
     alone = torch.cat([model.predict(image[None]) for image in images])
     torch.testing.assert_close(expected, alone, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(expected, model.predict(images.flip(0)).flip(0), rtol=1e-4, atol=1e-4)
-
-    def watch(query: Tensor | None, context: Context) -> Prompted:
-        contexts.append(context)
-        return original(query, context)
-
-    monkeypatch.setattr(model.method, "prompts", watch)
+    contexts = contexts_of(model.method)
     predictions(workshop)
     assert contexts
     for context in contexts:
@@ -311,9 +296,9 @@ def test_under_a_closed_form_head_nothing_moves_after_the_first_task(name: str, 
     workshop = learn(configure(few, "narrow", name, head=head), 1)
     images, model, learner = some_images(workshop), workshop.learner.model, workshop.learner
     early = model.features(images)[0]
-    for index in (1, 2):
-        assert learner.epochs(workshop.tasks[index]) == 0
-        teach(workshop, index)
+    for task in workshop.tasks[1:]:
+        assert train(learner, task) == []
+        learner.finish(task, quiet)
     if model.method.trains_backbone:  # other kernels run where weights may learn
         torch.testing.assert_close(model.features(images)[0], early, rtol=1e-5, atol=1e-5)
     else:
@@ -391,7 +376,7 @@ def test_a_head_may_read_the_query_and_the_blocks_before_the_last(
         parts = [read[:, :width], *([query] if asks and query is not None else []), read[:, width:]]
         by_hand = model.head(torch.cat(parts, dim=1))
     assert_predicted_everywhere(run, workshop, by_hand)
-    assert workshop.learner.look(task, lambda _: None).shape == (len(task), model.head.width)
+    assert workshop.learner.look(task, quiet).shape == (len(task), model.head.width)
 
 
 @pytest.mark.parametrize("name", ("probprompt", "evo-prompt", "ranpac"))
@@ -405,13 +390,13 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
     model, task, images = workshop.learner.model, workshop.tasks[-1], some_images(workshop)
     model.head.mirrored = False
     both = (model.look(images) + model.look(images.flip(-1))) / 2
-    seen, apart = workshop.learner.look(task, lambda _: None), model.predict(images)
+    seen, apart = workshop.learner.look(task, quiet), model.predict(images)
     model.head.mirrored, workshop.learner._frozen = True, None
     by_hand = model.head(both)
     assert_predicted_everywhere(run, workshop, by_hand)
     torch.testing.assert_close(model.predict(images.flip(-1)), by_hand)
     assert not torch.allclose(apart, by_hand)
-    assert not torch.allclose(workshop.learner.look(task, lambda _: None), seen)
+    assert not torch.allclose(workshop.learner.look(task, quiet), seen)
     once = learn(configure(few, "narrow", name, head=plain)).learner.model
     assert not torch.allclose(once.head(both), by_hand)  # it learned something else too
 
