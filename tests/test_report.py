@@ -11,23 +11,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
-import numpy as np
 import pytest
 
-from html_page import Page
 from probprompt.errors import UserError
-from probprompt.evaluation import metrics
 from probprompt.report import save_overview, write_report
+from report_cases import Matrix, Page, write_run
 
 HOSTILE = ["<script>alert(1)</script>", "a & b", "$x^2$ $", 'q" onload="x', "nul\x00\x1b", "\ud800", "猫 🐱", "t\tn\n"]
-
-
-def accuracies(tasks: int, steps: int, start: float, drop: float) -> dict[str, Any]:
-    matrix = np.full((tasks, tasks), np.nan)
-    for task in range(steps):
-        for step in range(task, steps):
-            matrix[task, step] = round(start + 1.37 * math.sin(7 * task) - drop * (step - task) ** 0.5, 3)
-    return {"matrix": metrics.to_json(matrix), **metrics.summarize(matrix), "finished_steps": steps}
 
 
 def diagnostics(names: list[str]) -> dict[str, Any]:
@@ -71,52 +61,40 @@ def make_run(
     events: bool = True,
     **changes: Any,
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     names = names or [f"class {number}" for number in range(2 * tasks)]
     each = len(names) // tasks
     steps = steps or tasks
+    matrix: Matrix = [[None] * tasks for _ in range(tasks)]
+    for task in range(steps):
+        for step in range(task, steps):
+            matrix[task][step] = round(start + 1.37 * math.sin(7 * task) - drop * (step - task) ** 0.5, 3)
     record = {
-        "format": 1,
-        "name": folder.name,
-        "created": "2026-03-14T09:21:07+00:00",
         "status": "finished" if steps == tasks else "running",
         "config": {
             "data": {"benchmark": "emoji-r"},
             "method": {"name": "probprompt" if prompts else "linear-probe"},
             "training": {"epochs": 4, "flip": True},
-            "seeds": {"order": 0, "init": 1, "data": 2},
         },
-        "backbone": {"name": "vit_tiny", "source": "timm", "sha256": "ab" * 32, "parameters": 5_000_000},
-        "preprocessing": {"image_size": 224, "mean": [0.5, 0.5, 0.5]},
+        "backbone": {"name": "vit_tiny", "sha256": "ab" * 32, "parameters": 5_000_000},
         "stream": {
-            "classes": names,
             "tasks": [names[each * task : each * (task + 1)] for task in range(tasks)],
             "order_hash": "cd" * 32,
             "split_hash": "ef" * 32,
-            "train_images": [120] * tasks,
-            "test_images": [30] * tasks,
         },
         "versions": {"torch": "2.11.0"},
-        "hardware": {"device": "cpu"},
         "trainable_parameters": 123_456,
         "model_mb": {"use": 0.125, "learn": 32.04},
-        "evaluated_on": "test",
-        "skipped": [],
-        "time": {"total_s": 754.0, "training_s": 600.0},
+        "time": {"total_s": 754.0},
         "peak_memory_mb": 1843.0,
-    } | changes
-    (folder / "run.json").write_text(json.dumps(record))
-    (folder / "accuracy.json").write_text(json.dumps(accuracies(tasks, steps, start, drop)))
-    if prompts:
-        (folder / "diagnostics.json").write_text(json.dumps(diagnostics(names)))
+    }
+    write_run(folder, matrix, diagnostics(names) if prompts else {}, **record | changes)
     if events:
-        lines: list[dict[str, Any]] = [{"event": "start"}]
-        lines += [
+        lines = [
             {"event": "epoch", "task": task + 1, "epoch": epoch + 1, "loss": 2.0 / (epoch + 1), "accuracy": 50.0}
             for task in range(steps)
             for epoch in range(4)
         ]
-        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"event": "start"}, *lines]))
     return folder
 
 
