@@ -28,8 +28,8 @@ from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 from probprompt.runs.tensors import read_tensors
 from probprompt.training.learner import Learner, TaskImages
+from run_cases import BACKBONE, CPU, as_options, events, outcome, overlay
 
-CPU = torch.device("cpu")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SMALL: dict[str, dict[str, Any]] = {
     "probprompt": {"samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1},
@@ -65,11 +65,11 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2, "test_fraction": 0.3},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
+        "backbone": {**BACKBONE, "precision": "fp32"},
         "training": {"epochs": 1, "batch": 32, "head_rate": 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
-    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+    return overlay(base, groups)
 
 
 RUNS = {
@@ -172,19 +172,13 @@ def run(*command: object) -> tuple[int, str, str]:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
-def options(given: dict[str, Any]) -> list[str]:
-    """Return settings as options of the command line."""
-    pairs = [(f"{group}.{name}", value) for group, values in given.items() for name, value in values.items()]
-    return [part for name, value in pairs for part in ("--set", f"{name}={json.dumps(value)}")]
-
-
 class Worked:
     """Results of two processes."""
 
     def __init__(self, folder: Path, pictures: Path) -> None:
         self.folder = folder
         self.settings = {name: configure(pictures, **groups) for name, groups in {**CASES, **RUNS}.items()}
-        command = ["train", "--device", "cpu", *options(self.settings["linear"]), "--out", str(folder / "killed")]
+        command = ["train", "--device", "cpu", *as_options(self.settings["linear"]), "--out", str(folder / "killed")]
         asked: dict[str, Any] = {"cases": {name: self.settings[name] for name in CASES}}
         asked["runs"] = {name: self.settings[name] for name in RUNS}
         (folder / "asked.json").write_text(json.dumps({**asked, "command": command}))
@@ -274,14 +268,6 @@ def test_one_process_writes(worked: Worked) -> None:
         assert not list((worked.folder / "runs" / name).rglob("*.part"))
 
 
-def outcome(run: Run) -> dict[str, bytes]:
-    """Return all results of a run."""
-    tensors, _ = read_tensors(run.checkpoint, CPU)
-    found = {name: value.numpy().tobytes() for name, value in tensors.items()}
-    files = (run.folder / "accuracy.json", run.folder / "diagnostics.json", *run.model.iterdir())
-    return {**found, **{path.name: path.read_bytes() for path in files}}
-
-
 def test_killed_process_ends_the_run_which_is_resumed(worked: Worked) -> None:
     folder = worked.folder / "killed"
     assert worked.code != 0 and "Signal 9 (SIGKILL)" in worked.err
@@ -293,14 +279,13 @@ def test_killed_process_ends_the_run_which_is_resumed(worked: Worked) -> None:
     assert code == 0, err
     assert out.count("FAA: ") == out.count("task 2 of 2: done") == 1 and "task 1 of 2" not in out
     assert outcome(Run.open(folder)) == outcome(Run.open(worked.folder / "runs" / "linear"))
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["world_size"] for event in events if event["event"] == "resumed"] == [2]
+    assert [event["world_size"] for event in events(Run(folder), "resumed")] == [2]
     assert (folder / "report.html").exists()
 
 
 def test_error_is_printed_once_and_ends_all_processes(worked: Worked, tmp_path: Path) -> None:
     given = worked.settings["linear"]
-    odd = options({**given, "training": {**given["training"], "batch": 9}})
+    odd = as_options({**given, "training": {**given["training"], "batch": 9}})
     code, out, err = run(*TORCHRUN, "-m", "probprompt", "train", *odd, "--device", "cpu", "--out", tmp_path / "r")
     assert code != 0 and err.count("error: ") == 1
     assert "a batch of 9 equally: set training.batch to 8 or 10, or start 1 or 3 or 9" in err

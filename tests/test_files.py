@@ -5,8 +5,7 @@ import os
 import pickle
 import resource
 import stat
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from probprompt.errors import UserError
 from probprompt.runs import files
 from probprompt.runs.files import read_json, remove_parts, write_bytes, write_json, write_with
 from probprompt.runs.tensors import read_tensors, write_tensors
-
-CPU = torch.device("cpu")
+from run_cases import CPU, small_disk
 
 
 def names(folder: Path) -> list[str]:
@@ -35,18 +33,6 @@ def old(tmp_path: Path) -> Path:
 
 def assert_unchanged(old: Path) -> None:
     assert old.read_bytes() == b"old" and names(old.parent) == ["file.bin"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system may not be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_file_is_replaced_on_disk_and_nothing_else_is_left(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +69,15 @@ def test_failing_system_call_keeps_the_old_file(old: Path, step: str, monkeypatc
     assert_unchanged(old)
 
 
-def test_full_disk_is_named_and_harms_nothing(small_disk: Path) -> None:
-    path = small_disk / "state.bin"
-    write_bytes(path, b"o" * 20_000)
-    with pytest.raises(UserError, match=r"state\.bin could not be written: the disk is full"):
-        write_bytes(path, b"n" * 60_000)
-    assert path.read_bytes() == b"o" * 20_000 and names(small_disk) == ["state.bin"]
-    write_bytes(path, b"n" * 30_000)  # there is room for this one: nothing was left behind
-    assert path.read_bytes() == b"n" * 30_000
+def test_full_disk_is_named_and_harms_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as folder:
+        path = folder / "state.bin"
+        write_bytes(path, b"o" * 20_000)
+        with pytest.raises(UserError, match=r"state\.bin could not be written: the disk is full"):
+            write_bytes(path, b"n" * 60_000)
+        assert path.read_bytes() == b"o" * 20_000 and names(folder) == ["state.bin"]
+        write_bytes(path, b"n" * 30_000)  # there is room for this one: nothing was left behind
+        assert path.read_bytes() == b"n" * 30_000
 
 
 def test_limit_on_the_size_of_files_harms_nothing(old: Path) -> None:

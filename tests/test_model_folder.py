@@ -22,6 +22,7 @@ from probprompt.runs.model_folder import LoadedModel, save_model
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 from probprompt.training.learner import Learner
+from run_cases import BACKBONE, CPU, PROBPROMPT
 
 
 class Trained(NamedTuple):
@@ -34,18 +35,15 @@ class Trained(NamedTuple):
 def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **groups: dict[str, Any]) -> Trained:
     base = {
         "data": {"benchmark": str(pictures), "tasks": 3},
-        "backbone": {"name": "test_vit", "weights": weights, "image_size": 32},
+        "backbone": {**BACKBONE, "weights": weights},
         "method": method,
         "training": {"epochs": 1, "batch": 8, **groups.get("training", {})},
         "alignment": {"epochs": 1},
     }
-    workshop = execute.prepare(parse_config({**groups, **base}), torch.device("cpu"), Watcher())
+    workshop = execute.prepare(parse_config({**groups, **base}), CPU, Watcher())
     run = Run.create(out, execute.describe(workshop, out.name))
     execute.Execution(run, workshop, None, Watcher(), None).run_all()
     return Trained(run, workshop.learner)
-
-
-PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]}
 
 
 @pytest.fixture(scope="module")

@@ -35,23 +35,19 @@ from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
 from probprompt.runs.tensors import read_tensors, write_tensors
+from run_cases import BACKBONE, CPU, PROBPROMPT, StopHereError, Stopper, as_options, events, outcome, overlay
 
-CPU = torch.device("cpu")
-PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1}
+REGULAR = {**PROBPROMPT, "regularisation": 0.1}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "compared with the last step": {"method": {**PROBPROMPT, "reference": "step"}},
-    "compared with the last epoch": {"method": {**PROBPROMPT, "reference": "epoch"}},
-    "compared with the last task": {"method": {**PROBPROMPT, "reference": "task"}},
-    "prompts fixed after a task": {"method": PROBPROMPT, "training": {"adapt_tasks": 1}},
-    "a task of a single class": {"method": PROBPROMPT, "data": {"tasks": [3, 1, 2]}},
+    "compared with the last step": {"method": {**REGULAR, "reference": "step"}},
+    "compared with the last epoch": {"method": {**REGULAR, "reference": "epoch"}},
+    "compared with the last task": {"method": {**REGULAR, "reference": "task"}},
+    "prompts fixed after a task": {"method": REGULAR, "training": {"adapt_tasks": 1}},
+    "a task of a single class": {"method": REGULAR, "data": {"tasks": [3, 1, 2]}},
     "no prompts at all": {"method": {"name": "linear-probe"}},
-    "a head in closed form": {
-        "method": PROBPROMPT,
-        "head": {"kind": "ridge", "projections": 20},
-        "data": {"tasks": 3},
-    },
+    "a head in closed form": {"method": REGULAR, "head": {"kind": "ridge", "projections": 20}, "data": {"tasks": 3}},
     "sums that follow the prompts": {
-        "method": PROBPROMPT,
+        "method": REGULAR,
         "head": {"kind": "ridge", "projections": 20, "follow": True},
         "training": {"adapt_tasks": 2, "later_rate_factor": 0.5},
         "data": {"tasks": 3},
@@ -70,29 +66,11 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
+        "backbone": {**BACKBONE, "precision": "fp32"},
         "training": {"epochs": 2, "batch": 12, "head_rate": 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
-    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
-
-
-def outcome(run: Run) -> dict[str, bytes]:
-    """Return all results of a run; they must not depend on where it was stopped."""
-    paths = [run.checkpoint, *run.model.iterdir(), run.folder / "accuracy.json", run.folder / "diagnostics.json"]
-    found = {path.relative_to(run.folder).as_posix(): path.read_bytes() for path in paths}
-    tensors, _ = read_tensors(run.checkpoint, CPU)  # its note also holds times
-    found["checkpoint/state.safetensors"] = b"".join(
-        name.encode() + tensors[name].numpy().tobytes() for name in sorted(tensors)
-    )
-    found["losses"] = json.dumps(sorted(losses(run).items())).encode()
-    return found
-
-
-def losses(run: Run) -> dict[tuple[int, int], float]:
-    """Return the last recorded loss of every epoch."""
-    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    return {(event["task"], event["epoch"]): event["loss"] for event in events if event["event"] == "epoch"}
+    return overlay(base, groups)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -170,7 +148,7 @@ def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeyp
 def test_run_may_die_at_every_single_place(
     pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = configure(pictures, method=PROBPROMPT)
+    settings = configure(pictures, method=REGULAR)
     expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
     mines = Minefield()
     run = carry_through(settings, tmp_path / "stopped", mines, monkeypatch)
@@ -251,14 +229,12 @@ Command = Callable[..., Any]
 
 
 def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path, probprompt: Command) -> None:
-    settings = configure(pictures, method=PROBPROMPT, training={"epochs": 6})
-    config = tmp_path / "config.toml"
-    config.write_text(as_toml(settings))
+    settings = configure(pictures, method=REGULAR, training={"epochs": 6})
     out = tmp_path / "a run"
     saved = Run(out).checkpoint
     command = [sys.executable, "-m", "probprompt", "train"]
     for arguments, stop in (
-        (["--config", str(config), "--out", str(out)], signal.SIGKILL),
+        ([*as_options(settings), "--out", str(out)], signal.SIGKILL),
         (["--resume", str(out)], signal.SIGINT),
     ):
         before = modified(saved)
@@ -282,34 +258,6 @@ def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path
     assert outcome(Run.open(out)) == outcome(expected)
 
 
-def as_toml(settings: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for group, values in settings.items():
-        lines += [f"[{group}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
-    return "\n".join(lines)
-
-
-class StopHereError(BaseException):
-    """The run is stopped here."""
-
-
-class Stopper(Watcher):
-    """Stops a run in the second epoch of its second task."""
-
-    stage_name = ""
-    steps = 0
-
-    @contextmanager
-    def stage(self, description: str, total: int) -> Iterator[None]:
-        self.stage_name, self.steps = description, 0
-        yield
-
-    def advance(self, steps: int) -> None:
-        self.steps += steps
-        if self.stage_name.startswith("task 2") and self.steps == 3:
-            raise StopHereError
-
-
 @dataclass(frozen=True)
 class Stopped:
     """A run that was stopped, its images, weights and settings, and its results without the stop."""
@@ -329,7 +277,7 @@ def stopped(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped
     home = tmp_path_factory.mktemp("stopped")
     images, weights = Path(shutil.copytree(pictures, home / "images")), home / "tiny.safetensors"
     save_weights(weights, seed=1)
-    settings = configure(images, method=PROBPROMPT, backbone={"weights": str(weights)})
+    settings = configure(images, method=REGULAR, backbone={"weights": str(weights)})
     expected = outcome(execute.train(parse_config(settings), home / "whole"))
     with pytest.raises(StopHereError):
         execute.train(parse_config(settings), home / "run", watcher=Stopper())
@@ -378,8 +326,7 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
     same = ("--epochs", 2, "--tasks", 2, "--seed", 0)  # the settings that it has
     answer = probprompt("train", stopped.images, "--resume", run.folder, *same)
     assert answer.code == 0 and "task 1 of 2" not in answer.out and "task 2 of 2: done" in answer.out
-    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    assert {"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"} in events
+    assert events(run, "resumed") == [{"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"}]
     assert outcome(run) == stopped.expected and run.report.exists()
     assert asked == ["cpu"]  # the device it started on
     answer = probprompt("train", "--resume", run.folder)
@@ -389,7 +336,7 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
 
 def test_resume_from_another_folder(stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(stopped.images.parent)
-    settings = configure(Path("images"), method=PROBPROMPT, backbone={"weights": "tiny.safetensors"})
+    settings = configure(Path("images"), method=REGULAR, backbone={"weights": "tiny.safetensors"})
     with pytest.raises(StopHereError):
         api.start(parse_config(settings), tmp_path / "run", watcher=Stopper())
     monkeypatch.chdir(tmp_path)

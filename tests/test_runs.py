@@ -1,12 +1,11 @@
 """A run is a folder with its settings and results; the same seeds give the same run."""
 
 import gc
-import json
 import platform
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 from torchvision import transforms
 
 import probprompt
@@ -26,22 +24,15 @@ from probprompt.runs import checkpoint, execute
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import CHECKPOINTS, SWITCHES, Run, config_hash, hardware
-from probprompt.runs.tensors import read_tensors
 from probprompt.runs.tracking import open_tracker
-
-CPU = torch.device("cpu")
+from run_cases import BACKBONE, CPU, PROBPROMPT, StopHereError, Stopper, events, outcome, overlay, small_disk, strict
 
 
 def tiny(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
-    base: dict[str, dict[str, Any]] = {
-        "data": {"benchmark": str(pictures), "tasks": 3},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-        "method": {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]},
-        "training": {"epochs": 2, "batch": 8},
-        "alignment": {"epochs": 2},
-    }
-    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+    data = {"benchmark": str(pictures), "tasks": 3}
+    base = {"data": data, "backbone": BACKBONE, "method": PROBPROMPT, "training": {"epochs": 2, "batch": 8}}
+    return overlay({**base, "alignment": {"epochs": 2}}, groups)
 
 
 def fast(pictures: Path, method: str = "linear-probe", **groups: dict[str, Any]) -> dict[str, Any]:
@@ -57,27 +48,6 @@ def describe(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def finished(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return api.train(config=tiny(pictures), out=tmp_path_factory.mktemp("runs") / "first", seed=5)
-
-
-def strict(text: str) -> Any:
-    """Read JSON without NaN and infinity."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def events(run: Run) -> list[dict[str, Any]]:
-    return [strict(line) for line in (run.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def everything_learned(run: Run) -> dict[str, Tensor]:
-    return read_tensors(run.checkpoint, CPU)[0]
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def files(folder: Path) -> set[str]:
@@ -173,19 +143,16 @@ def test_accuracy_json_and_events(finished: Run) -> None:
     assert found["forgetting"] == pytest.approx(np.mean(lost))
     assert finished.metrics == {name: found[name] for name in ("FAA", "CAA", "forgetting")}
     assert np.isnan(finished.matrix[1, 0]) and finished.matrix[0, 0] == matrix[0][0]
-    epochs = [(event["task"], event["epoch"]) for event in events(finished) if event["event"] == "epoch"]
+    epochs = [(event["task"], event["epoch"]) for event in events(finished, "epoch")]
     assert epochs == [(task, epoch) for task in range(3) for epoch in range(2)]
-    scores = [event["accuracies"] for event in events(finished) if event["event"] == "task"]
+    scores = [event["accuracies"] for event in events(finished, "task")]
     assert scores == [column[: task + 1] for task, column in enumerate(columns)]
 
 
 def test_same_seeds_give_the_same_run_bit_exact(finished: Run, pictures: Path, tmp_path: Path) -> None:
     seeds = dict.fromkeys(("order", "init", "data"), 5)
     again = execute.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "again")
-    for name in ("accuracy.json", "diagnostics.json", "events.jsonl"):
-        assert (again.folder / name).read_bytes() == (finished.folder / name).read_bytes(), name
-    assert equal(everything_learned(again), everything_learned(finished))
-    assert {path.name for path in again.model.iterdir()} == {path.name for path in finished.model.iterdir()}
+    assert outcome(again) == outcome(finished) and events(again) == events(finished)
 
 
 @pytest.mark.parametrize("which", ["order", "init", "data"])
@@ -195,7 +162,7 @@ def test_each_seed_changes_its_part(finished: Run, pictures: Path, tmp_path: Pat
     same_tasks = other.record["stream"]["tasks"] == finished.record["stream"]["tasks"]
     assert same_tasks == (which != "order")
     assert other.record["stream"]["split_hash"] == finished.record["stream"]["split_hash"]
-    assert not equal(everything_learned(other), everything_learned(finished))
+    assert outcome(other).keys() != outcome(finished).keys()  # the model is named by its content
 
 
 def test_closed_form_head_trains_prompts_in_the_first_task(pictures: Path, tmp_path: Path) -> None:
@@ -217,7 +184,7 @@ def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_p
     stream = record["stream"]
     assert len(stream["tasks"]) == 1 and stream["tasks"][0] == stream["classes"] and len(stream["classes"]) == 6
     assert (stream["train_images"], stream["test_images"], stream["test_classes"]) == ([48], [4] * 3, [2] * 3)
-    (scores,) = [event["accuracies"] for event in events(run) if event["event"] == "task"]
+    (scores,) = [event["accuracies"] for event in events(run, "task")]
     assert len(scores) == 3 and np.mean(scores) > 20
     assert found["matrix"] == [[pytest.approx(np.mean(scores))]]
     assert found["FAA"] == found["CAA"] == found["matrix"][0][0]
@@ -322,19 +289,6 @@ def test_used_folders_are_rejected_before_any_work(
     assert before == (files(out) if out.is_dir() else set())
 
 
-class StopHere(BaseException):
-    """The run is stopped here."""
-
-
-class Stopper(Watcher):
-    """Stops a run as it starts its second task."""
-
-    def stage(self, description: str, total: int) -> Any:
-        if description.startswith("task 2"):
-            raise StopHere
-        return super().stage(description, total)
-
-
 HOLD = (
     "import fcntl, sys; h = open(sys.argv[1], 'w'); fcntl.flock(h, fcntl.LOCK_EX); "
     "print('held', flush=True); sys.stdin.read()"
@@ -342,7 +296,7 @@ HOLD = (
 
 
 def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(StopHere):
+    with pytest.raises(StopHereError):
         execute.train(parse_config(tiny(pictures)), tmp_path / "run", watcher=Stopper())
     run = Run.open(tmp_path / "run")
     found = strict((run.folder / "accuracy.json").read_text())
@@ -365,7 +319,7 @@ def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Pat
     (run.checkpoint.parent / ".state.safetensors.1234abcd.part").write_bytes(b"half")
     resumed = api.resume(run.folder)
     assert resumed.finished and not list(run.folder.rglob("*.part"))
-    assert [event["task"] for event in events(resumed) if event["event"] == "task"] == [0, 1, 2]
+    assert [event["task"] for event in events(resumed, "task")] == [0, 1, 2]
     assert strict((run.model / "model.json").read_text())["statistics"]
 
 
@@ -414,30 +368,17 @@ def test_divergence_keeps_the_checkpoint_before_it(pictures: Path, tmp_path: Pat
     assert events(Run.open(tmp_path / "run"))  # and no NaN
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one checkpoint and a half."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system may not be mounted here")
-    yield folder
-    gc.collect()  # tensors that were read may still lie in a mapped file
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_run_that_filled_the_disk_is_resumed(finished: Run, pictures: Path, small_disk: Path) -> None:
+def test_run_that_filled_the_disk_is_resumed(finished: Run, tmp_path: Path) -> None:
     config = finished.config
-    out = small_disk / "run"
-    with pytest.raises(UserError, match=r"run/.* could not be written: the disk is full"):
-        execute.train(config, out)
-    assert not list(out.rglob("*.part"))
-    assert load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU).position.epoch == 1
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    run = execute.resume(out)
-    assert equal(everything_learned(run), everything_learned(finished))
-    assert (run.folder / "accuracy.json").read_bytes() == (finished.folder / "accuracy.json").read_bytes()
+    with small_disk(tmp_path / "disk", "120k") as disk:  # room for one checkpoint and a half
+        out = disk / "run"
+        with pytest.raises(UserError, match=r"run/.* could not be written: the disk is full"):
+            execute.train(config, out)
+        assert not list(out.rglob("*.part"))
+        assert load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU).position.epoch == 1
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        assert outcome(execute.resume(out)) == outcome(finished)
+        gc.collect()  # tensors that were read may still be in a mapped file
 
 
 def test_numbers_go_to_tensorboard(pictures: Path, tmp_path: Path) -> None:
@@ -445,7 +386,7 @@ def test_numbers_go_to_tensorboard(pictures: Path, tmp_path: Path) -> None:
     run = execute.train(parse_config(fast(pictures)), tmp_path / "run", track="tensorboard")
     found = accumulator.EventAccumulator(str(run.folder / "tensorboard")).Reload()
     losses = [point.value for point in found.Scalars("loss")]
-    assert losses == pytest.approx([event["loss"] for event in events(run) if event["event"] == "epoch"])
+    assert losses == pytest.approx([event["loss"] for event in events(run, "epoch")])
     assert [point.step for point in found.Scalars("average accuracy")] == [1, 3, 5]
 
 
