@@ -149,9 +149,7 @@ def test_changed_file_is_decoded_again(folder: Path, cache: ImageCache, change: 
     assert_right(place(cache, files).write(quiet, quiet), folder)
 
 
-def test_entries_differ_by_content_and_decoder(
-    folder: Path, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_by_content(folder: Path, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))  # of the same names, sizes and times
     assert (copy / NAMES[0]).stat().st_mtime_ns == (folder / NAMES[0]).stat().st_mtime_ns
     different = [ImageFiles(folder, NAMES, side) for side in (None, 8, 9)]
@@ -341,9 +339,7 @@ def test_interrupted_decoding_leaves_nothing_behind(folder: Path, cache: ImageCa
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_threads_that_want_the_same_images(
-    folder: Path, cache: ImageCache, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_threads(folder: Path, cache: ImageCache, locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     files, found, notes, advanced = Counted(folder, NAMES, None), list[Decoded](), list[str](), list[int]()
     together = threading.Barrier(4)
     if not locks:  # the first to finish stays
@@ -491,9 +487,7 @@ def test_cleaning_removes_the_least_recently_used(folder: Path, cache: ImageCach
     assert ImageCache(cache.root / "nowhere").clean() == 0
 
 
-def test_command_shows_and_cleans_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]
-) -> None:
+def test_cache_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(tmp_path))
     (tmp_path / "images" / "old").mkdir(parents=True)
     with (tmp_path / "images" / "old" / "pixels.u8").open("wb") as stream:

@@ -150,9 +150,7 @@ def test_part_of_imagenet_is_an_own_folder(tmp_path: Path, check: Check, within:
     assert "classes: 200" in out and "imagenet-r" not in out
 
 
-def test_dataset_in_a_folder_of_datasets_is_found(
-    tmp_path: Path, probprompt: Command, check: Check, small: None
-) -> None:
+def test_dataset_among_others_is_found(tmp_path: Path, probprompt: Command, check: Check, small: None) -> None:
     root = tree(tmp_path / "sets" / "cifar100")
     out = check(0, tmp_path / "sets")
     assert f"cifar100 in {root}" in out and "train: 8 images, 4 of each class" in out
@@ -272,9 +270,7 @@ def test_get_from_a_local_archive(tmp_path: Path, home: Path, probprompt: Comman
     assert "train: 8 images, 4 of each class" in check(0, "tu-berlin")
 
 
-def test_get_from_a_mirror(
-    web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mirror(web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = sketches(tmp_path / "www" / "mirror.zip")
     md5 = hashlib.md5(archive.read_bytes()).hexdigest()
     monkeypatch.setattr(TuBerlin, "sources", (Source(f"{web}/gone.zip", "sketches_png.zip", md5=md5),))

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from probprompt.cli.compare import GridScreen, read_spec, run_compare
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import UserError
 from probprompt.runs import grid as grids
-from probprompt.runs.carry_out import GridWatcher, Pace, Way, Where, carry_out, run_grid
+from probprompt.runs.carry_out import GridWatcher, Pace, Way, Where, run_grid
 from probprompt.runs.grid import Grid, Outcome, parse_spec
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
@@ -173,9 +173,7 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
         ({"vary": {"training": {"epochs": 3}}}, ["vary.training.epochs: "]),
     ],
 )
-def test_all_errors_are_reported_before_anything_runs(
-    spec: Spec, tmp_path: Path, entries: dict[str, Any], messages: list[str]
-) -> None:
+def test_all_errors_come_first(spec: Spec, tmp_path: Path, entries: dict[str, Any], messages: list[str]) -> None:
     with pytest.raises(UserError) as error:
         Grid(spec(**entries), tmp_path / "out")
     assert all(message in str(error.value) for message in messages), str(error.value)
@@ -285,31 +283,6 @@ def test_watcher_gets_each_run_and_the_time_left(spec: Spec, tmp_path: Path) -> 
     assert diary.lines[-1] == ("end", True, 0)
 
 
-class TwoAtATime:
-    """Ends the older of two runs."""
-
-    ahead = places = 2
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker, self.running = worker, list[grids.Cell]()
-        self.most = 0
-
-    def submit(self, cell: grids.Cell) -> None:
-        self.running.append(cell)
-        self.most = max(self.most, len(self.running))
-
-    def receive(self) -> Outcome:
-        return Way(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), GridWatcher())
-
-
-def test_time_left_of_concurrent_runs(spec: Spec, tmp_path: Path) -> None:
-    grid, diary, two = Grid(spec(seeds=[0, 1, 2]), tmp_path), Diary(), TwoAtATime(Worker(fail="linear-probe/seed-1"))
-    carry_out(grid.cells, two, diary, Pace())
-    assert two.most == 2 and not two.running
-    assert diary.lines == [("end", number != 3, rest) for number, rest in enumerate((5.0, 4.0, 3.0, 2.0, 2.0, 0.0))]
-    assert [bool(outcome.run) for outcome in grid.outcomes()] == [True, True, True, False, True, True]
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -415,17 +388,9 @@ def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest
         run_compare(None, options(methods=["apt"]), [], [], [tmp_path], None, None, False)
 
 
-@pytest.fixture
-def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
-    shown, made = io.StringIO(), GridScreen()
-    made.console = Console(file=shown, width=110, force_terminal=True, highlight=False, legacy_windows=False)
-    yield made, shown
-
-
-def test_terminal_shows_the_grid_and_the_stage(
-    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
-) -> None:
-    watcher, shown = screen
+def test_terminal_shows_grid_and_stage(spec: Spec, tmp_path: Path) -> None:
+    shown, watcher = io.StringIO(), GridScreen()
+    watcher.console = Console(file=shown, width=110, force_terminal=True, highlight=False, legacy_windows=False)
 
     class Staged(Worker):
         def start(self, config: RunConfig, out: Path, device: str | None, watcher: Watcher | None) -> Run:
@@ -444,16 +409,6 @@ def test_terminal_shows_the_grid_and_the_stage(
     assert "[1/4] pictures/custom/probprompt/seed-0: FAA 65.00 %, 1 min 30 s; about 4 min 30 s left" in plain
     final = plain.splitlines()[-1].rpartition("\r")[2]
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
-
-
-def test_time_left_counts_down(screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path) -> None:
-    watcher, _ = screen
-    cell = Grid(spec(), tmp_path).cells[0]
-    with watcher.grid(3, 0):
-        watcher.end(Outcome(cell, problem={"type": "UserError", "message": "no"}), 3600.0)
-        watcher._begun -= 1800.0  # half an hour later
-        left = re.fullmatch(r"about (29|30) min.* left", watcher._told_left())
-        assert left, watcher._told_left()
 
 
 WORKERS = """
@@ -475,9 +430,7 @@ def resume(out, device, watcher):
 """
 
 
-def test_concurrent_runs_of_which_one_is_killed(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_runs_is_killed(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules, diary = tmp_path / "modules", tmp_path / "diary"
     modules.mkdir()
     diary.mkdir()

@@ -27,16 +27,17 @@ from probprompt.runs.progress import Watcher
 
 CPU = torch.device("cpu")
 Settings = Callable[..., dict[str, Any]]
+Sizes = tuple[tuple[int, int], ...]
 ONE_SIZE = ((12, 20),) * 7
 RAGGED = ((12, 20), (9, 7), (30, 11), (12, 20), (5, 40), (16, 16), (12, 20))
 
 
-def pictures(sizes: tuple[tuple[int, int], ...]) -> list[Pixels]:
+def pictures(sizes: Sizes) -> list[Pixels]:
     random = np.random.RandomState(5)
     return [random.randint(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
 
 
-def stores(sizes: tuple[tuple[int, int], ...], rows: list[int] | None = None) -> tuple[ImageStore, ImageStore]:
+def stores(sizes: Sizes, rows: list[int] | None = None) -> tuple[ImageStore, ImageStore]:
     """The same images held by the device, and by the host."""
     arrays = pictures(sizes)
     decoded = decode(lambda row: arrays[row], len(arrays), lambda _: None)
@@ -51,11 +52,7 @@ both = pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED], ids=["one size", "ra
 
 @both
 @pytest.mark.parametrize("rows", [None, [6, 1, 4, 3]])
-@pytest.mark.parametrize("chunk", [1, 1500, 2**26])
-def test_stores_hold_the_decoded_images(
-    sizes: tuple[tuple[int, int], ...], rows: list[int] | None, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "_CHUNK", chunk)  # bytes that are sent to the device at a time
+def test_stores_hold_the_images(sizes: Sizes, rows: list[int] | None) -> None:
     arrays, chosen = pictures(sizes), rows or list(range(7))
     for store in stores(sizes, rows):
         assert len(store) == len(chosen) and store.bytes == sum(arrays[row].size for row in chosen)
@@ -72,6 +69,17 @@ def test_stores_hold_the_decoded_images(
                 np.testing.assert_array_equal(pixels[start : start + image.size].numpy(), image.reshape(-1))
 
 
+@both
+@pytest.mark.parametrize("chunk", [1, 1500, 10**6])
+def test_images_are_sent_in_chunks(sizes: Sizes, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_CHUNK", chunk)
+    store, rows, arrays = stores(sizes)[0], torch.tensor([6, 2, 3, 0]), pictures(sizes)
+    flat = [arrays[row].reshape(-1) for row in rows.tolist()]
+    sent, starts = loading._send(store.pixels, store.offsets[rows], store.sizes[rows], sum(map(len, flat)), CPU)
+    np.testing.assert_array_equal(sent.numpy(), np.concatenate(flat))
+    assert starts.tolist() == [sum(map(len, flat[:row])) for row in range(4)]
+
+
 def test_store_shape() -> None:
     assert all(store.shape == (12, 20) for store in stores(ONE_SIZE))
     # Of one size, but with others between them: they cannot be numbered consecutively.
@@ -83,7 +91,7 @@ def test_store_shape() -> None:
 
 
 @both
-def test_subsets_and_inverted_images(sizes: tuple[tuple[int, int], ...]) -> None:
+def test_subsets_and_inverted_images(sizes: Sizes) -> None:
     for store in stores(sizes):
         before = store.canvas(torch.arange(7))
         few = store.only(torch.tensor([4, 2]))
@@ -108,7 +116,7 @@ def views(store: ImageStore, indices: Tensor, augmentation: Augmentation) -> Ran
 
 
 @both
-def test_views_of_hosted_and_resident_images_are_equal(sizes: tuple[tuple[int, int], ...]) -> None:
+def test_views_of_hosted_and_resident_images_are_equal(sizes: Sizes) -> None:
     resident, hosted = stores(sizes)
     rows = torch.tensor([3, 6, 1, 1, 0])
     expected = viewer().evaluation(resident, rows)
@@ -154,9 +162,7 @@ def test_views_are_normalized_by_channel() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @both
 @pytest.mark.parametrize("room", [None, 0])
-def test_views_on_a_gpu_are_those_of_the_cpu(
-    sizes: tuple[tuple[int, int], ...], room: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_on_a_gpu_and_cpu(sizes: Sizes, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     device, arrays = torch.device("cuda"), pictures(sizes)
     plain = stores(sizes)[0]
     store = ImageStore.place(decode(lambda row: arrays[row], 7, lambda _: None), device, room=room)
@@ -351,9 +357,7 @@ def test_validation_and_test_images_share_one_entry(cache: ImageCache, tmp_path:
     assert len(entries(cache)) == 1
 
 
-def test_sets_too_large_for_the_device_stay_on_the_host(
-    folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_sets_stay_on_the_host(folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
     monkeypatch.setattr(loading, "_room", lambda _: 2000.0)
     watch = Watch()
@@ -365,9 +369,7 @@ def test_sets_too_large_for_the_device_stay_on_the_host(
     assert len(watch.notes) == len(outside) and "stay on the host: they are more than 40 %" in watch.notes[0]
 
 
-def test_record_describes_the_loaded_images(
-    settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_describes_the_images(settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
     workshop = execute.prepare(parse_config(settings(data={"stored_side": 24})), CPU, Watcher())
     record = execute.describe(workshop, "run")["data"]

@@ -83,9 +83,7 @@ def test_default_number_of_tasks(photos: Path, classes: int, tasks: int) -> None
     assert Folder(photos).usual_tasks(classes) == tasks
 
 
-def test_folder_one_level_too_high_gets_a_remark(
-    photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]
-) -> None:
+def test_folder_one_level_too_high(photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]) -> None:
     for month in ("2026-01", "2026-02"):
         for name in NAMES[:2]:
             shutil.copytree(photos / name, tmp_path / "deep" / month / name)

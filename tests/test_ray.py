@@ -183,9 +183,7 @@ def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Pat
 
 
 @needs_ray
-def test_machines_need_the_folder_and_the_version(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_need_folder_and_version(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = ray_cells._machines(cluster.ray)
     with ray_cells._marked(tmp_path / "out") as mark:
         ray_cells._check_machines(cluster.ray, machines, mark)
@@ -328,14 +326,6 @@ def test_share_of_a_machine(
 def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_share(Where(on="ray", **asked), device, [PLAIN])
-
-
-def test_shares_larger_than_this_machine() -> None:
-    with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU"):
-        ray_cells._tell_room(Share(1, 1), [PLAIN], [], "local", GridWatcher())
-    diary = Diary()
-    ray_cells._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
-    assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]
 
 
 def test_run_without_progress_is_given_up(spec: Spec, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeyp
     raise AssertionError("the run never ends")
 
 
-def test_run_may_die_at_every_single_place(
+def test_crash_at_every_single_place(
     pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = configure(pictures, method=REGULAR)
@@ -158,9 +158,7 @@ def test_run_may_die_at_every_single_place(
 
 
 @pytest.mark.parametrize("case", list(CASES)[1:])
-def test_run_may_die_at_many_places(
-    pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_many_crashes(pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     settings = configure(pictures, **CASES[case])
     expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
     mines = Minefield(share=0.2)
@@ -374,9 +372,7 @@ def test_corrupted_and_foreign_checkpoints_are_rejected(stopped: Stopped, tmp_pa
         (("--tasks", "4,2"), "data.tasks: 2 became [4, 2]"),
     ],
 )
-def test_other_settings_are_rejected_by_name(
-    stopped: Stopped, probprompt: Command, arguments: tuple[object, ...], named: str
-) -> None:
+def test_changed_settings(stopped: Stopped, probprompt: Command, arguments: tuple[object, ...], named: str) -> None:
     assert named in refused(probprompt, stopped.run, *arguments)
 
 
@@ -432,9 +428,7 @@ def test_weights_may_move_into_the_folder_of_the_run(changed: Stopped, tmp_path:
     assert outcome(execute.resume(run.folder)) == changed.expected
 
 
-def test_other_pixels_are_rejected(
-    stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_pixels(stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run = stopped.copy(tmp_path / "run")
     data = run.record["data"]
     data["train"]["pixels_sha256"] = "a" * 64

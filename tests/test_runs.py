@@ -113,7 +113,7 @@ def test_run_json_records_what_was_used(finished: Run, pictures: Path) -> None:
         ({"amx_bf16": False}, f"fp32: {platform.machine()}"),
     ],
 )
-def test_processors_with_bf16_compute_in_it(
+def test_bf16_precision(
     pictures: Path, monkeypatch: pytest.MonkeyPatch, able: dict[str, object], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
@@ -251,9 +251,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, Path]]:
     return found
 
 
-def test_arguments_override_the_config(
-    chosen: list[tuple[RunConfig, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_win(chosen: list[tuple[RunConfig, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = {"method": {"name": "linear-probe"}, "data": {"benchmark": "mine"}, "seeds": {"order": 4}}
     api.train(config=config)
@@ -466,9 +464,7 @@ def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: py
     assert saving.due()
 
 
-def test_run_writes_few_checkpoints_and_one_at_its_end(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_writes_few_checkpoints(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, int]] = []
     save = checkpoint.save_checkpoint
 
