@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -71,10 +71,6 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
         "alignment": {"epochs": 2, "rate": 0.01},
     }
     return overlay(base, groups)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 class CrashError(BaseException):
@@ -145,25 +141,15 @@ def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeyp
     raise AssertionError("the run never ends")
 
 
-def test_crash_at_every_single_place(
-    pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = configure(pictures, method=REGULAR)
+@pytest.mark.parametrize("case", CASES)
+def test_crashes(pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """At every place that the first case reaches, and at many places of the others."""
+    settings, every = configure(pictures, **CASES[case]), case == next(iter(CASES))
     expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
-    mines = Minefield()
+    mines = Minefield(share=1.0 if every else 0.2)
     run = carry_through(settings, tmp_path / "stopped", mines, monkeypatch)
-    assert outcome(run) == expected
-    assert mines.crashes == len(mines.seen) > 60
-    assert not list(run.folder.rglob("*.part"))
-
-
-@pytest.mark.parametrize("case", list(CASES)[1:])
-def test_many_crashes(pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    settings = configure(pictures, **CASES[case])
-    expected = outcome(execute.train(parse_config(settings), tmp_path / "whole"))
-    mines = Minefield(share=0.2)
-    assert outcome(carry_through(settings, tmp_path / "stopped", mines, monkeypatch)) == expected
-    assert mines.crashes > 8
+    assert outcome(run) == expected and not list(run.folder.rglob("*.part"))
+    assert (mines.crashes == len(mines.seen) > 60) if every else mines.crashes > 8
 
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -176,12 +162,6 @@ def processes() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         SERVER.set_forkserver_preload(["probprompt.runs.execute", "timm"])
         yield
-
-
-def start(target: Callable[..., Run], *arguments: object) -> ForkServerProcess:
-    process = SERVER.Process(target=target, args=arguments)
-    process.start()
-    return process
 
 
 def await_change(path: Path, before: int, alive: Callable[[], bool]) -> bool:
@@ -208,7 +188,9 @@ def test_killed_runs_end_as_one_that_was_not(pictures: Path, tmp_path: Path, pro
     kills, saved = 0, Run(out).checkpoint
     while True:
         before = modified(saved)
-        process = start(execute.resume, out) if kills else start(execute.train, config, out)
+        act, arguments = (execute.resume, (out,)) if kills else (execute.train, (config, out))
+        process = SERVER.Process(target=act, args=arguments)
+        process.start()
         if kills == 4 or not await_change(saved, before, process.is_alive):
             break
         time.sleep(dice.choice([0.0, dice.uniform(0, 0.05), dice.uniform(0, 0.3)]))
@@ -258,12 +240,11 @@ def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that was stopped, its images, weights and settings, and its results without the stop."""
+    """A run that was stopped, its images and weights, and its results without the stop."""
 
     run: Run
     images: Path
     weights: Path
-    settings: dict[str, Any]
     expected: dict[str, bytes]
 
     def copy(self, folder: Path) -> Run:
@@ -279,7 +260,7 @@ def stopped(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped
     expected = outcome(execute.train(parse_config(settings), home / "whole"))
     with pytest.raises(StopHereError):
         execute.train(parse_config(settings), home / "run", watcher=Stopper())
-    return Stopped(Run(home / "run"), images, weights, settings, expected)
+    return Stopped(Run(home / "run"), images, weights, expected)
 
 
 @pytest.fixture
@@ -299,12 +280,15 @@ def save_weights(path: Path, seed: int) -> None:
         save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def refused(probprompt: Command, run: Run, *more: object) -> str:
     """Return the message of a rejected run, of which nothing may change."""
     before = contents(run.folder)
     answer = probprompt("train", "--resume", run.folder, *more)
-    assert answer.code == 2 and answer.err.startswith("error: ")
-    assert "Traceback" not in answer.err + answer.out
+    assert answer.code == 2 and answer.err.startswith("error: ") and "Traceback" not in answer.err + answer.out
     assert contents(run.folder) == before
     return str(answer.err)
 
@@ -312,21 +296,15 @@ def refused(probprompt: Command, run: Run, *more: object) -> str:
 def test_stopped_run_continues_in_the_middle_of_its_task(
     stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str | None] = []
-    pick = execute.pick_device
-
-    def picked(name: str | None) -> torch.device:
-        asked.append(name)
-        return pick(name)
-
-    monkeypatch.setattr(execute, "pick_device", picked)
+    pick = Mock(side_effect=execute.pick_device)
+    monkeypatch.setattr(execute, "pick_device", pick)
     run = stopped.copy(tmp_path / "run")
     same = ("--epochs", 2, "--tasks", 2, "--seed", 0)  # the settings that it has
     answer = probprompt("train", stopped.images, "--resume", run.folder, *same)
     assert answer.code == 0 and "task 1 of 2" not in answer.out and "task 2 of 2: done" in answer.out
     assert events(run, "resumed") == [{"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"}]
     assert outcome(run) == stopped.expected and run.report.exists()
-    assert asked == ["cpu"]  # the device it started on
+    pick.assert_called_once_with("cpu")  # the device it started on
     answer = probprompt("train", "--resume", run.folder)
     assert answer.code == 0 and f"{run.folder} is finished already" in answer.out and answer.err == ""
     assert outcome(run) == stopped.expected
