@@ -17,6 +17,13 @@ from probprompt.runs.tensors import read_tensors
 CPU = torch.device("cpu")
 PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]}
 BACKBONE = {"name": "test_vit", "weights": "random", "image_size": 32}
+GRID: dict[str, dict[str, Any]] = {
+    "backbone": BACKBONE,
+    "data": {"tasks": 2},
+    "training": {"epochs": 1, "batch": 16},
+    "alignment": {"epochs": 1},
+    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
+}
 
 
 def overlay(base: dict[str, dict[str, Any]], groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

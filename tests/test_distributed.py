@@ -28,11 +28,12 @@ from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run
 from probprompt.runs.tensors import read_tensors
 from probprompt.training.learner import Learner, TaskImages
-from run_cases import BACKBONE, CPU, as_options, events, outcome, overlay
+from run_cases import BACKBONE, CPU, PROBPROMPT, as_options, events, outcome, overlay
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+REGULAR = {**PROBPROMPT, "regularisation": 0.1}
 SMALL: dict[str, dict[str, Any]] = {
-    "probprompt": {"samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1},
+    "probprompt": REGULAR,
     "vq-prompt": {"tokens": 4, "blocks": [0, 2]},
     "coda-prompt": {"tokens": 4, "components_per_task": 3, "blocks": [0, 2], "orthogonality_weight": 0.1},
     "dual-prompt": {"expert_blocks": [2], "expert_tokens": 4, "general_tokens": 4},
@@ -44,19 +45,13 @@ SMALL: dict[str, dict[str, Any]] = {
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"method": {"name": name, **SMALL.get(name, {})}} for name in methods.registered()},
     **{name: {"method": {"name": name}, "training": {"head_rate": 0.0002}} for name in ("ft", "ft++", "joint")},
-    "clipped": {"method": {"name": "probprompt", **SMALL["probprompt"]}, "training": {"clip": 0.01}},
-    "equal parts": {
-        "method": {"name": "probprompt", **SMALL["probprompt"]},
-        "training": {"batch": 8, "epochs": 2, "weight_decay": 0.01},
-    },
+    "clipped": {"method": REGULAR, "training": {"clip": 0.01}},
+    "equal parts": {"method": REGULAR, "training": {"batch": 8, "epochs": 2, "weight_decay": 0.01}},
     "ridge and query": {
-        "method": {"name": "probprompt", **SMALL["probprompt"]},
+        "method": REGULAR,
         "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1, "mirrored": True},
     },
-    "mirror images": {
-        "method": {"name": "ranpac"},
-        "head": {"kind": "ridge", "projections": 20, "with_mirrors": True},
-    },
+    "mirror images": {"method": {"name": "ranpac"}, "head": {"kind": "ridge", "projections": 20, "with_mirrors": True}},
 }
 """What learns with one and with two processes. A task has 21 images, so that most have parts of 10 and 11."""
 
@@ -73,7 +68,7 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
 
 
 RUNS = {
-    "linear": {"method": {"name": "probprompt", **SMALL["probprompt"]}, "training": {"epochs": 3, "batch": 8}},
+    "linear": {"method": REGULAR, "training": {"epochs": 3, "batch": 8}},
     "ridge": {**CASES["ridge and query"], "training": {"epochs": 2, "batch": 8}},
 }
 
@@ -214,14 +209,6 @@ def test_parts_cover_every_row_once_and_are_nearly_equal(size: int) -> None:
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_single_process_exchanges_nothing() -> None:
-    rows = torch.ones(3, 2)
-    assert ALONE.gather(rows, 3) is rows and ALONE.total(4) == 4 and ALONE.agree("here") == "here"
-    ALONE.average([rows])
-    ALONE.broadcast([rows])
-    assert torch.equal(rows, torch.ones(3, 2))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_learn_as_one(worked: Worked, case: str) -> None:
     alone = learn(worked.settings[case], ALONE)
@@ -340,6 +327,11 @@ def test_world_of_the_environment() -> None:
     assert from_environment({}) == from_environment({"WORLD_SIZE": "8"}) == ALONE
     assert from_environment(dict(zip(NAMES, "3412", strict=True))) == World(3, 4, 1, 2)
     assert [World(rank, 2).writes for rank in range(2)] == [True, False]
+    rows = torch.ones(3, 2)
+    assert ALONE.gather(rows, 3) is rows and ALONE.total(4) == 4 and ALONE.agree("here") == "here"
+    ALONE.average([rows])
+    ALONE.broadcast([rows])
+    assert torch.equal(rows, torch.ones(3, 2))
 
 
 def test_more_gpus_than_exist(probprompt: Callable[..., Any], pictures: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -23,17 +24,9 @@ from probprompt.runs.carry_out import GridWatcher, Pace, Way, Where, run_grid
 from probprompt.runs.grid import Grid, Outcome, parse_spec
 from probprompt.runs.progress import Watcher
 from probprompt.runs.record import Run, config_hash
+from run_cases import GRID
 
 ROOT = Path(__file__).parent.parent
-TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-    "data": {"tasks": 2},
-    "training": {"epochs": 1, "batch": 16},
-    "alignment": {"epochs": 1},
-    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
-}
-
-
 Spec = Callable[..., grids.GridSpec]
 
 
@@ -43,7 +36,7 @@ def spec(pictures: Path) -> Spec:
 
     def build(**entries: Any) -> grids.GridSpec:
         base = {"methods": ["probprompt", "linear-probe"], "benchmarks": [str(pictures)], "seeds": [0, 1]}
-        return parse_spec({**base, "presets": ["custom"], "settings": TINY, **entries})
+        return parse_spec({**base, "presets": ["custom"], "settings": GRID, **entries})
 
     return build
 
@@ -90,7 +83,7 @@ def names(grid: Grid) -> list[str]:
 def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> None:
     weights = tmp_path / "mine.safetensors"
     weights.write_bytes(b"as it was")
-    settings = merge(TINY, {"backbone": {"weights": str(weights)}})
+    settings = merge(GRID, {"backbone": {"weights": str(weights)}})
     worker = Worker()
     first = worker.run(Grid(spec(settings=settings, seeds=[0]), tmp_path / "grid"))
     before = hashlib.sha256(b"as it was").hexdigest()
@@ -102,7 +95,8 @@ def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> N
     with pytest.raises(UserError, match=rf"mine.safetensors holds now .*{before}"):
         worker.run(more)
     weights.write_bytes(b"as it was")
-    assert all(outcome.run for outcome in worker.run(more))
+    assert all(outcome.run for outcome in worker.run(more)) and worker.resumed == []
+    assert worker.started == [f"{method}/seed-{seed}" for seed in (0, 1) for method in ("probprompt", "linear-probe")]
 
 
 def test_grid_holds_all_combinations_by_seed(spec: Spec, tmp_path: Path) -> None:
@@ -191,22 +185,13 @@ def test_wrong_device_and_equal_names_are_rejected(spec: Spec, pictures: Path, t
         Grid(spec(benchmarks=[str(pictures), str(tmp_path / "pictures")]), tmp_path / "out")
 
 
-def test_finished_runs_are_not_repeated(spec: Spec, tmp_path: Path) -> None:
-    first, second = Worker(), Worker()
-    outcomes = first.run(Grid(spec(seeds=[0]), tmp_path))
-    assert first.started == ["probprompt/seed-0", "linear-probe/seed-0"] and all(o.run for o in outcomes)
-    outcomes = second.run(Grid(spec(seeds=[0, 1]), tmp_path))
-    assert second.started == ["probprompt/seed-1", "linear-probe/seed-1"] and second.resumed == []
-    assert len(outcomes) == 4 and all(outcome.run for outcome in outcomes)
-
-
 def test_folder_with_other_settings_is_rejected(spec: Spec, tmp_path: Path) -> None:
     worker = Worker(interrupt="probprompt/seed-1")
     worker.run(Grid(spec(seeds=[0]), tmp_path))
     with pytest.raises(KeyboardInterrupt):
         worker.run(Grid(spec(seeds=[1], methods=["probprompt"]), tmp_path))
     before = list(worker.started)
-    changed = merge(TINY, {"training": {"epochs": 3}})
+    changed = merge(GRID, {"training": {"epochs": 3}})
     with pytest.raises(UserError, match=r"2 cell\(s\) .*seed-0 \(training\.epochs is 1, wanted 3\).* --out"):
         worker.run(Grid(spec(seeds=[0, 2], settings=changed), tmp_path))
     with pytest.raises(UserError, match=r"1 cell\(s\) .*seed-1 \(training\.epochs is 1, wanted 3\)"):  # not finished
@@ -343,7 +328,7 @@ def test_example_is_a_grid(tmp_path: Path) -> None:
 
 def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any) -> None:
     """Run the command on a grid of which one run diverges."""
-    assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
+    assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(GRID).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
     vary = ["head_rate=0.01,1e30"]
     run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)
@@ -352,19 +337,13 @@ def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any)
 def test_grid_is_run_once_and_failures_are_reported(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: list[str] = []
-    original = api.start
-
-    def counted(config: RunConfig, out: Path, *rest: Any) -> Run:
-        began.append(_name(out))
-        return original(config, out, *rest)
-
-    monkeypatch.setattr(api, "start", counted)
+    start = Mock(side_effect=api.start)
+    monkeypatch.setattr(api, "start", start)
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as end:
         compare(tmp_path, pictures, methods=["probprompt"])
     printed = capsys.readouterr().out
-    assert end.value.code == 1 and len(began) == 2
+    assert end.value.code == 1 and start.call_count == 2
     good, bad = (tmp_path / "pictures" / "custom" / f"probprompt,head_rate={rate}" / "seed-0" for rate in (0.01, 1e30))
     run = Run.open(good)
     assert run.finished and run.report.exists() and (bad / "failed.json").exists()
@@ -374,9 +353,11 @@ def test_grid_is_run_once_and_failures_are_reported(
     before = config_hash(run.config)
     with pytest.raises(SystemExit):
         compare(tmp_path, pictures, methods=["probprompt"])
-    assert began[2:] == [] and config_hash(Run.open(good).config) == before  # the failed run was begun: resumed
+    assert config_hash(Run.open(good).config) == before
     compare(tmp_path, pictures, methods=["linear-probe"], show_only=True)
-    assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and len(began) == 2
+    assert (
+        "not run yet: 2 of 2 cells" in capsys.readouterr().out and start.call_count == 2
+    )
 
 
 def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,21 +393,17 @@ def test_terminal_shows_grid_and_stage(spec: Spec, tmp_path: Path) -> None:
 
 
 WORKERS = """
-import os, signal, time
+import os, signal
 from pathlib import Path
 
-from probprompt import api
+from probprompt.api import resume, start as start_here
 
 
 def start(config, out, device, watcher):
-    if "lda" in str(out):  # dies without a word
+    if "lda" in str(out):
         os.kill(os.getpid(), signal.SIGKILL)
-    Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(f"{time.time()} {out}")
-    return api.start(config, out, device, watcher)
-
-
-def resume(out, device, watcher):
-    return api.resume(out, device, watcher)
+    Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").touch()
+    return start_here(config, out, device, watcher)
 """
 
 
@@ -438,7 +415,7 @@ def test_one_of_two_runs_is_killed(pictures: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(modules))
     monkeypatch.setenv("PROBPROMPT_DIARY", str(diary))
     module = importlib.import_module("grid_workers")
-    settings = {"backbone": TINY["backbone"], "data": {"tasks": 2}}
+    settings = {"backbone": GRID["backbone"], "data": {"tasks": 2}}
     asked = {"methods": ["nearest-mean", "lda"], "benchmarks": [str(pictures)], "seeds": [0], "settings": settings}
     grid = Grid(parse_spec(asked), tmp_path / "grid")
     kept, killed = run_grid(grid, Way(module.start, module.resume, "cpu"), None, Where(workers=2))
