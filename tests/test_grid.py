@@ -355,9 +355,7 @@ def test_grid_is_run_once_and_failures_are_reported(
         compare(tmp_path, pictures, methods=["probprompt"])
     assert config_hash(Run.open(good).config) == before
     compare(tmp_path, pictures, methods=["linear-probe"], show_only=True)
-    assert (
-        "not run yet: 2 of 2 cells" in capsys.readouterr().out and start.call_count == 2
-    )
+    assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and start.call_count == 2
 
 
 def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
