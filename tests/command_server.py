@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
 
 CLIENT = """#!{python}
@@ -58,13 +59,8 @@ def _serve(connection: socket.socket) -> None:
 if __name__ == "__main__":
     import torch
 
-    import probprompt.cli.app
-    import probprompt.cli.audit
-    import probprompt.cli.book
-    import probprompt.cli.commands
-    import probprompt.cli.compare
-    import probprompt.cli.data
-    import probprompt.cli.model  # noqa: F401
+    for name in ("app", "audit", "book", "commands", "compare", "data", "model"):
+        import_module(f"probprompt.cli.{name}")
     from probprompt.cli import main
 
     torch.set_num_threads(1)

@@ -272,7 +272,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "pixels longer": lambda entry: (entry / "pixels.u8").write_bytes((entry / "pixels.u8").read_bytes() + b"x"),
     "no pixels": lambda entry: (entry / "pixels.u8").unlink(),
     "no index": lambda entry: (entry / "index.json").unlink(),
-    "empty": lambda entry: [path.unlink() for path in entry.iterdir()],
+    "empty": lambda entry: list(map(os.remove, entry.iterdir())),
     "half an index": lambda entry: os.truncate(entry / "index.json", 100),
     "empty index": lambda entry: os.truncate(entry / "index.json", 0),
     "no JSON": lambda entry: (entry / "index.json").write_bytes(b"\xff\xfe"),

@@ -166,13 +166,7 @@ def test_every_changed_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole[:place])
         with pytest.raises(UserError, match=r"a\.safetensors is damaged and was not loaded"):
             read_tensors(path, CPU)
-
-
-def test_bytes_of_another_type_are_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    write_tensors(path, {"a": torch.arange(4.0)}, {})
-    whole = path.read_bytes()
-    for wrong in (b'"I32"', b'"U32"'):
+    for wrong in (b'"I32"', b'"U32"'):  # the same bytes of another type
         path.write_bytes(whole.replace(b'"F32"', wrong))
         with pytest.raises(UserError, match="do not match its digest"):
             read_tensors(path, CPU)

@@ -67,6 +67,12 @@ def copy(trained: Trained, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained.run.model, tmp_path / "model"))
 
 
+def read_note(folder: Path) -> dict[str, Any]:
+    """Return the note of a model without its format and files."""
+    note = json.loads((folder / "model.json").read_text())
+    return {name: value for name, value in note.items() if name not in ("format", "tensors", "statistics")}
+
+
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = folder / "model.json"
     note = json.loads(path.read_text())
@@ -235,16 +241,11 @@ def test_other_formats_are_rejected(copy: Path, content: str) -> None:
         load_model(copy)
 
 
-def without_files(folder: Path) -> dict[str, Any]:
-    note = json.loads((folder / "model.json").read_text())
-    return {name: value for name, value in note.items() if name not in ("format", "tensors", "statistics")}
-
-
 def test_saving_again_removes_only_stale_tensors(trained: Trained, copy: Path) -> None:
-    before = {path.name for path in copy.iterdir()}
+    before, note = {path.name for path in copy.iterdir()}, read_note(copy)
     (copy / "model-0123456789abcdef.safetensors").write_bytes(b"of an earlier task")
     (copy / "notes.txt").write_text("of the user")
-    save_model(copy, trained.learner, without_files(copy))
+    save_model(copy, trained.learner, note)
     assert {path.name for path in copy.iterdir()} == before | {"notes.txt"}
 
 
@@ -252,7 +253,7 @@ def test_interrupted_save_keeps_the_old_model(trained: Trained, copy: Path, monk
     def fail(*_: object) -> None:
         raise UserError("the disk is full")
 
-    before = load_model(copy).model.predict(images())
+    before, note = load_model(copy).model.predict(images()), read_note(copy)
     head = trained.learner.model.head
     assert isinstance(head, LinearHead)
     bias = head.bias.detach().clone()
@@ -262,9 +263,9 @@ def test_interrupted_save_keeps_the_old_model(trained: Trained, copy: Path, monk
         with monkeypatch.context() as full:
             full.setattr(model_folder, "write_json", fail)
             with pytest.raises(UserError, match="disk is full"):
-                save_model(copy, trained.learner, without_files(copy))
+                save_model(copy, trained.learner, note)
         assert torch.equal(load_model(copy).model.predict(images()), before)
-        save_model(copy, trained.learner, without_files(copy))
+        save_model(copy, trained.learner, note)
         assert not torch.equal(load_model(copy).model.predict(images()), before)
     finally:
         with torch.no_grad():
