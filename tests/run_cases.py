@@ -15,8 +15,8 @@ from probprompt.runs.record import Run
 from probprompt.runs.tensors import read_tensors
 
 CPU = torch.device("cpu")
-PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]}
-BACKBONE = {"name": "test_vit", "weights": "random", "image_size": 32}
+PROBPROMPT: dict[str, Any] = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]}
+BACKBONE: dict[str, Any] = {"name": "test_vit", "weights": "random", "image_size": 32}
 GRID: dict[str, dict[str, Any]] = {
     "backbone": BACKBONE,
     "data": {"tasks": 2},

@@ -541,7 +541,7 @@ def many(folder: Path, seeds: Sequence[int]) -> list[Path]:
     """Write runs of all methods in two presets."""
     made = []
     for number, method in enumerate(methods.registered()):
-        matrix = [[91.5]] if methods.find(method).joint else two(88.0 - 2.1 * number, 86.0 - 2.1 * number, 85.0)
+        matrix: Matrix = [[91.5]] if methods.find(method).joint else two(88.0 - number, 86.0 - number, 85.0)
         for preset, seed in product(("matched", "published"), seeds):
             place = folder / f"{method}-{preset}-{seed}"
             made.append(make(place, method, seed, matrix, preset=preset, similarity=SIMILARITY if number % 3 else None))

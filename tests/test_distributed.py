@@ -68,7 +68,7 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     return overlay(base, groups)
 
 
-RUNS = {
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "linear": {"method": REGULAR, "training": {"epochs": 3, "batch": 8}},
     "ridge": {**CASES["ridge and query"], "training": {"epochs": 2, "batch": 8}},
 }

@@ -29,9 +29,9 @@ from run_cases import BACKBONE, CPU, PROBPROMPT, StopHereError, Stopper, events,
 
 def tiny(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
+    base = {"backbone": BACKBONE, "method": PROBPROMPT, "training": {"epochs": 2, "batch": 8}}
     data = {"benchmark": str(pictures), "tasks": 3}
-    base = {"data": data, "backbone": BACKBONE, "method": PROBPROMPT, "training": {"epochs": 2, "batch": 8}}
-    return overlay({**base, "alignment": {"epochs": 2}}, groups)
+    return overlay({**base, "data": data, "alignment": {"epochs": 2}}, groups)
 
 
 def fast(pictures: Path, method: str = "linear-probe", **groups: dict[str, Any]) -> dict[str, Any]:
