@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-from importlib import import_module
 from pathlib import Path
 
 CLIENT = """#!{python}
@@ -64,8 +63,14 @@ def _serve(connection: socket.socket) -> None:
 if __name__ == "__main__":
     import torch
 
-    for name in ("app", "audit", "book", "commands", "compare", "data", "model"):
-        import_module(f"probprompt.cli.{name}")
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import probprompt.cli.app
+    import probprompt.cli.audit
+    import probprompt.cli.commands
+    import probprompt.cli.compare
+    import probprompt.cli.data
+    import probprompt.cli.model
+    import reproduction.__main__
 
     PROGRAMS = {"probprompt": probprompt.cli.main, "reproduction": reproduction.__main__.main}
     torch.set_num_threads(1)

@@ -55,12 +55,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def check(probprompt: Command) -> Callable[..., str]:
-    """Run `data check`, assert its exit code and return what it prints."""
+    """Run `data check`, assert its exit code and return its output."""
 
     def run(code: int, *arguments: object) -> str:
-        found, out, err = probprompt("data", "check", *arguments)
+        found, out, _ = probprompt("data", "check", *arguments)
         assert found == code, out
-        return err if code == 2 else out
+        return out
 
     return run
 
@@ -148,13 +148,15 @@ def test_part_of_imagenet_is_an_own_folder(tmp_path: Path, check: Check, within:
     assert "classes: 200" in out and "imagenet-r" not in out
 
 
-def test_dataset_among_others_is_found(tmp_path: Path, check: Check, small: None) -> None:
+def test_dataset_in_a_folder_of_datasets_is_found(
+    tmp_path: Path, probprompt: Command, check: Check, small: None
+) -> None:
     root = tree(tmp_path / "sets" / "cifar100")
     out = check(0, tmp_path / "sets")
     assert f"cifar100 in {root}" in out and "train: 8 images, 4 of each class" in out
     tree(tmp_path / "sets" / "tu-berlin")
-    both = f"holds 2 datasets: name one of {root}, {root.parent / 'tu-berlin'}"
-    assert both in check(2, tmp_path / "sets").replace("\n", " ")
+    code, _, err = probprompt("data", "check", tmp_path / "sets")
+    assert code == 2 and f"holds 2 datasets: name one of {root}, {root.parent / 'tu-berlin'}" in err.replace("\n", " ")
     check(0, tmp_path / "sets", "--benchmark", "cifar100")
 
 
@@ -171,10 +173,17 @@ def test_incomplete_and_missing_datasets(tmp_path: Path, check: Check) -> None:
     assert f"TROUBLE: {tmp_path} holds nothing that looks like tu-berlin" in out and "not on this machine" not in out
 
 
-def test_wrong_arguments(check: Check) -> None:
-    assert "is no folder" in check(2, "/no/such/place")
-    assert "'cifar10': did you mean 'cifar100'?" in check(2, ".", "--benchmark", "cifar10")
-    assert "no published dataset is called 'emoji-r'" in check(2, ".", "--benchmark", "emoji-r")
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("/no/such/place",), "is no folder"),
+        ((".", "--benchmark", "cifar10"), "no published dataset is called 'cifar10': did you mean 'cifar100'?"),
+        ((".", "--benchmark", "emoji-r"), "no published dataset is called 'emoji-r'"),
+    ],
+)
+def test_wrong_arguments(probprompt: Command, arguments: tuple[str, ...], problem: str) -> None:
+    code, _, err = probprompt("data", "check", *arguments)
+    assert code == 2 and problem in err
 
 
 def test_lists_of_images(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,10 +276,10 @@ def test_get_from_a_local_archive(tmp_path: Path, home: Path, probprompt: Comman
     assert "train: 8 images, 4 of each class" in check(0, "tu-berlin")
 
 
-def test_mirror(web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = sketches(tmp_path / "www" / "mirror.zip")
-    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(TuBerlin, "sources", (Source(f"{web}/gone.zip", "sketches_png.zip", md5=md5),))
+def test_get_from_a_mirror(
+    web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(sketches(tmp_path / "www" / "mirror.zip"), monkeypatch, f"{web}/gone.zip")
     code, _, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other")
     assert code == 2 and "answers 404" in err and "--url" in err
     code, out, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other", "--url", f"{web}/mirror.zip")

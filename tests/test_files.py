@@ -5,6 +5,8 @@ import os
 import pickle
 import resource
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 

@@ -21,7 +21,7 @@ from probprompt.config import RunConfig, flatten, merge, parse_config, with_abso
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as grids
-from probprompt.runs.carry_out import GridCallback, Pace, Way, Where, run_grid
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Pace, Way, Where, run_grid
 from probprompt.runs.grid import Grid, Outcome, parse_spec
 from probprompt.runs.record import Run, config_hash
 from run_cases import GRID
@@ -381,7 +381,7 @@ def test_terminal_shows_grid_and_stage(spec: Spec, tmp_path: Path) -> None:
                 progress._whole.refresh()
             return super().start(config, out, device, progress)
 
-    Staged(seconds=90.0).run(Grid(spec(), tmp_path), progress)
+    Staged(seconds=90.0).run(Grid(spec(), tmp_path), screen[0])
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
     assert re.search(r"cells +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
     assert re.search(r"task 1 of 2 +[━╺╸]+ 3/4 .* loss 1\.25", plain)

@@ -267,7 +267,7 @@ def test_test_set_and_classes(
     data = source.load(4)
     assert len(data.test) == size and all(name.startswith(test) for name in data.test.names)
     assert len(data.class_names) == size and set(data.train.labels.tolist()) == set(range(size))
-    assert [remark in found for found in source.remarks()] == [True] * bool(remark)
+    assert [remark in found for found in source.notes()] == [True] * bool(remark)
 
 
 @pytest.mark.parametrize(

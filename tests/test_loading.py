@@ -79,10 +79,10 @@ def test_stores_hold_the_images(sizes: Sizes, rows: list[int] | None) -> None:
 @both
 @pytest.mark.parametrize("chunk", [1, 1500, 10**6])
 def test_images_are_sent_in_chunks(sizes: Sizes, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_CHUNK", chunk)
+    monkeypatch.setattr(image_store, "_CHUNK", chunk)
     store, rows, arrays = stores(sizes)[0], torch.tensor([6, 2, 3, 0]), pictures(sizes)
     flat = [arrays[row].reshape(-1) for row in rows.tolist()]
-    sent, starts = loading._send(store.pixels, store.offsets[rows], store.sizes[rows], sum(map(len, flat)), CPU)
+    sent, starts = image_store._send(store.pixels, store.offsets[rows], store.sizes[rows], sum(map(len, flat)), CPU)
     np.testing.assert_array_equal(sent.numpy(), np.concatenate(flat))
     assert starts.tolist() == [sum(map(len, flat[:row])) for row in range(4)]
 

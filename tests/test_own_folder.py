@@ -63,7 +63,7 @@ def test_junk_is_neither_class_nor_image(photos: Path) -> None:
     assert set(data.class_names) == set(NAMES)
     assert len(data.train) + len(data.test) == EACH * len(NAMES)
     assert not [name for name in (*data.train.names, *data.test.names) if "thumbnail" in name]
-    assert not Folder(photos).remarks()
+    assert not Folder(photos).notes()
     found = list(walk(photos))  # the images of a classifier
     assert len(found) == EACH * len(NAMES) and not [path for path in found if "@eaDir" in path.parts]
 

@@ -24,7 +24,7 @@ from probprompt import api
 from probprompt.errors import UserError
 from probprompt.report.comparison import gather
 from probprompt.runs import ray_cells
-from probprompt.runs.carry_out import GridCallback, Way, Where, run_grid
+from probprompt.runs.carry_out import SILENT_GRID, GridCallback, Way, Where, run_grid
 from probprompt.runs.grid import Grid, GridSpec, parse_spec
 from probprompt.runs.ray_cells import Losses, RayCells, Share, carry_out_there, find_share, parse_address
 from probprompt.runs.record import Run
