@@ -381,7 +381,7 @@ def test_terminal_shows_grid_and_stage(spec: Spec, tmp_path: Path) -> None:
                 progress._whole.refresh()
             return super().start(config, out, device, progress)
 
-    Staged(seconds=90.0).run(Grid(spec(), tmp_path), screen[0])
+    Staged(seconds=90.0).run(Grid(spec(), tmp_path), watcher)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
     assert re.search(r"cells +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
     assert re.search(r"task 1 of 2 +[━╺╸]+ 3/4 .* loss 1\.25", plain)
