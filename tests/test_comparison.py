@@ -3,12 +3,11 @@
 import csv
 import io
 import json
-import math
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from html_page import Page
 from probprompt import methods, presets
 from probprompt.cli import cmd_compare
 from probprompt.cli.console import Screen
 from probprompt.config import parse_config
 from probprompt.errors import UserError
-from probprompt.report import figures
-from probprompt.report.compare import (
-    ACCURACY,
-    CAA,
-    FAA,
-    FORGETTING,
-    NOTHING,
-    SEEDS,
-    ColumnGroup,
-    Comparison,
-    FormattedCell,
-    Row,
-    Table,
-    gather,
-    gather_runs,
-    read_result,
-)
-from probprompt.report.pages import render_comparison, write_comparison
+from probprompt.report import compare, figures, pages
+from probprompt.report.compare import ACCURACY, ColumnGroup, Comparison, Row, Table, gather, gather_runs, read_result
+from probprompt.report.pages import render_comparison
 from probprompt.report.tables import csv_table, fill_page, latex, markdown
 from probprompt.runs.grid import Grid, parse_spec
 from probprompt.runs.run import Recorded, Run, write_book
+from report_cases import Matrix, Page, write_run
 
-Matrix = list[list[float | None]]
 SIMILARITY = {"mean": 0.5, "initial_mean": 0.25, "effective_rank": 3.0, "initial_effective_rank": 4.5}
 
 
@@ -70,29 +53,17 @@ def make(
     **record: Any,
 ) -> Path:
     """Write the folder of a finished run."""
-    folder.mkdir(parents=True)
-    whole = {
-        "format": 1,
-        "status": "finished",
-        "created": "2026-03-14T09:21:07+00:00",
+    known: dict[str, Any] = {
         "config": {
             "preset": preset,
             "data": {"benchmark": benchmark, "test": None},
             "method": {"name": method, **(settings or {})},
             "seeds": {"order": seed, "init": seed, "data": seed},
         },
-        "config_hash": "ab" * 32,
-        "backbone": {"name": "vit_tiny", "sha256": "cd" * 32},
         "stream": {"split_hash": "ef" * 32, "order_hash": f"{seed}" * 64},
-        "trainable_parameters": 12_345,
-        "evaluated_on": "test",
-        "marks": [],
         "time": {"total_s": 60.0 + seed},
     }
-    (folder / "run.json").write_text(json.dumps(whole | record))
-    (folder / "accuracy.json").write_text(json.dumps({"matrix": matrix}))
-    (folder / "diagnostics.json").write_text(json.dumps({"similarity": similarity} if similarity else {}))
-    return folder
+    return write_run(folder, matrix, {"similarity": similarity} if similarity else {}, **known | record)
 
 
 def configure(
@@ -132,12 +103,12 @@ def runs(tmp_path: Path) -> list[Path]:
     ]
 
 
-def shown(comparison: Comparison, table: int = 0) -> dict[str, list[str]]:
+def shown(found: Comparison, table: int = 0) -> dict[str, list[str]]:
     """Return the texts of a table by row; the best in asterisks, the second in underscores."""
     around = {0: "{}", 1: "*{}*", 2: "_{}_"}
     return {
         row.label: [around[cell.rank].format(cell.text) + cell.sign for cell in cells]
-        for row, cells in comparison.tables()[table].rows
+        for row, cells in found.tables()[table].rows
     }
 
 
@@ -163,13 +134,6 @@ def test_other_files_are_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "book.jsonl").write_text(text + "\n")
     with pytest.raises(UserError, match=r"not a book|no run to compare"):
         gather_runs([tmp_path / "book.jsonl"])
-
-
-def test_size_of_a_model_is_shown_where_it_is_recorded(runs: list[Path], tmp_path: Path) -> None:
-    assert "On disk" not in markdown(gather_runs(runs))
-    known = make(tmp_path / "f0", "ranpac", model_mb={"use": 4.0, "learn": 804.26})
-    text = markdown(gather_runs([*runs, known]))
-    assert "On disk, MB" in text and "804.26" in text and "- On disk: " in text
 
 
 def test_folder_of_runs_is_searched(runs: list[Path], tmp_path: Path) -> None:
@@ -270,17 +234,13 @@ def test_rows_name_backbones_that_differ(tmp_path: Path) -> None:
     assert any(f'backbones differ, a cause of differences too: {tiny}: "{labels(found)[0]}"' in n for n in notes(found))
     alike = gather_runs([run(tiny, "a.safetensors", "c"), run(tiny, "/there/a.safetensors", "d")])
     assert labels(alike) == [f"ranpac, weights=a.safetensors ({text * 8})" for text in "cd"]
+    same = [
+        configure(tmp_path / f"{n}", "matched", "lda", seed=n, backbone={"weights": f"/{n}/vit.pth"}) for n in (0, 1)
+    ]
+    assert labels(gather_runs(same)) == ["lda"]
     other = make(tmp_path / "o", "apt", backbone={"name": "vit_large"})
     (note,) = (n for n in notes(gather_runs([make(tmp_path / "p", "lda"), other])) if "backbones" in n)
     assert note.endswith('vit_tiny: "lda"; vit_large: "apt".')
-
-
-def test_equal_weights_in_two_folders_are_one_row(tmp_path: Path) -> None:
-    made = [
-        configure(tmp_path / str(seed), "matched", "lda", seed=seed, backbone={"weights": f"/{seed}/vit.safetensors"})
-        for seed in (0, 1)
-    ]
-    assert labels(gather_runs(made)) == ["lda"]
 
 
 def test_times_of_concurrent_runs_are_noted(tmp_path: Path) -> None:
@@ -335,7 +295,7 @@ def test_means_and_deviations_are_those_of_the_runs(runs: list[Path]) -> None:
     assert [measure.key for _, measure in found.tables()[0].columns] == ["FAA", "CAA", "forgetting"]
     # FAA of the seeds: 75 and 70; CAA: (90 + 75) / 2 and (80 + 70) / 2; forgetting: 20 and 10.
     entry = found.entries[found.rows[0], found.places[0]]
-    assert [entry.value(measure) for measure in (FAA, CAA, FORGETTING)] == [(72.5, 2.5), (78.75, 3.75), (15.0, 5.0)]
+    assert [entry.value(measure) for measure in ACCURACY] == [(72.5, 2.5), (78.75, 3.75), (15.0, 5.0)]
     assert shown(found) == {
         "probprompt": ["*72.50 ± 2.50*", "_78.75 ± 3.75_", "*15.00 ± 5.00*"],
         "vq-prompt": ["_62.50 ± 2.50_", "*81.25 ± 1.25*", "_40.00 ± 0.00_"],
@@ -371,21 +331,13 @@ def test_numbers_of_seeds(runs: list[Path]) -> None:
         ([], []),
     ],
 )
-def test_level_values_share_their_rank(values: list[float], expected: list[int]) -> None:
-    from probprompt.report.compare import ranks
-
+def test_level_values_share_their_rank(values: list[float], expected: list[int], tmp_path: Path) -> None:
     rows = [Row(str(index), "m") for index in range(len(values))]
-    found = ranks(dict(zip(rows, values, strict=True)))
+    found = compare.ranks(dict(zip(rows, values, strict=True)))
     assert [found.get(row, 0) for row in rows] == expected
-
-
-def test_values_that_look_equal_share_their_rank(tmp_path: Path) -> None:
-    folders = [
-        make(tmp_path / name, method, 0, two(80, 60, second))
-        for name, method, second in (("a", "probprompt", 70.001), ("b", "apt", 70.0), ("c", "ft", 50.0))
-    ]
-    cells = shown(gather_runs(folders))
-    assert [cells[name][0] for name in ("probprompt", "apt", "ft")] == ["*65.00*", "*65.00*", "_55.00_"]
+    seconds = {"probprompt": 70.001, "apt": 70.0, "ft": 50.0}  # two look equal
+    cells = shown(gather_runs([make(tmp_path / name, name, 0, two(80, 60, end)) for name, end in seconds.items()]))
+    assert [cells[name][0] for name in seconds] == ["*65.00*", "*65.00*", "_55.00_"]
     assert all(not cell.startswith("*") for row in cells.values() for cell in row[2:])  # forgetting: all level
 
 
@@ -506,7 +458,7 @@ def test_runs_that_cannot_be_compared_are_rejected(tmp_path: Path, runs: list[Pa
     with pytest.raises(UserError, match=r"only finished runs can be compared, not .*half"):
         gather_runs([runs[0], make(tmp_path / "half", "apt", status="running")])
     with pytest.raises(UserError, match="no run is finished"):
-        write_comparison(Comparison([], [], []), tmp_path)
+        pages.write_comparison(Comparison([], [], []), tmp_path)
 
 
 HOSTILE = "a_b & 100% #1 {x} ^~\\ <b>|*$5$"
@@ -539,6 +491,9 @@ def test_markdown(runs: list[Path], hostile: Comparison, tmp_path: Path) -> None
     assert rows[5][:3] == ["joint (upper bound)", "95.00", "—"] and rows[6][1] == "97.50†"
     assert "## Accuracy in %: emoji-r, matched" in text and "## Prompts and cost: emoji-r, matched" in text
     assert len({len(line) for line in text.splitlines() if line.startswith("|")}) == 2  # padded: readable as is
+    known = make(tmp_path / "f0", "ranpac", model_mb={"use": 4.0, "learn": 804.26})
+    sized = markdown(gather_runs([*runs, known]))
+    assert "On disk" not in text and all(part in sized for part in ("On disk, MB", "804.26", "- On disk: "))
     text = markdown(hostile)
     assert str(tmp_path) not in text and "/deep" not in text
     assert "a\\_b &amp; 100% #1 {x} ^\\~ &lt;b&gt;\\|\\*$5$, matched: FAA ↑" in text
@@ -581,35 +536,20 @@ def test_csv_holds_every_number_and_setting(runs: list[Path], hostile: Compariso
         assert line["benchmark"] == line["data.benchmark"] == HOSTILE.replace("\\", "")
 
 
-def many(folder: Path, tasks: int, seeds: Sequence[int]) -> list[Path]:
+def many(folder: Path, seeds: Sequence[int]) -> list[Path]:
     """Write runs of all methods in two presets."""
     made = []
     for number, method in enumerate(methods.registered()):
-        for preset in ("matched", "published"):
-            for seed in seeds:
-                level = 88.0 - 2.1 * number + 0.9 * math.sin(5 * number + seed) + 2.0 * (preset == "matched")
-                matrix: Matrix = [
-                    [None if step < task else level - 1.1 * (step - task) ** 0.7 - task for step in range(tasks)]
-                    for task in range(tasks)
-                ]
-                similar = {"mean": 0.9 - 0.04 * number, "initial_mean": 0.5, "effective_rank": 3.0}
-                made.append(
-                    make(
-                        folder / f"{method}-{preset}-{seed}",
-                        method,
-                        seed,
-                        [[91.5 + seed]] if methods.find(method).joint else matrix,
-                        preset=preset,
-                        similarity=similar if number % 3 else None,
-                        marks=["legacy: batch-wise choice"] if (method, preset) == ("l2p", "published") else [],
-                    )
-                )
+        matrix: Matrix = [[91.5]] if methods.find(method).joint else two(88.0 - number, 86.0 - number, 85.0)
+        for preset, seed in product(("matched", "published"), seeds):
+            place = folder / f"{method}-{preset}-{seed}"
+            made.append(make(place, method, seed, matrix, preset=preset, similarity=SIMILARITY if number % 3 else None))
     return made
 
 
 def test_page_is_accessible_and_needs_nothing_from_elsewhere(runs: list[Path], hostile: Comparison) -> None:
-    for comparison in (gather_runs(runs), hostile):
-        page = Page(render_comparison(comparison))
+    for found in (gather_runs(runs), hostile):
+        page = Page(render_comparison(found))
         page.check()
         assert len(page.all("caption")) == len(page.all("table"))
         assert "--series-5" in page.raw and "prefers-color-scheme: dark" in page.raw
@@ -656,19 +596,19 @@ def test_similarity_by_number_of_components(tmp_path: Path) -> None:
 
 
 def test_every_method_has_its_look_and_its_label(tmp_path: Path) -> None:
-    comparison = gather_runs(many(tmp_path, tasks=3, seeds=(0,)))
+    found = gather_runs(many(tmp_path, seeds=(0,)))
     from probprompt.report.pages import _looks
 
-    looks = _looks(comparison)
+    looks = _looks(found)
     palette, dashes, markers = len(figures.PALETTE), len(figures.DASHES), len(figures.MARKERS)
-    assert len({(i % palette, i % dashes, i % markers) for i in looks.values()}) == len(comparison.rows) >= 17
+    assert len({(i % palette, i % dashes, i % markers) for i in looks.values()}) == len(found.rows) >= 17
     lines = [(row.label, figures.Series([80.0, 80.0], look)) for row, look in looks.items()]
     svg = figures.named_curves(lines, 2, 50.0, "k", "d")
     written = re.findall(r"<text[^>]*y=\"([\d.-]+)\"[^>]*>([^<]*)</text>", svg) or re.findall(
         r"<text[^>]*translate\([\d.-]+ ([\d.-]+)\)[^>]*>([^<]*)</text>", svg
     )
-    places = sorted(float(y) for y, name in written if name in {row.label for row in comparison.rows})
-    assert len(places) == len(comparison.rows)
+    places = sorted(float(y) for y, name in written if name in {row.label for row in found.rows})
+    assert len(places) == len(found.rows)
     assert all(after - before > 9.0 for before, after in pairwise(places))  # as high as a letter
 
 
@@ -683,16 +623,17 @@ def test_labels_are_spread_no_further_than_needed(values: list[float], gap: floa
     room = gap * len(values)
     inside = figures.spread(values, gap, (min(values), max(values) + room))
     assert min(inside) >= min(values) - 1e-6 and max(inside) <= max(values) + room + 1e-6
-    moved = {round(after - before, 6) for before, after in zip(places, inside, strict=True)}
+    moved = [after - before for before, after in zip(places, inside, strict=True)]
     assert max(moved) - min(moved) < 1e-5  # all of them alike
 
 
 def test_all_files_are_written(runs: list[Path], tmp_path: Path) -> None:
-    files = write_comparison(gather_runs(runs), tmp_path / "new" / "out")
+    out = tmp_path / "new" / "out"
+    files = pages.write_comparison(gather_runs(runs), out)
     assert [path.name for path in files] == ["table.md", "table.tex", "table.csv", "comparison.html"]
-    assert set((tmp_path / "new" / "out").iterdir()) == set(files)
+    assert set(out.iterdir()) == set(files)
     first = [path.read_bytes() for path in files]
-    assert [path.read_bytes() for path in write_comparison(gather_runs(runs), tmp_path / "new" / "out")] == first
+    assert [path.read_bytes() for path in pages.write_comparison(gather_runs(runs), out)] == first
 
 
 def test_command_prints_the_tables(
@@ -715,7 +656,7 @@ def console(width: int) -> tuple[Screen, io.StringIO]:
 
 
 def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
-    accuracy = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1))).tables()[0]
+    accuracy = gather_runs(many(tmp_path, seeds=(0, 1))).tables()[0]
     for width, headers in ((200, 1), (80, 2), (60, 2)):
         screen, text = console(width)
         assert cmd_compare._show(screen, accuracy) == (width > 60)
@@ -724,19 +665,17 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
         assert not any("…" in line or len(line) > width for line in lines)
         assert ("±" in text.getvalue()) == (width > 60)
     (place, _), *_ = accuracy.places  # a row without runs in a column group is not shown there
-    columns = [*((place, measure) for measure in ACCURACY), (place, SEEDS)]
+    columns = [*((place, measure) for measure in ACCURACY), (place, compare.SEEDS)]
     row = replace(accuracy.rows[0][0], label="x" * 100)
     screen, text = console(80)
-    cmd_compare._show(
-        screen, Table("", columns, [(row, [*(FormattedCell(NOTHING) for _ in ACCURACY), FormattedCell("0")])])
-    )
+    cells = [*(compare.FormattedCell(compare.NOTHING) for _ in ACCURACY), compare.FormattedCell("0")]
+    cmd_compare._show(screen, Table("", columns, [(row, cells)]))
     assert "xxx" not in text.getvalue()
 
 
 @pytest.mark.parametrize(("width", "headers"), [(80, 1), (50, 1), (30, 0)])
 def test_no_number_is_cut_next_to_long_names(tmp_path: Path, width: int, headers: int) -> None:
-    comparison = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1)))
-    for table in comparison.tables():
+    for table in gather_runs(many(tmp_path, seeds=(0, 1))).tables():
         more = f"relevance_temperature=sqrt_dim, {'x' * 40}"
         named = [(replace(row, label=f"{row.label}, {more}"), cells) for row, cells in table.rows]
         (first, count), *_ = table.places

@@ -6,9 +6,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -20,28 +21,12 @@ from probprompt.config import RunConfig, flatten, merge, parse_config, with_abso
 from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as grids
-from probprompt.runs.executors import (
-    SILENT_GRID,
-    ExecutionOptions,
-    GridCallback,
-    RunActions,
-    TimeEstimator,
-    carry_out,
-    run_grid,
-)
+from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, TimeEstimator, run_grid
 from probprompt.runs.grid import Grid, Outcome, parse_spec
 from probprompt.runs.run import Run, config_hash
+from run_cases import GRID
 
 ROOT = Path(__file__).parent.parent
-TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-    "data": {"tasks": 2},
-    "training": {"epochs": 1, "batch": 16},
-    "alignment": {"epochs": 1},
-    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
-}
-
-
 Spec = Callable[..., grids.GridSpec]
 
 
@@ -51,7 +36,7 @@ def spec(pictures: Path) -> Spec:
 
     def build(**entries: Any) -> grids.GridSpec:
         base = {"methods": ["probprompt", "linear-probe"], "benchmarks": [str(pictures)], "seeds": [0, 1]}
-        return parse_spec({**base, "presets": ["custom"], "settings": TINY, **entries})
+        return parse_spec({**base, "presets": ["custom"], "settings": GRID, **entries})
 
     return build
 
@@ -98,7 +83,7 @@ def names(grid: Grid) -> list[str]:
 def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> None:
     weights = tmp_path / "mine.safetensors"
     weights.write_bytes(b"as it was")
-    settings = merge(TINY, {"backbone": {"weights": str(weights)}})
+    settings = merge(GRID, {"backbone": {"weights": str(weights)}})
     worker = Worker()
     first = worker.run(Grid(spec(settings=settings, seeds=[0]), tmp_path / "grid"))
     before = hashlib.sha256(b"as it was").hexdigest()
@@ -110,7 +95,8 @@ def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> N
     with pytest.raises(UserError, match=rf"mine.safetensors holds now .*{before}"):
         worker.run(more)
     weights.write_bytes(b"as it was")
-    assert all(outcome.run for outcome in worker.run(more))
+    assert all(outcome.run for outcome in worker.run(more)) and worker.resumed == []
+    assert worker.started == [f"{method}/seed-{seed}" for seed in (0, 1) for method in ("probprompt", "linear-probe")]
 
 
 def test_grid_holds_all_combinations_by_seed(spec: Spec, tmp_path: Path) -> None:
@@ -181,9 +167,7 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
         ({"vary": {"training": {"epochs": 3}}}, ["vary.training.epochs: "]),
     ],
 )
-def test_all_errors_are_reported_before_anything_runs(
-    spec: Spec, tmp_path: Path, entries: dict[str, Any], messages: list[str]
-) -> None:
+def test_all_errors_come_first(spec: Spec, tmp_path: Path, entries: dict[str, Any], messages: list[str]) -> None:
     with pytest.raises(UserError) as error:
         Grid(spec(**entries), tmp_path / "out")
     assert all(message in str(error.value) for message in messages), str(error.value)
@@ -201,22 +185,13 @@ def test_wrong_device_and_equal_names_are_rejected(spec: Spec, pictures: Path, t
         Grid(spec(benchmarks=[str(pictures), str(tmp_path / "pictures")]), tmp_path / "out")
 
 
-def test_finished_runs_are_not_repeated(spec: Spec, tmp_path: Path) -> None:
-    first, second = Worker(), Worker()
-    outcomes = first.run(Grid(spec(seeds=[0]), tmp_path))
-    assert first.started == ["probprompt/seed-0", "linear-probe/seed-0"] and all(o.run for o in outcomes)
-    outcomes = second.run(Grid(spec(seeds=[0, 1]), tmp_path))
-    assert second.started == ["probprompt/seed-1", "linear-probe/seed-1"] and second.resumed == []
-    assert len(outcomes) == 4 and all(outcome.run for outcome in outcomes)
-
-
 def test_folder_with_other_settings_is_rejected(spec: Spec, tmp_path: Path) -> None:
     worker = Worker(interrupt="probprompt/seed-1")
     worker.run(Grid(spec(seeds=[0]), tmp_path))
     with pytest.raises(KeyboardInterrupt):
         worker.run(Grid(spec(seeds=[1], methods=["probprompt"]), tmp_path))
     before = list(worker.started)
-    changed = merge(TINY, {"training": {"epochs": 3}})
+    changed = merge(GRID, {"training": {"epochs": 3}})
     with pytest.raises(UserError, match=r"2 cell\(s\) .*seed-0 \(training\.epochs is 1, wanted 3\).* --out"):
         worker.run(Grid(spec(seeds=[0, 2], settings=changed), tmp_path))
     with pytest.raises(UserError, match=r"1 cell\(s\) .*seed-1 \(training\.epochs is 1, wanted 3\)"):  # not finished
@@ -293,31 +268,6 @@ def test_watcher_gets_each_run_and_the_time_left(spec: Spec, tmp_path: Path) -> 
     assert diary.lines[-1] == ("end", True, 0)
 
 
-class TwoAtATime:
-    """Ends the older of two runs."""
-
-    ahead = places = 2
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker, self.running = worker, list[grids.Cell]()
-        self.most = 0
-
-    def submit(self, cell: grids.Cell) -> None:
-        self.running.append(cell)
-        self.most = max(self.most, len(self.running))
-
-    def receive(self) -> Outcome:
-        return RunActions(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), SILENT_GRID)
-
-
-def test_time_left_of_concurrent_runs(spec: Spec, tmp_path: Path) -> None:
-    grid, diary, two = Grid(spec(seeds=[0, 1, 2]), tmp_path), Diary(), TwoAtATime(Worker(fail="linear-probe/seed-1"))
-    carry_out(grid.cells, two, diary, TimeEstimator())
-    assert two.most == 2 and not two.running
-    assert diary.lines == [("end", number != 3, rest) for number, rest in enumerate((5.0, 4.0, 3.0, 2.0, 2.0, 0.0))]
-    assert [bool(outcome.run) for outcome in grid.outcomes()] == [True, True, True, False, True, True]
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -378,7 +328,7 @@ def test_example_is_a_grid(tmp_path: Path) -> None:
 
 def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any) -> None:
     """Run the command on a grid of which one run diverges."""
-    assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
+    assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(GRID).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
     vary = ["head_rate=0.01,1e30"]
     run_compare(None, {**chosen, **given}, assignments, vary, [], out, "cpu", show_only)
@@ -387,19 +337,13 @@ def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any)
 def test_grid_is_run_once_and_failures_are_reported(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: list[str] = []
-    original = api.start
-
-    def counted(config: RunConfig, out: Path, *rest: Any) -> Run:
-        began.append(_name(out))
-        return original(config, out, *rest)
-
-    monkeypatch.setattr(api, "start", counted)
+    start = Mock(side_effect=api.start)
+    monkeypatch.setattr(api, "start", start)
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as end:
         compare(tmp_path, pictures, methods=["probprompt"])
     printed = capsys.readouterr().out
-    assert end.value.code == 1 and len(began) == 2
+    assert end.value.code == 1 and start.call_count == 2
     good, bad = (tmp_path / "pictures" / "custom" / f"probprompt,head_rate={rate}" / "seed-0" for rate in (0.01, 1e30))
     run = Run.open(good)
     assert run.finished and run.report.exists() and (bad / "failed.json").exists()
@@ -409,9 +353,9 @@ def test_grid_is_run_once_and_failures_are_reported(
     before = config_hash(run.config)
     with pytest.raises(SystemExit):
         compare(tmp_path, pictures, methods=["probprompt"])
-    assert began[2:] == [] and config_hash(Run.open(good).config) == before  # the failed run was begun: resumed
+    assert config_hash(Run.open(good).config) == before
     compare(tmp_path, pictures, methods=["linear-probe"], show_only=True)
-    assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and len(began) == 2
+    assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and start.call_count == 2
 
 
 def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,17 +367,9 @@ def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest
         run_compare(None, options(methods=["apt"]), [], [], [tmp_path], None, None, False)
 
 
-@pytest.fixture
-def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
-    shown, made = io.StringIO(), GridScreen()
-    made.console = Console(file=shown, width=110, force_terminal=True, highlight=False, legacy_windows=False)
-    yield made, shown
-
-
-def test_terminal_shows_the_grid_and_the_stage(
-    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
-) -> None:
-    progress, shown = screen
+def test_terminal_shows_grid_and_stage(spec: Spec, tmp_path: Path) -> None:
+    shown, watcher = io.StringIO(), GridScreen()
+    watcher.console = Console(file=shown, width=110, force_terminal=True, highlight=False, legacy_windows=False)
 
     class Staged(Worker):
         def start(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback) -> Run:
@@ -445,7 +381,7 @@ def test_terminal_shows_the_grid_and_the_stage(
                 progress._whole.refresh()
             return super().start(config, out, device, progress)
 
-    Staged(seconds=90.0).run(Grid(spec(), tmp_path), progress)
+    Staged(seconds=90.0).run(Grid(spec(), tmp_path), watcher)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
     assert re.search(r"cells +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
     assert re.search(r"task 1 of 2 +[━╺╸]+ 3/4 .* loss 1\.25", plain)
@@ -454,38 +390,22 @@ def test_terminal_shows_the_grid_and_the_stage(
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
 
 
-def test_time_left_counts_down(screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path) -> None:
-    progress, _ = screen
-    cell = Grid(spec(), tmp_path).cells[0]
-    with progress.grid(3, 0):
-        progress.end(Outcome(cell, problem={"type": "UserError", "message": "no"}), 3600.0)
-        progress._begun -= 1800.0  # half an hour later
-        left = re.fullmatch(r"about (29|30) min.* left", progress._told_left())
-        assert left, progress._told_left()
-
-
 WORKERS = """
-import os, signal, time
+import os, signal
 from pathlib import Path
 
-from probprompt import api
+from probprompt.api import resume, start as start_here
 
 
-def start(config, out, device, progress):
-    if "lda" in str(out):  # dies without a word
+def start(config, out, device, watcher):
+    if "lda" in str(out):
         os.kill(os.getpid(), signal.SIGKILL)
-    Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(f"{time.time()} {out}")
-    return api.start(config, out, device, progress)
-
-
-def resume(out, device, progress):
-    return api.resume(out, device, progress)
+    Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").touch()
+    return start_here(config, out, device, watcher)
 """
 
 
-def test_concurrent_runs_of_which_one_is_killed(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_runs_is_killed(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules, diary = tmp_path / "modules", tmp_path / "diary"
     modules.mkdir()
     diary.mkdir()
@@ -493,7 +413,7 @@ def test_concurrent_runs_of_which_one_is_killed(
     monkeypatch.syspath_prepend(str(modules))
     monkeypatch.setenv("PROBPROMPT_DIARY", str(diary))
     module = importlib.import_module("grid_workers")
-    settings = {"backbone": TINY["backbone"], "data": {"tasks": 2}}
+    settings = {"backbone": GRID["backbone"], "data": {"tasks": 2}}
     asked = {"methods": ["nearest-mean", "lda"], "benchmarks": [str(pictures)], "seeds": [0], "settings": settings}
     grid = Grid(parse_spec(asked), tmp_path / "grid")
     kept, killed = run_grid(

@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,34 +15,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 
 import probprompt as package
 from probprompt import api
-from probprompt.config import flatten
 from probprompt.errors import UserError
 from probprompt.report.compare import gather
 from probprompt.runs import ray_executor
 from probprompt.runs.executors import SILENT_GRID, ExecutionOptions, GridCallback, RunActions, run_grid
-from probprompt.runs.grid import Grid, GridSpec, Outcome, parse_spec
+from probprompt.runs.grid import Grid, GridSpec, parse_spec
 from probprompt.runs.ray_executor import Losses, RayCells, Share, carry_out_there, find_share, parse_address
 from probprompt.runs.run import Run
 from probprompt.storage import is_part
+from run_cases import GRID, as_options, events, outcome, overlay
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'probprompt[ray]'")
-TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
-    "data": {"tasks": 2},
-    "training": {"epochs": 3, "batch": 16},
-    "alignment": {"epochs": 1},
-    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
-}
+TINY = overlay(GRID, {"backbone": {"precision": "fp32"}, "training": {"epochs": 3}})
 WORKERS = """
 import json, os, signal
 from pathlib import Path
 
-from probprompt import api
+from probprompt.api import resume, start as start_here
 from probprompt.progress import ProgressCallback
 
 
@@ -65,11 +59,7 @@ def start(config, out, device, progress):
     Path(os.environ["PROBPROMPT_DIARY"], f"{os.getpid()}").write_text(json.dumps(taken))
     if config.method.name == "lda":
         raise RuntimeError("no luck")
-    return api.start(config, out, device, Killer() if config.method.name == "probprompt" else progress)
-
-
-def resume(out, device, progress):
-    return api.resume(out, device, progress)
+    return start_here(config, out, device, Killer() if config.method.name == "probprompt" else watcher)
 """
 
 
@@ -108,47 +98,26 @@ def spec(pictures: Path) -> Callable[..., GridSpec]:
 Spec = Callable[..., GridSpec]
 
 
-class Diary(GridCallback):
-    """Records notes and ends."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.ended: list[tuple[str, bool]] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def end(self, outcome: Outcome, rest: float | None) -> None:
-        self.ended.append((outcome.cell.method, bool(outcome.run)))
-
-
-def events(folder: Path) -> list[tuple[Any, ...]]:
-    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [(line["event"], line["task"], line.get("epoch")) for line in lines]
-
-
-def learned(folder: Path) -> list[bytes]:
-    """Return what must not depend on where a run was executed: accuracies and all that was trained."""
-    tensors = sorted((folder / "model").rglob("*.safetensors"))
-    assert tensors
-    return [path.read_bytes() for path in (folder / "accuracy.json", *tensors)]
+def happened(folder: Path) -> list[tuple[Any, ...]]:
+    return [(event["event"], event["task"], event.get("epoch")) for event in events(Run(folder))]
 
 
 @needs_ray
 def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
-    grid, diary = Grid(spec(methods=["probprompt", "nearest-mean", "lda"]), tmp_path / "ray"), Diary()
+    grid, watcher = Grid(spec(methods=["probprompt", "nearest-mean", "lda"]), tmp_path / "ray"), GridCallback()
+    diary = MagicMock(wraps=watcher)
     way = RunActions(cluster.workers.start, cluster.workers.resume, "cpu")
     killed, undisturbed, unlucky = run_grid(grid, way, diary, ExecutionOptions(on="ray", gpus_per_cell=0.5))
     assert killed.run and undisturbed.run and unlucky.reason == "RuntimeError: no luck"
-    assert sorted(diary.ended) == [("lda", False), ("nearest-mean", True), ("probprompt", True)]
-    assert diary.notes == [
+    assert {call.args[0].cell.method for call in diary.end.call_args_list} == {"lda", "nearest-mean", "probprompt"}
+    assert [call.args[0] for call in diary.note.call_args_list] == [
         "Ray: room for 2 cells at a time on 1 machine(s), 0.5 GPU and 1 CPU each",
         f"{killed.cell.name}: its worker died (WorkerCrashedError); it goes on from its last checkpoint",
     ]
     second = [
         (kind, task, epoch) for task in (0, 1) for kind, epoch in [*(("epoch", n) for n in range(3)), ("task", None)]
     ]
-    assert events(killed.cell.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
+    assert happened(killed.cell.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
     taken = {path.name: json.loads(path.read_text()) for path in cluster.diary.iterdir()}
     assert len(taken) == 3 and str(os.getpid()) not in taken  # each run has its process
     assert all(shares == {"CPU": 1.0, "GPU": 0.5} for shares in taken.values())
@@ -157,7 +126,7 @@ def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path:
     plain = Grid(spec(methods=["probprompt", "nearest-mean"]), tmp_path / "plain")
     outcomes = run_grid(plain, RunActions(api.start, api.resume, "cpu"))
     for there, here in zip((killed, undisturbed), outcomes, strict=True):
-        assert learned(there.cell.folder) == learned(here.cell.folder)
+        assert there.run and here.run and outcome(there.run) == outcome(here.run)
     same = Grid(plain.spec, grid.out)
     tables = [gather(one, one.outcomes()).tables()[0] for one in (same, plain)]
     assert tables[0] == tables[1] and len(tables[0].rows) == 2
@@ -183,9 +152,7 @@ def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Pat
 
 
 @needs_ray
-def test_machines_need_the_folder_and_the_version(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_need_folder_and_version(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = ray_executor._machines(cluster.ray)
     with ray_executor._marked(tmp_path / "out") as mark:
         ray_executor._check_machines(cluster.ray, machines, mark)
@@ -210,51 +177,42 @@ def processes(session: int) -> list[str]:
     return found
 
 
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """Ray's sockets must have short paths."""
-    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder)
-
-
 @needs_ray
 def test_ctrl_c_stops_and_the_same_command_resumes(
-    cluster: Cluster, probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, short_folder: Path
+    cluster: Cluster, probprompt: Callable[..., Any], pictures: Path, tmp_path: Path
 ) -> None:
-    settings = flatten({**TINY, "training": {"epochs": 80, "batch": 16}})
-    named = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    settings = as_options(overlay(TINY, {"training": {"epochs": 80}}))
     grid = ["--methods", "probprompt", "--benchmarks", str(pictures), "--seeds", "0", "--presets", "custom"]
-    command = ["compare", *grid, *named, "--out", str(tmp_path / "out"), "--device", "cpu", "--on", "ray"]
+    command = ["compare", *grid, *settings, "--out", str(tmp_path / "out"), "--device", "cpu", "--on", "ray"]
     folder = tmp_path / "out" / "pictures" / "custom" / "probprompt" / "seed-0"
-    begun = subprocess.Popen(
-        [sys.executable, "-m", "probprompt", *command],
-        env={**os.environ, "RAY_TMPDIR": str(short_folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    checkpoint = folder / "checkpoint" / "state.safetensors"
-    while not checkpoint.exists() and begun.poll() is None:
-        time.sleep(0.02)
-    os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all that belong to the command
-    out, err = begun.communicate(timeout=60)
-    assert (begun.returncode, err) == (130, "interrupted; 0 of 1 cells are finished; go on with the same command\n")
-    assert out.startswith("Ray: room for ") and out.count("\n") == 1, "Ray itself says nothing"
-    deadline = time.monotonic() + 20
-    while processes(begun.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes(begun.pid) == [] and list(short_folder.iterdir()) == []
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as short:  # Ray's sockets must have short paths
+        begun = subprocess.Popen(
+            [sys.executable, "-m", "probprompt", *command],
+            env={**os.environ, "RAY_TMPDIR": short},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        while not (folder / "checkpoint" / "state.safetensors").exists() and begun.poll() is None:
+            time.sleep(0.02)
+        os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all that belong to the command
+        out, err = begun.communicate(timeout=60)
+        assert (begun.returncode, err) == (130, "interrupted; 0 of 1 cells are finished; go on with the same command\n")
+        assert out.startswith("Ray: room for ") and out.count("\n") == 1, "Ray itself prints nothing"
+        deadline = time.monotonic() + 20
+        while processes(begun.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert processes(begun.pid) == [] and list(Path(short).iterdir()) == []
     left = [path for path in folder.rglob("*") if path.is_file()]
     assert {"run.json", "events.jsonl", "state.safetensors", ".lock"} <= {path.name for path in left}
     assert not any(map(is_part, left)) and not Run.open(folder).finished and not list(folder.parents[3].glob(".*"))
 
     answer = probprompt(*command)  # this process is connected already: the cluster is used, and stays
     assert answer.code == 0 and "[1/1]" in answer.out and cluster.ray.is_initialized()
-    happened = events(folder)
-    (resumed,) = (event for event in happened if event[0] == "resumed")
-    assert resumed[1:] > (0, 0) and happened.count(("epoch", 0, 0)) == 1 and happened[-1] == ("task", 1, None)
+    seen = happened(folder)
+    (resumed,) = (event for event in seen if event[0] == "resumed")
+    assert resumed[1:] > (0, 0) and seen.count(("epoch", 0, 0)) == 1 and seen[-1] == ("task", 1, None)
 
 
 def test_missing_ray_is_named(probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,14 +286,6 @@ def test_share_of_a_machine(
 def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_share(ExecutionOptions(on="ray", **asked), device, [PLAIN])
-
-
-def test_shares_larger_than_this_machine() -> None:
-    with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU"):
-        ray_executor._tell_room(Share(1, 1), [PLAIN], [], "local", GridCallback())
-    diary = Diary()
-    ray_executor._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
-    assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]
 
 
 def test_run_without_progress_is_given_up(spec: Spec, tmp_path: Path) -> None:

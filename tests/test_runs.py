@@ -1,12 +1,10 @@
 """A run is a folder with its settings and results; the same seeds give the same run."""
 
 import gc
-import json
 import platform
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 from torchvision import transforms
 
 import probprompt
@@ -29,21 +26,14 @@ from probprompt.runs import checkpoint, train
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.run import CHECKPOINTS, Run, config_hash
 from probprompt.runs.train import open_tracker
-from probprompt.storage import read_tensors
-
-CPU = torch.device("cpu")
+from run_cases import BACKBONE, CPU, PROBPROMPT, StopHereError, Stopper, events, outcome, overlay, small_disk, strict
 
 
 def tiny(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
-    base: dict[str, dict[str, Any]] = {
-        "data": {"benchmark": str(pictures), "tasks": 3},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-        "method": {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]},
-        "training": {"epochs": 2, "batch": 8},
-        "alignment": {"epochs": 2},
-    }
-    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+    base = {"backbone": BACKBONE, "method": PROBPROMPT, "training": {"epochs": 2, "batch": 8}}
+    data = {"benchmark": str(pictures), "tasks": 3}
+    return overlay({**base, "data": data, "alignment": {"epochs": 2}}, groups)
 
 
 def fast(pictures: Path, method: str = "linear-probe", **groups: dict[str, Any]) -> dict[str, Any]:
@@ -59,27 +49,6 @@ def describe(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def finished(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return api.train(config=tiny(pictures), out=tmp_path_factory.mktemp("runs") / "first", seed=5)
-
-
-def strict(text: str) -> Any:
-    """Read JSON without NaN and infinity."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def events(run: Run) -> list[dict[str, Any]]:
-    return [strict(line) for line in (run.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def everything_learned(run: Run) -> dict[str, Tensor]:
-    return read_tensors(run.checkpoint, CPU)[0]
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def files(folder: Path) -> set[str]:
@@ -145,7 +114,7 @@ def test_run_json_records_what_was_used(finished: Run, pictures: Path) -> None:
         ({"amx_bf16": False}, f"fp32: {platform.machine()}"),
     ],
 )
-def test_processors_with_bf16_compute_in_it(
+def test_bf16_precision(
     pictures: Path, monkeypatch: pytest.MonkeyPatch, able: dict[str, object], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
@@ -175,29 +144,22 @@ def test_accuracy_json_and_events(finished: Run) -> None:
     assert found["forgetting"] == pytest.approx(np.mean(lost))
     assert finished.metrics == {name: found[name] for name in ("FAA", "CAA", "forgetting")}
     assert np.isnan(finished.matrix[1, 0]) and finished.matrix[0, 0] == matrix[0][0]
-    epochs = [(event["task"], event["epoch"]) for event in events(finished) if event["event"] == "epoch"]
+    epochs = [(event["task"], event["epoch"]) for event in events(finished, "epoch")]
     assert epochs == [(task, epoch) for task in range(3) for epoch in range(2)]
-    scores = [event["accuracies"] for event in events(finished) if event["event"] == "task"]
+    scores = [event["accuracies"] for event in events(finished, "task")]
     assert scores == [column[: task + 1] for task, column in enumerate(columns)]
 
 
-def test_same_seeds_give_the_same_run_bit_exact(finished: Run, pictures: Path, tmp_path: Path) -> None:
-    seeds = dict.fromkeys(("order", "init", "data"), 5)
-    again = train.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "again")
-    for name in ("accuracy.json", "diagnostics.json", "events.jsonl"):
-        assert (again.folder / name).read_bytes() == (finished.folder / name).read_bytes(), name
-    assert equal(everything_learned(again), everything_learned(finished))
-    assert {path.name for path in again.model.iterdir()} == {path.name for path in finished.model.iterdir()}
-
-
-@pytest.mark.parametrize("which", ["order", "init", "data"])
-def test_each_seed_changes_its_part(finished: Run, pictures: Path, tmp_path: Path, which: str) -> None:
-    seeds = {"order": 5, "init": 5, "data": 5, which: 6}
+@pytest.mark.parametrize("which", [None, "order", "init", "data"])
+def test_seeds(finished: Run, pictures: Path, tmp_path: Path, which: str | None) -> None:
+    """The same seeds give the same run, bit-exact; each of them changes its part."""
+    seeds = {"order": 5, "init": 5, "data": 5, **({which: 6} if which else {})}
     other = train.train(parse_config(tiny(pictures, seeds=seeds)), tmp_path / "other")
-    same_tasks = other.record["stream"]["tasks"] == finished.record["stream"]["tasks"]
-    assert same_tasks == (which != "order")
+    assert (outcome(other) == outcome(finished) and events(other) == events(finished)) == (which is None)
+    assert (other.record["stream"]["tasks"] == finished.record["stream"]["tasks"]) == (which != "order")
     assert other.record["stream"]["split_hash"] == finished.record["stream"]["split_hash"]
-    assert not equal(everything_learned(other), everything_learned(finished))
+    models = [{path.name for path in run.model.iterdir()} for run in (other, finished)]  # named by their content
+    assert (models[0] == models[1]) == (which is None)
 
 
 def test_closed_form_head_trains_prompts_in_the_first_task(pictures: Path, tmp_path: Path) -> None:
@@ -219,7 +181,7 @@ def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_p
     stream = record["stream"]
     assert len(stream["tasks"]) == 1 and stream["tasks"][0] == stream["classes"] and len(stream["classes"]) == 6
     assert (stream["train_images"], stream["test_images"], stream["test_classes"]) == ([48], [4] * 3, [2] * 3)
-    (scores,) = [event["accuracies"] for event in events(run) if event["event"] == "task"]
+    (scores,) = [event["accuracies"] for event in events(run, "task")]
     assert len(scores) == 3 and np.mean(scores) > 20
     assert found["matrix"] == [[pytest.approx(np.mean(scores))]]
     assert found["FAA"] == found["CAA"] == found["matrix"][0][0]
@@ -278,28 +240,19 @@ def test_large_images_are_resized_as_by_torchvision(kernel: str, side: str | Non
         assert (one - expected).abs().max() < 2 / 255
 
 
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, Path]]:
-    """Settings and folders of the runs that would start."""
-    found: list[tuple[RunConfig, Path]] = []
-    monkeypatch.setattr(api, "start", lambda config, out, *_: found.append((config, out)))
-    return found
-
-
-def test_arguments_override_the_config(
-    chosen: list[tuple[RunConfig, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_override_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    chosen: list[tuple[RunConfig, Path]] = []
+    monkeypatch.setattr(api, "start", lambda config, out, *_: chosen.append((config, out)))
     config = {"method": {"name": "linear-probe"}, "data": {"benchmark": "mine"}, "seeds": {"order": 4}}
     api.train(config=config)
     api.train("theirs", "probprompt", config=config, seed=2, epochs=3, samples=7, out="here")
     api.train()
     (first, first_folder), (second, second_folder), (third, _) = chosen
     assert (first.method.name, first.data.benchmark, first.seeds.order) == ("linear-probe", "mine", 4)
-    assert first_folder == Path("runs/mine-linear-probe-s4")
+    assert (first_folder, second_folder) == (Path("runs/mine-linear-probe-s4"), Path("here"))
     assert (second.method.name, second.data.benchmark, second.seeds.order) == ("probprompt", "theirs", 2)
     assert second.training.epochs == 3 and second.method.model_dump()["samples"] == 7
-    assert second_folder == Path("here")
     assert third == parse_config({})
     assert api.free_folder(tmp_path, "a") == tmp_path / "a"
     (tmp_path / "a").mkdir()
@@ -314,27 +267,13 @@ def test_used_folders_are_rejected_before_any_work(
     out = finished.folder if kind == "run" else tmp_path / "out"
     if kind == "used":
         out.mkdir()
-        (out / "thesis.tex").write_text("mine")
-    elif kind == "file":
-        out.write_text("mine")
-    before = files(out) if out.is_dir() else set()
+    if kind != "run":
+        (out / "thesis.tex" if kind == "used" else out).write_text("mine")
+    before = files(out)
     monkeypatch.setattr(train, "prepare", None)
     with pytest.raises(UserError, match="--resume" if kind == "run" else "choose another folder"):
         train.train(parse_config(fast(pictures)), out)
-    assert before == (files(out) if out.is_dir() else set())
-
-
-class StopHere(BaseException):
-    """The run is stopped here."""
-
-
-class Stopper(ProgressCallback):
-    """Stops a run as it starts its second task."""
-
-    def stage(self, description: str, total: int) -> Any:
-        if description.startswith("task 2"):
-            raise StopHere
-        return super().stage(description, total)
+    assert files(out) == before
 
 
 HOLD = (
@@ -344,7 +283,7 @@ HOLD = (
 
 
 def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(StopHere):
+    with pytest.raises(StopHereError):
         train.train(parse_config(tiny(pictures)), tmp_path / "run", progress=Stopper())
     run = Run.open(tmp_path / "run")
     found = strict((run.folder / "accuracy.json").read_text())
@@ -367,7 +306,7 @@ def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Pat
     (run.checkpoint.parent / ".state.safetensors.1234abcd.part").write_bytes(b"half")
     resumed = api.resume(run.folder)
     assert resumed.finished and not list(run.folder.rglob("*.part"))
-    assert [event["task"] for event in events(resumed) if event["event"] == "task"] == [0, 1, 2]
+    assert [event["task"] for event in events(resumed, "task")] == [0, 1, 2]
     assert strict((run.model / "model.json").read_text())["statistics"]
 
 
@@ -401,45 +340,27 @@ def test_validation_does_not_read_test_images(pictures: Path, tmp_path: Path) ->
 
 
 def test_divergence_keeps_the_checkpoint_before_it(pictures: Path, tmp_path: Path) -> None:
-    config = parse_config(fast(pictures, training={"weight_decay": 1e18}))  # a factor of -1e15 at every step
-    attempts: list[Callable[[], Run]] = [
-        lambda: train.train(config, tmp_path / "run"),
-        lambda: train.resume(tmp_path / "run"),
-    ]
-    for attempt in attempts:
+    config, out = parse_config(fast(pictures, training={"weight_decay": 1e18})), tmp_path / "run"
+    for resumed in (False, True):  # a factor of -1e15 at every step
         with pytest.raises(UserError, match=r"diverged: .* task 1, epoch 2.*training\.head_rate \(0\.0025\)"):
-            attempt()
-        run = Run.open(tmp_path / "run")
-        saved = load_checkpoint(run.checkpoint, config_hash(config), CPU)
+            train.resume(out) if resumed else train.train(config, out)
+        saved = load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU)
         assert (saved.position.task, saved.position.epoch) == (0, 1)
         assert all(bool(tensor.isfinite().all()) for tensor in saved.tensors.values())
-    assert events(Run.open(tmp_path / "run"))  # and no NaN
+    assert events(Run.open(out))  # and no NaN
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one checkpoint and a half."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system may not be mounted here")
-    yield folder
-    gc.collect()  # tensors that were read may still lie in a mapped file
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_run_that_filled_the_disk_is_resumed(finished: Run, pictures: Path, small_disk: Path) -> None:
+def test_run_that_filled_the_disk_is_resumed(finished: Run, tmp_path: Path) -> None:
     config = finished.config
-    out = small_disk / "run"
-    with pytest.raises(UserError, match=r"run/.* could not be written: the disk is full"):
-        train.train(config, out)
-    assert not list(out.rglob("*.part"))
-    assert load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU).position.epoch == 1
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    run = train.resume(out)
-    assert equal(everything_learned(run), everything_learned(finished))
-    assert (run.folder / "accuracy.json").read_bytes() == (finished.folder / "accuracy.json").read_bytes()
+    with small_disk(tmp_path / "disk", "120k") as disk:  # room for one checkpoint and a half
+        out = disk / "run"
+        with pytest.raises(UserError, match=r"run/.* could not be written: the disk is full"):
+            train.train(config, out)
+        assert not list(out.rglob("*.part"))
+        assert load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU).position.epoch == 1
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        assert outcome(train.resume(out)) == outcome(finished)
+        gc.collect()  # tensors that were read may still be in a mapped file
 
 
 def test_numbers_go_to_tensorboard(pictures: Path, tmp_path: Path) -> None:
@@ -447,7 +368,7 @@ def test_numbers_go_to_tensorboard(pictures: Path, tmp_path: Path) -> None:
     run = train.train(parse_config(fast(pictures)), tmp_path / "run", track="tensorboard")
     found = accumulator.EventAccumulator(str(run.folder / "tensorboard")).Reload()
     losses = [point.value for point in found.Scalars("loss")]
-    assert losses == pytest.approx([event["loss"] for event in events(run) if event["event"] == "epoch"])
+    assert losses == pytest.approx([event["loss"] for event in events(run, "epoch")])
     assert [point.step for point in found.Scalars("average accuracy")] == [1, 3, 5]
 
 
@@ -527,9 +448,7 @@ def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: py
     assert saving.due()
 
 
-def test_run_writes_few_checkpoints_and_one_at_its_end(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_writes_few_checkpoints(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, int]] = []
     save = checkpoint.save_checkpoint
 

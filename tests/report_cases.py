@@ -1,8 +1,15 @@
-"""A page of HTML as tests read it."""
+"""Folders of runs for reports, and pages of HTML as tests read them."""
 
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from probprompt.evaluation import metrics
+
+Matrix = list[list[float | None]]
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "col"}
 
@@ -67,3 +74,24 @@ class Page(HTMLParser):
             assert "src" not in attributes and not any(name.startswith("on") for name in attributes)
             target = attributes.get("href")
             assert target is None or target.startswith("data:image/png;base64,") or target[1:] in ids
+
+
+def write_run(folder: Path, matrix: Matrix, diagnostics: dict[str, Any], **record: Any) -> Path:
+    """Write the folder of a finished run; entries of its record given by name go over these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "format": 1,
+        "name": folder.name,
+        "status": "finished",
+        "created": "2026-03-14T09:21:07+00:00",
+        "config_hash": "ab" * 32,
+        "backbone": {"name": "vit_tiny", "sha256": "cd" * 32},
+        "trainable_parameters": 12_345,
+        "evaluated_on": "test",
+        "marks": [],
+    }
+    known = metrics.from_json(matrix)
+    accuracy = {"matrix": matrix, **metrics.summarize(known), "finished_steps": metrics.finished_steps(known)}
+    for name, content in (("run", whole | record), ("accuracy", accuracy), ("diagnostics", diagnostics)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
