@@ -133,7 +133,7 @@ class Hub:
         self.repositories[repo].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
         say(to, 200, {"url": f"{self.url}/{repo}"})
 
-    def info(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str | None = None) -> None:
+    def info(self, to: BaseHTTPRequestHandler, body: bytes, repo: str, revision: str) -> None:
         found = self.visible(to, repo)
         digest, files = found.at(revision or "main")
         about = {"id": repo.removeprefix(DATASETS), "sha": digest, "private": found.private}
@@ -175,10 +175,10 @@ class Hub:
         say(to, 200, {"transfer": "basic", "objects": objects})
 
     def upload(self, to: BaseHTTPRequestHandler, body: bytes, oid: str) -> None:
-        right = hashlib.sha256(body).hexdigest() == oid
-        if right:
-            self.large[oid] = body
-        say(to, 200 if right else 400, {})
+        if hashlib.sha256(body).hexdigest() != oid:
+            raise RefusalError(400, "other bytes than announced")
+        self.large[oid] = body
+        say(to, 200, {})
 
     def commit(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
         self.check_token(to, repo.partition("/")[0])
@@ -242,14 +242,12 @@ _DATASET = rf"(?P<repo>{DATASETS}(?:[^/]+/)?[^/]+)"
 ROUTES: dict[str, Any] = {
     r"/api/repos/create": Hub.create,
     r"/api/validate-yaml": Hub.validate,
-    rf"/api/models/{_REPO}": Hub.info,
-    rf"/api/models/{_REPO}/revision/(?P<revision>[^/]+)": Hub.info,
+    rf"/api/models/{_REPO}(?:/revision/(?P<revision>[^/]+))?": Hub.info,
     rf"/api/models/{_REPO}/preupload/main": Hub.preupload,
     rf"/api/models/{_REPO}/commit/main": Hub.commit,
     rf"/{_REPO}\.git/info/lfs/objects/batch": Hub.batch,
     r"/lfs/(?P<oid>[0-9a-f]{64})": Hub.upload,
-    rf"/api/{_DATASET}": Hub.info,
-    rf"/api/{_DATASET}/revision/(?P<revision>[^/]+)": Hub.info,
+    rf"/api/{_DATASET}(?:/revision/(?P<revision>[^/]+))?": Hub.info,
     rf"/api/{_DATASET}/tree/(?P<revision>[^/]+)(?:/(?P<path>.+))?": Hub.tree,
     rf"/{_DATASET}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": Hub.resolve,
     rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": Hub.resolve,

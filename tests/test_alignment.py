@@ -1,7 +1,6 @@
 """Class statistics and the refitting of the head on features drawn from them."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from learner_helpers import Settings, build, changed, evaluation_features, quiet, weights_of
 from probprompt import randomness
-from probprompt.config import parse_config
 from probprompt.engine.loader import TaskImages
 from probprompt.heads.linear import AlignmentConfig, ClassStatistics, LinearHead, NormalizedHead, align, k_means
-from probprompt.progress import SILENT
-from probprompt.runs.train import TrainingSetup, prepare
-
-Settings = Callable[..., dict[str, Any]]
+from probprompt.runs.train import TrainingSetup
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -38,14 +34,6 @@ def head_of(classes: int) -> LinearHead:
     return LinearHead(WIDTH, seed=3).grow(classes)
 
 
-def copy_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
 def refit(
     head: LinearHead,
     statistics: ClassStatistics,
@@ -55,9 +43,6 @@ def refit(
     **given: Any,
 ) -> None:
     align(head, statistics, new, AlignmentConfig(**given), batch, 0.01, key)
-
-
-# Statistics
 
 
 @pytest.mark.parametrize("offset", [1, 1000])
@@ -73,9 +58,6 @@ def test_statistics_are_mean_and_population_variance_of_each_class(offset: float
         np.testing.assert_allclose(found.variance[label, 0].numpy(), np.var(members, axis=0, ddof=0), rtol=1e-6)
     assert not found.variance[3].any(), "a class of one image has none"
     assert torch.equal(found.centre, found.mean[:, 0])
-
-
-# Several Gaussians per class
 
 
 def blobs(sizes: tuple[int, ...], distance: float = 10.0, seed: int = 0) -> Tensor:
@@ -193,9 +175,6 @@ def test_drawn_features_have_the_stored_moments_of_a_cluster_and_the_floor_on_to
             assert abs(float(torch.corrcoef(part.T)[0, 1])) < 0.04
 
 
-# Refitting
-
-
 @pytest.mark.parametrize(
     ("old", "new", "batch", "ratio", "size"),
     [(3, 2, 8, 4.0, 32), (2, 4, 8, 1.5, 12), (5, 2, 7, 0.4, 3), (1, 2, 1, 0.1, 1)],
@@ -310,7 +289,7 @@ def test_the_refit_is_what_it_says(optimiser: str, centroids: int) -> None:
 
 def test_a_head_without_biases_keeps_it_that_way() -> None:
     head, statistics = NormalizedHead(WIDTH, seed=3).grow(6), clusters(6)
-    before = copy_of(head)
+    before = weights_of(head)
     refit(head, statistics, 1, batch=16, epochs=15, rate=0.05)
     assert torch.equal(head.bias, torch.zeros(6)) and not head.bias.requires_grad
     assert (head.weight != before["weight"]).any(dim=1).all()
@@ -320,9 +299,9 @@ def test_a_head_without_biases_keeps_it_that_way() -> None:
 @pytest.mark.parametrize(("new", "fixed"), [(1, True), (4, False)], ids=["fixed head", "first task"])
 def test_a_fixed_head_or_one_of_the_first_task_stays(new: int, fixed: bool) -> None:
     head = head_of(4).requires_grad_(not fixed)
-    before = copy_of(head)
+    before = weights_of(head)
     refit(head, clusters(4), new, rate=0.5)
-    assert same(copy_of(head), before)
+    assert not changed(weights_of(head), before)
 
 
 class ShiftedHead(LinearHead):
@@ -370,7 +349,7 @@ def test_a_single_new_class_is_learned_while_the_old_rows_stay() -> None:
     with torch.no_grad():
         head.weight[:4] = statistics.centre[:4]
         head.bias[:4] = 20 - statistics.centre[:4].square().sum(dim=1) / 2
-    before = copy_of(head)
+    before = weights_of(head)
     assert pseudo_accuracy(head, statistics, range(4, 5)) < 50
     settings = AlignmentConfig(epochs=30, rate=1e-9, final_rate=1e-9, weight_decay=0)
     align(head, statistics, 1, settings, 16, 0.2, KEY)
@@ -384,25 +363,8 @@ def test_the_refit_depends_on_its_key() -> None:
     for head, key in zip(heads, (KEY, KEY, (0, "alignment", 2)), strict=True):
         torch.manual_seed(len(key))
         refit(head, clusters(4), 2, key=key, rate=0.01)
-    assert same(copy_of(heads[0]), copy_of(heads[1]))
-    assert not same(copy_of(heads[0]), copy_of(heads[2]))
-
-
-# In a run
-
-
-def build(settings: dict[str, Any]) -> TrainingSetup:
-    return prepare(parse_config(settings), CPU, SILENT)
-
-
-def quiet(steps: int) -> None:
-    """Nobody watches."""
-
-
-def features_of(workshop: TrainingSetup, task: TaskImages) -> Tensor:
-    learner = workshop.learner
-    with torch.no_grad():
-        return learner.model.features(learner.viewer.evaluation(learner.images.store, task.rows))[0]
+    assert not changed(weights_of(heads[0]), weights_of(heads[1]))
+    assert changed(weights_of(heads[0]), weights_of(heads[2]))
 
 
 def finish(workshop: TrainingSetup, task: TaskImages) -> None:
@@ -415,11 +377,10 @@ def test_alignments_change_the_head_alone_after_every_task_but_the_first(setting
     learner = workshop.learner
     for task in workshop.tasks:
         learner.begin(task)
-        before, statistics = copy_of(learner.model), learner.statistics
+        before, statistics = weights_of(learner.model), learner.statistics
         learner.finish(task, quiet)
-        after = copy_of(learner.model)
-        moved = {name for name in before if not torch.equal(before[name], after[name])}
-        assert moved == ({"head.weight", "head.bias"} if task.index else set())
+        after = weights_of(learner.model)
+        assert changed(before, after) == ({"head.weight", "head.bias"} if task.index else set())
         assert not task.index or (after["head.weight"] != before["head.weight"]).any(dim=1).all()
         assert torch.equal(learner.statistics.mean[: task.first], statistics.mean)
         assert len(learner.statistics) == task.first + task.classes
@@ -430,7 +391,7 @@ def test_statistics_of_evaluation_views_are_those_of_the_features(settings: Sett
     chosen = settings(data={"tasks": (4, 2)}, alignment={"augmented_statistics": False})
     workshop = build({**chosen, "evaluation_batch": batch})
     for task in workshop.tasks:
-        features = features_of(workshop, task).double().numpy()
+        features = evaluation_features(workshop.learner, task.rows).double().numpy()
         finish(workshop, task)
         found = workshop.learner.statistics
         for label in range(task.first, task.first + task.classes):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import PIL
@@ -64,6 +65,11 @@ def place(cache: ImageCache, files: ImageFiles) -> Entry:
     found = cache.entry(files)
     assert found is not None
     return found
+
+
+@pytest.fixture
+def entry(cache: ImageCache, folder: Path) -> Entry:
+    return place(cache, ImageFiles(folder, NAMES, None))
 
 
 def images(decoded: Decoded) -> list[Pixels]:
@@ -124,34 +130,20 @@ def test_entry_of_reduced_images_and_its_index(folder: Path, cache: ImageCache, 
     assert decoded.sha256 == copied != whole
 
 
-def _repaint(folder: Path) -> None:
-    Image.fromarray(np.full((12, 20, 3), 7, np.uint8)).save(folder / NAMES[3])
+def test_changed_file_is_decoded_again(entry: Entry, cache: ImageCache, folder: Path) -> None:
+    entry.write(quiet, quiet)
+    path, other = folder / NAMES[3], folder.parent / "other.png"
+    Image.fromarray(np.full((12, 20, 3), 7, np.uint8)).save(other)
+    whole, moment = path.read_bytes() + b"x", path.stat().st_mtime_ns
+    for content, changed in ((whole, moment), (whole, moment + 1), (other.read_bytes(), moment + 1)):
+        path.write_bytes(content)
+        os.utime(path, ns=(moment, changed))
+        found = place(cache, entry.files)
+        assert found.read() is None
+        assert_right(found.write(quiet, quiet), folder)
 
 
-def _touch(folder: Path) -> None:
-    before = (folder / NAMES[3]).stat()
-    os.utime(folder / NAMES[3], ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-
-
-def _grow(folder: Path) -> None:
-    before = (folder / NAMES[3]).stat()
-    with (folder / NAMES[3]).open("ab") as stream:
-        stream.write(b"x")
-    os.utime(folder / NAMES[3], ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@pytest.mark.parametrize("change", [_repaint, _touch, _grow])
-def test_changed_file_is_decoded_again(folder: Path, cache: ImageCache, change: Callable[[Path], None]) -> None:
-    files = ImageFiles(folder, NAMES, None)
-    place(cache, files).write(quiet, quiet)
-    change(folder)
-    assert place(cache, files).read() is None
-    assert_right(place(cache, files).write(quiet, quiet), folder)
-
-
-def test_entries_differ_by_content_and_decoder(
-    folder: Path, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_by_content(folder: Path, cache: ImageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))  # of the same names, sizes and times
     assert (copy / NAMES[0]).stat().st_mtime_ns == (folder / NAMES[0]).stat().st_mtime_ns
     different = [ImageFiles(folder, NAMES, side) for side in (None, 8, 9)]
@@ -255,12 +247,11 @@ def test_read_image_distinguishes_temporary_failures(folder: Path, tmp_path: Pat
         assert problem.value.passing is passing, name
 
 
-def test_missing_file_does_not_stop_the_others(folder: Path, cache: ImageCache) -> None:
+def test_missing_file_does_not_stop_the_others(entry: Entry, cache: ImageCache, folder: Path) -> None:
     (folder / NAMES[0]).unlink()
-    files = ImageFiles(folder, NAMES, None)
-    assert list(place(cache, files).write(quiet, quiet).unreadable) == [0]
+    assert list(place(cache, entry.files).write(quiet, quiet).unreadable) == [0]
     Image.new("RGB", (3, 4)).save(folder / NAMES[0])
-    assert place(cache, files).read() is None
+    assert place(cache, entry.files).read() is None
 
 
 def _edit(**values: Any) -> Callable[[Path], None]:
@@ -271,17 +262,12 @@ def _edit(**values: Any) -> Callable[[Path], None]:
     return change
 
 
-def _lengthen(entry: Path) -> None:
-    with (entry / "pixels.u8").open("ab") as stream:
-        stream.write(b"x")
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "pixels cut": lambda entry: os.truncate(entry / "pixels.u8", (entry / "pixels.u8").stat().st_size - 1),
-    "pixels longer": _lengthen,
+    "pixels longer": lambda entry: (entry / "pixels.u8").write_bytes((entry / "pixels.u8").read_bytes() + b"x"),
     "no pixels": lambda entry: (entry / "pixels.u8").unlink(),
     "no index": lambda entry: (entry / "index.json").unlink(),
-    "empty": lambda entry: list(map(os.unlink, entry.iterdir())),
+    "empty": lambda entry: list(map(os.remove, entry.iterdir())),
     "half an index": lambda entry: os.truncate(entry / "index.json", 100),
     "empty index": lambda entry: os.truncate(entry / "index.json", 0),
     "no JSON": lambda entry: (entry / "index.json").write_bytes(b"\xff\xfe"),
@@ -311,34 +297,25 @@ def test_damaged_entry_is_decoded_again(folder: Path, cache: ImageCache, what: s
     assert entry.read(verify=True) is not None and only_entry(cache) == entry.folder
 
 
-def test_changed_byte_is_found_on_verification(folder: Path, cache: ImageCache) -> None:
-    entry = place(cache, ImageFiles(folder, NAMES, None))
-    entry.write(quiet, quiet)
-    with (entry.folder / "pixels.u8").open("r+b") as stream:
-        byte = stream.read(1)[0]
-        stream.seek(0)
-        stream.write(bytes([byte ^ 1]))
+def test_changed_byte_is_found_on_verification(entry: Entry, folder: Path) -> None:
+    content = bytearray(entry.write(quiet, quiet).pixels.tobytes())
+    content[0] ^= 1
+    (entry.folder / "pixels.u8").write_bytes(content)
     assert entry.read() is not None
     assert entry.read(verify=True) is None
     assert_right(entry.write(quiet, quiet), folder)
     assert entry.read(verify=True) is not None
 
 
-def test_interrupted_decoding_leaves_nothing_behind(folder: Path, cache: ImageCache) -> None:
-    def stop(_: int) -> None:
-        raise KeyboardInterrupt
-
-    entry = place(cache, ImageFiles(folder, NAMES, None))
+def test_interrupted_decoding_leaves_nothing_behind(entry: Entry, cache: ImageCache, folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        entry.write(stop, quiet)
+        entry.write(Mock(side_effect=KeyboardInterrupt), quiet)
     assert [path.suffix for path in cache.folder.iterdir()] == [".lock"]
     assert_right(entry.write(quiet, quiet), folder)
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_threads_that_want_the_same_images(
-    folder: Path, cache: ImageCache, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_threads(folder: Path, cache: ImageCache, locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     files, found, notes, advanced = Counted(folder, NAMES, None), list[Decoded](), list[str](), list[int]()
     together = threading.Barrier(4)
     if not locks:  # the first to finish stays
@@ -400,9 +377,8 @@ def test_concurrent_processes_do_no_harm(folder: Path, cache: ImageCache) -> Non
     assert place(cache, ImageFiles(folder, NAMES, None)).folder == only_entry(cache)
 
 
-def test_killed_process_leaves_nothing_that_stays(folder: Path, cache: ImageCache) -> None:
+def test_killed_process_leaves_nothing_that_stays(entry: Entry, cache: ImageCache, folder: Path) -> None:
     process = other_process(cache, folder, pause=30)
-    entry = place(cache, ImageFiles(folder, NAMES, None))
     deadline = time.monotonic() + 30
     while not any(cache.folder.glob(".*/pixels.u8")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -424,7 +400,7 @@ def test_full_disk_keeps_images_in_memory(folder: Path, cache: ImageCache, limit
     assert [path.suffix for path in cache.folder.iterdir()] == [".lock"]
 
 
-def test_unwritable_cache_keeps_images_in_memory(folder: Path, tmp_path: Path) -> None:
+def test_unwritable_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taken").write_bytes(b"a file")
     notes, advanced = list[str](), list[int]()
     entry = place(ImageCache(tmp_path / "taken", worth=0), ImageFiles(folder, NAMES, None))
@@ -432,13 +408,9 @@ def test_unwritable_cache_keeps_images_in_memory(folder: Path, tmp_path: Path) -
     decoded = entry.write(advanced.append, notes.append)
     assert_right(decoded, folder)
     assert decoded.sha256 is None and sum(advanced) == 6 and len(notes) == 1 and str(tmp_path / "taken") in notes[0]
-
-    class Huge(ImageFiles):
-        def read(self, row: int) -> Pixels:
-            raise MemoryError
-
+    monkeypatch.setattr(ImageFiles, "read", Mock(side_effect=MemoryError))
     with pytest.raises(UserError, match=r"neither the disk .* nor the memory"):
-        place(ImageCache(tmp_path / "taken", worth=0), Huge(folder, NAMES, None)).write(quiet, quiet)
+        entry.write(quiet, quiet)
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -458,12 +430,11 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert ImageCache.usual() is None
 
 
-def test_few_small_files_are_not_kept(folder: Path, tmp_path: Path) -> None:
-    files = ImageFiles(folder, NAMES, None)
+def test_few_small_files_are_not_kept(entry: Entry, folder: Path, tmp_path: Path) -> None:
     total = sum((folder / name).stat().st_size for name in NAMES)
-    assert ImageCache(tmp_path).entry(files) is None
-    assert ImageCache(tmp_path, worth=total + 1).entry(files) is None
-    assert ImageCache(tmp_path, worth=total).entry(files) is not None
+    assert ImageCache(tmp_path).entry(entry.files) is None
+    assert ImageCache(tmp_path, worth=total + 1).entry(entry.files) is None
+    assert ImageCache(tmp_path, worth=total).entry(entry.files) is not None
 
 
 def test_cleaning_removes_the_least_recently_used(folder: Path, cache: ImageCache) -> None:
@@ -486,9 +457,7 @@ def test_cleaning_removes_the_least_recently_used(folder: Path, cache: ImageCach
     assert ImageCache(cache.root / "nowhere").clean() == 0
 
 
-def test_command_shows_and_cleans_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]
-) -> None:
+def test_cache_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprompt: Callable[..., Any]) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(tmp_path))
     (tmp_path / "images" / "old").mkdir(parents=True)
     with (tmp_path / "images" / "old" / "pixels.u8").open("wb") as stream:

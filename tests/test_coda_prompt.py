@@ -85,9 +85,6 @@ def paper_gram_schmidt(drawn: Array, orthogonal: Array) -> Array:
     return np.array(done[len(orthogonal) :])
 
 
-# What is injected
-
-
 @pytest.mark.parametrize("context", [EVALUATION, TRAINING], ids=["evaluation", "training"])
 @pytest.mark.parametrize("tasks", [1, 3])
 @pytest.mark.parametrize("settings", [{}, {"tokens": 2}, {"components_per_task": 1}], ids=str)
@@ -163,9 +160,6 @@ def test_relevance_is_each_components_share_of_the_absolute_weights() -> None:
         torch.testing.assert_close(nothing[block], torch.full((1, 1, 9), 1 / 9))
 
 
-# New slices
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_slice_is_orthonormal_and_orthogonal_to_what_was_trained(name: str) -> None:
     method = begun(2)
@@ -224,9 +218,6 @@ def test_a_narrow_backbone_can_learn_more_tasks_than_it_has_room_for(width: int,
     assert all(tokens.isfinite().all() for tokens in injected(method, query, TRAINING).values())
 
 
-# What learns
-
-
 def test_only_the_newest_slice_learns() -> None:
     method, query = begun(3, orthogonality_weight=0.5), some_queries()
     newest = {id(getattr(method, name)[2]) for name in NAMES}
@@ -242,9 +233,6 @@ def test_only_the_newest_slice_learns() -> None:
         after = slices_of(method, name)
         assert torch.equal(after[0], before[name][0]) and torch.equal(after[1], before[name][1])
         assert not torch.isclose(after[2], before[name][2], rtol=0, atol=1e-6).any()
-
-
-# Orthogonality
 
 
 def test_the_loss_is_the_weighted_penalty_over_all_slices_and_blocks() -> None:

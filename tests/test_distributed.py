@@ -5,6 +5,7 @@ torchrun executes this file: see :func:`work`.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,11 +30,12 @@ from probprompt.progress import SILENT
 from probprompt.runs import train
 from probprompt.runs.run import Run
 from probprompt.storage import read_tensors
+from run_cases import BACKBONE, CPU, PROBPROMPT, as_options, events, outcome, overlay
 
-CPU = torch.device("cpu")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+REGULAR = {**PROBPROMPT, "regularisation": 0.1}
 SMALL: dict[str, dict[str, Any]] = {
-    "probprompt": {"samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1},
+    "probprompt": REGULAR,
     "vq-prompt": {"tokens": 4, "blocks": [0, 2]},
     "coda-prompt": {"tokens": 4, "components_per_task": 3, "blocks": [0, 2], "orthogonality_weight": 0.1},
     "dual-prompt": {"expert_blocks": [2], "expert_tokens": 4, "general_tokens": 4},
@@ -45,19 +47,13 @@ SMALL: dict[str, dict[str, Any]] = {
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"method": {"name": name, **SMALL.get(name, {})}} for name in methods.registered()},
     **{name: {"method": {"name": name}, "training": {"head_rate": 0.0002}} for name in ("ft", "ft++", "joint")},
-    "clipped": {"method": {"name": "probprompt", **SMALL["probprompt"]}, "training": {"clip": 0.01}},
-    "equal parts": {
-        "method": {"name": "probprompt", **SMALL["probprompt"]},
-        "training": {"batch": 8, "epochs": 2, "weight_decay": 0.01},
-    },
+    "clipped": {"method": REGULAR, "training": {"clip": 0.01}},
+    "equal parts": {"method": REGULAR, "training": {"batch": 8, "epochs": 2, "weight_decay": 0.01}},
     "ridge and query": {
-        "method": {"name": "probprompt", **SMALL["probprompt"]},
+        "method": REGULAR,
         "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1, "mirrored": True},
     },
-    "mirror images": {
-        "method": {"name": "ranpac"},
-        "head": {"kind": "ridge", "projections": 20, "with_mirrors": True},
-    },
+    "mirror images": {"method": {"name": "ranpac"}, "head": {"kind": "ridge", "projections": 20, "with_mirrors": True}},
 }
 """What learns with one and with two processes. A task has 21 images, so that most have parts of 10 and 11."""
 
@@ -66,15 +62,15 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2, "test_fraction": 0.3},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
+        "backbone": {**BACKBONE, "precision": "fp32"},
         "training": {"epochs": 1, "batch": 32, "head_rate": 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
-    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
+    return overlay(base, groups)
 
 
-RUNS = {
-    "linear": {"method": {"name": "probprompt", **SMALL["probprompt"]}, "training": {"epochs": 3, "batch": 8}},
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "linear": {"method": REGULAR, "training": {"epochs": 3, "batch": 8}},
     "ridge": {**CASES["ridge and query"], "training": {"epochs": 2, "batch": 8}},
 }
 
@@ -173,19 +169,13 @@ def run(*command: object) -> tuple[int, str, str]:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
-def options(given: dict[str, Any]) -> list[str]:
-    """Return settings as options of the command line."""
-    pairs = [(f"{group}.{name}", value) for group, values in given.items() for name, value in values.items()]
-    return [part for name, value in pairs for part in ("--set", f"{name}={json.dumps(value)}")]
-
-
 class Worked:
     """Results of two processes."""
 
     def __init__(self, folder: Path, pictures: Path) -> None:
         self.folder = folder
         self.settings = {name: configure(pictures, **groups) for name, groups in {**CASES, **RUNS}.items()}
-        command = ["train", "--device", "cpu", *options(self.settings["linear"]), "--out", str(folder / "killed")]
+        command = ["train", "--device", "cpu", *as_options(self.settings["linear"]), "--out", str(folder / "killed")]
         asked: dict[str, Any] = {"cases": {name: self.settings[name] for name in CASES}}
         asked["runs"] = {name: self.settings[name] for name in RUNS}
         (folder / "asked.json").write_text(json.dumps({**asked, "command": command}))
@@ -219,14 +209,6 @@ def test_parts_cover_every_row_once_and_are_nearly_equal(size: int) -> None:
         parts = [list(range(count)[World(rank, size).part(count)]) for rank in range(size)]
         assert [row for part in parts for row in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_single_process_exchanges_nothing() -> None:
-    rows = torch.ones(3, 2)
-    assert ALONE.gather(rows, 3) is rows and ALONE.total(4) == 4 and ALONE.agree("here") == "here"
-    ALONE.average([rows])
-    ALONE.broadcast([rows])
-    assert torch.equal(rows, torch.ones(3, 2))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -275,14 +257,6 @@ def test_one_process_writes(worked: Worked) -> None:
         assert not list((worked.folder / "runs" / name).rglob("*.part"))
 
 
-def outcome(run: Run) -> dict[str, bytes]:
-    """Return all results of a run."""
-    tensors, _ = read_tensors(run.checkpoint, CPU)
-    found = {name: value.numpy().tobytes() for name, value in tensors.items()}
-    files = (run.folder / "accuracy.json", run.folder / "diagnostics.json", *run.model.iterdir())
-    return {**found, **{path.name: path.read_bytes() for path in files}}
-
-
 def test_killed_process_ends_the_run_which_is_resumed(worked: Worked) -> None:
     folder = worked.folder / "killed"
     assert worked.code != 0 and "Signal 9 (SIGKILL)" in worked.err
@@ -294,14 +268,13 @@ def test_killed_process_ends_the_run_which_is_resumed(worked: Worked) -> None:
     assert code == 0, err
     assert out.count("FAA: ") == out.count("task 2 of 2: done") == 1 and "task 1 of 2" not in out
     assert outcome(Run.open(folder)) == outcome(Run.open(worked.folder / "runs" / "linear"))
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["world_size"] for event in events if event["event"] == "resumed"] == [2]
+    assert [event["world_size"] for event in events(Run(folder), "resumed")] == [2]
     assert (folder / "report.html").exists()
 
 
 def test_error_is_printed_once_and_ends_all_processes(worked: Worked, tmp_path: Path) -> None:
     given = worked.settings["linear"]
-    odd = options({**given, "training": {**given["training"], "batch": 9}})
+    odd = as_options({**given, "training": {**given["training"], "batch": 9}})
     code, out, err = run(*TORCHRUN, "-m", "probprompt", "train", *odd, "--device", "cpu", "--out", tmp_path / "r")
     assert code != 0 and err.count("error: ") == 1
     assert "a batch of 9 equally: set training.batch to 8 or 10, or start 1 or 3 or 9" in err
@@ -320,21 +293,15 @@ def test_batches_that_cannot_be_shared_are_rejected(pictures: Path) -> None:
     prepared(configure(pictures, method={"name": "lda"}, training={"batch": 7}), 3)  # learns from no batches
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"name": "l2p", "batchwise": True},
-        {"name": "l2p++", "legacy_key_loss": True},
-        {"name": "dual-prompt", "batchwise": True},
-        {"name": "dual-prompt", "legacy_reshape": True},
-        {"name": "hide-prompt", "legacy_reshape": True},
-    ],
-    ids=str,
-)
-def test_methods_that_mix_the_images_of_a_batch_are_rejected(pictures: Path, method: dict[str, Any]) -> None:
-    given = configure(pictures, method=method)
+MIX = "l2p:batchwise l2p++:legacy_key_loss dual-prompt:batchwise dual-prompt:legacy_reshape hide-prompt:legacy_reshape"
+
+
+@pytest.mark.parametrize("method", MIX.split())
+def test_methods_that_mix_the_images_of_a_batch_are_rejected(pictures: Path, method: str) -> None:
+    name, _, setting = method.partition(":")
+    given = configure(pictures, method={"name": name, setting: True})
     prepared(given, 1)
-    with pytest.raises(UserError, match=f"{method['name'].replace('+', '.')} cannot be trained by 2 processes"):
+    with pytest.raises(UserError, match=rf"{re.escape(name)} cannot be trained by 2 processes"):
         prepared(given, 2)
 
 
@@ -356,6 +323,11 @@ def test_world_of_the_environment() -> None:
     assert from_environment({}) == from_environment({"WORLD_SIZE": "8"}) == ALONE
     assert from_environment(dict(zip(NAMES, "3412", strict=True))) == World(3, 4, 1, 2)
     assert [World(rank, 2).writes for rank in range(2)] == [True, False]
+    rows = torch.ones(3, 2)
+    assert ALONE.gather(rows, 3) is rows and ALONE.total(4) == 4 and ALONE.agree("here") == "here"
+    ALONE.average([rows])
+    ALONE.broadcast([rows])
+    assert torch.equal(rows, torch.ones(3, 2))
 
 
 def test_more_gpus_than_exist(probprompt: Callable[..., Any], pictures: Path, tmp_path: Path) -> None:

@@ -48,9 +48,6 @@ def matches(method: DualPrompt, slot: int, query: Tensor) -> list[int]:
     return found
 
 
-# What is injected
-
-
 @pytest.mark.parametrize("settings", KEYS, ids=str)
 def test_training_uses_the_expert_of_the_task(settings: dict[str, Any]) -> None:
     method, query = moved(**settings), some_queries()
@@ -110,9 +107,6 @@ def test_general_or_expert_prompts_alone() -> None:
     assert list(injected(fresh(general_blocks=()), query)) == list(EXPERT)
 
 
-# Batch mates
-
-
 def test_the_published_vote_is_of_the_majority_at_evaluation_only() -> None:
     method, query = moved(batchwise=True), some_queries(12)
     found, shown = injected(method, query), method.relevance(query)
@@ -152,9 +146,6 @@ def test_the_published_reshape_deals_keys_and_values_out_over_the_batch(batch: i
         assert torch.equal(right[block], wrong[block]) == (batch == 1)
 
 
-# The loss on the keys
-
-
 @pytest.mark.parametrize("settings", KEYS, ids=str)
 @pytest.mark.parametrize("pull", [1.0, 0.3])
 @pytest.mark.parametrize("batch", [1, 2, BATCH])
@@ -187,9 +178,6 @@ def test_the_loss_moves_the_tasks_keys_towards_the_queries() -> None:
         torch.testing.assert_close(gradient[slot], -toward, rtol=1e-4, atol=1e-6)
     others = [*method.general, *method.experts, *method.keys[:-1]]
     assert all(parameter.grad is None for parameter in others)
-
-
-# Growing
 
 
 def test_a_task_trains_the_general_prompt_and_its_own_expert_and_key() -> None:

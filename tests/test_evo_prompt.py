@@ -46,9 +46,6 @@ def neurons(inner: Array, outer: Array, query: Array) -> tuple[Array, Array]:
     return hidden, outer @ hidden
 
 
-# Prompts
-
-
 def test_tokens_are_written_by_a_bottleneck_per_block() -> None:
     method, query = fresh(), some_queries()
     move(method, 3)
@@ -154,9 +151,6 @@ def test_weights_without_meaning_are_refused(weights: list[float]) -> None:
         optimal_transport(torch.zeros(3, 3), good, bad)
 
 
-# Matching neurons
-
-
 def plan_by_hand(new: Array, old: Array) -> Array:
     """The transport plan from a linear program of its own; columns with a sum of 1."""
     count = len(new)
@@ -190,9 +184,6 @@ def test_a_dead_neuron_makes_no_trouble() -> None:
     old[2] = 0
     assert match_neurons(old, old).isfinite().all()
     assert match_neurons(torch.zeros(4, WIDTH), old).isfinite().all()
-
-
-# Fusion
 
 
 def attributions_by_hand(method: EvoPrompt, slot: int, summary: TaskSummary) -> tuple[Array, Array]:
@@ -313,9 +304,6 @@ def test_a_task_without_one_correct_image_says_nothing_of_its_neurons() -> None:
     method.end_task(summary_of(1, right=False))
     assert torch.equal(method.hidden_attribution, past)
     assert all(value.isfinite().all() for value in method.state_dict().values())
-
-
-# New rows of the head
 
 
 @pytest.mark.parametrize(

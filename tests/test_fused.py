@@ -1,20 +1,18 @@
 """The fused blocks give what the plain ones give, and the same gradients; on a GPU, or in Triton's interpreter."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from kernel_helpers import DEVICE
 from probprompt import kernels
-from probprompt.backbones.vit import FrozenViT
+from probprompt.backbones.vit import FrozenViT, _run_block
 from probprompt.kernels import vit_blocks
 from probprompt.prompts import ClassTokenShift, Prefix, Prompts, Tokens
 
 pytest.importorskip("triton")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, BATCH = 32, 2
 
 
@@ -35,26 +33,26 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels count as usable here; without a GPU the interpreter runs them."""
     monkeypatch.setattr(kernels, "usable", lambda device: True)
-    yield
 
 
 def of_kind(kind: str) -> tuple[Prompts, list[Tensor]]:
     """Prompts of a kind, and what learns in them."""
-    learning = [drawn(BATCH, 2, 3, WIDTH, seed=seed).requires_grad_() for seed in range(3)]
-    first, second = learning[:2]
-    if kind == "one for all":
-        return {0: Prefix(first[0, 0], first[0, 1]), 2: Prefix(second[0, 0], second[0, 1])}, learning[:2]
-    if kind == "tokens":
-        return {0: Tokens(first[:, 0], positioned=True), 1: Prefix(second[:, 0], second[:, 1])}, learning[:2]
-    if kind == "tokens later":
-        return {0: Prefix(first[:, 0], first[:, 1]), 2: Tokens(second[:, 0])}, learning[:2]
-    if kind == "shift":
-        return {1: ClassTokenShift(first[:, 0, 0], first[:, 1, 0]), 2: Prefix(second[:, 0], second[:, 1])}, learning[:2]
-    blocks = {"first blocks": (0, 1), "later blocks": (1, 2), "last block": (0, 3), "none": ()}[kind]
-    return {block: Prefix(part[:, 0], part[:, 1]) for block, part in zip(blocks, learning, strict=False)}, learning
+    learning = [drawn(BATCH, 2, 3, WIDTH, seed=seed).requires_grad_() for seed in range(2)]
+    (one, two), (first, second) = learning[:2], (Prefix(part[:, 0], part[:, 1]) for part in learning[:2])
+    prompts: dict[str, Prompts] = {
+        "first blocks": {0: first, 1: second},
+        "later blocks": {1: first, 2: second},
+        "last block": {0: first, 3: second},
+        "one for all": {0: Prefix(one[0, 0], one[0, 1]), 2: Prefix(two[0, 0], two[0, 1])},
+        "tokens": {0: Tokens(one[:, 0], positioned=True), 1: second},
+        "tokens later": {0: first, 2: Tokens(two[:, 0])},
+        "shift": {1: ClassTokenShift(one[:, 0, 0], one[:, 1, 0]), 2: second},
+        "none": {},
+    }
+    return prompts[kind], learning
 
 
 def outcome(model: FrozenViT, kind: str, readout: str = "class") -> list[Tensor]:
@@ -73,69 +71,52 @@ def close(found: list[Tensor], wanted: list[Tensor], most: float) -> bool:
     return all(float((one - two).norm() / two.norm()) < most for one, two in zip(found, wanted, strict=True))
 
 
+def agree(model: FrozenViT, kind: str, readout: str = "class") -> bool:
+    """Whether fused blocks in half precision give what plain ones give in float32."""
+    wanted = outcome(model, kind, readout)
+    assert model._fast() is None  # float32 goes the plain way
+    model.model.half()
+    found = outcome(model, kind, readout)
+    return model._fast() is not None and close(found, wanted, 5e-3)
+
+
 KINDS = ("first blocks", "later blocks", "last block", "one for all", "tokens", "tokens later", "shift", "none")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_plain_blocks(kind: str, everywhere: None) -> None:
-    model = vit()
-    wanted = outcome(model, kind)
-    assert model._fast() is None  # float32 goes the plain way
-    model.model.half()
-    found = outcome(model, kind)
-    assert model._fast() is not None
-    assert close(found, wanted, 5e-3)
+@pytest.mark.parametrize(
+    ("kind", "readout"), [*((kind, "class") for kind in KINDS), ("tokens", "class before norm"), ("tokens", "tokens")]
+)
+def test_values_and_gradients_are_those_of_the_plain_blocks(kind: str, readout: str, everywhere: None) -> None:
+    assert agree(vit(), kind, readout)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "kind"),
     (
-        {"init_values": 0.5},
-        {"qkv_bias": False},
-        {"reg_tokens": 2},
-        {"no_embed_class": True, "reg_tokens": 1},
-        {"pre_norm": True},
-        {"mlp_ratio": 2},
-        {"embed_dim": 48, "num_heads": 3, "depth": 5},
+        ({"init_values": 0.5}, "first blocks"),
+        ({"qkv_bias": False}, "first blocks"),
+        ({"reg_tokens": 2}, "first blocks"),
+        ({"no_embed_class": True, "reg_tokens": 1}, "first blocks"),
+        ({"pre_norm": True}, "first blocks"),
+        ({"mlp_ratio": 2}, "first blocks"),
+        ({"embed_dim": 48, "num_heads": 3, "depth": 5}, "none"),
     ),
     ids=str,
 )
-def test_other_plain_models_are_fused_too(settings: dict[str, int], everywhere: None) -> None:
-    model = vit(**settings)
-    if model.width != WIDTH:
-        images = drawn(BATCH, 3, 16, 16)
-        wanted = [model.query(images)]
-        model.model.half()
-        found = [model.query(images)]
-    else:
-        wanted = outcome(model, "first blocks")
-        model.model.half()
-        found = outcome(model, "first blocks")
-    assert model._fast() is not None
-    assert close(found, wanted, 5e-3)
+def test_other_plain_models_are_fused_too(settings: dict[str, int], kind: str, everywhere: None) -> None:
+    assert agree(vit(**settings), kind)
 
 
-@pytest.mark.parametrize("settings", ({"qk_norm": True}, {"act_layer": nn.SiLU}, {"dynamic_img_size": True}), ids=str)
-def test_what_the_kernels_do_not_know_goes_the_plain_way(settings: dict[str, object], everywhere: None) -> None:
-    model = vit(**settings)
+@pytest.mark.parametrize(
+    "settings", ({"qk_norm": True}, {"act_layer": nn.SiLU}, {"dynamic_img_size": True}, None), ids=str
+)
+def test_what_the_kernels_do_not_know_goes_the_plain_way(settings: dict[str, object] | None, everywhere: None) -> None:
+    """As does a backbone that learns."""
+    model = vit(**settings or {})
     model.model.half()
+    model.unfreeze(settings is None)
     assert model._fast() is None
     assert outcome(model, "first blocks")[1].isfinite().all()
-
-
-def test_a_backbone_that_learns_goes_the_plain_way(everywhere: None) -> None:
-    model = vit()
-    model.model.half()
-    model.unfreeze()
-    assert model._fast() is None
-
-
-@pytest.mark.parametrize("readout", ("class before norm", "tokens"))
-def test_other_readouts_agree(readout: str, everywhere: None) -> None:
-    model = vit()
-    wanted = outcome(model, "tokens", readout)
-    model.model.half()
-    assert close(outcome(model, "tokens", readout), wanted, 5e-3)
 
 
 @pytest.mark.parametrize("layers", (1, 3))
@@ -152,12 +133,11 @@ def test_readings_of_the_blocks_before_the_last_agree(kind: str, layers: int, ev
 
 
 def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> None:
-    model = vit()
+    model, images = vit(), drawn(BATCH, 3, 16, 16)
     model.model.half()
-    seen = model.embed(drawn(BATCH, 3, 16, 16))
+    seen = model.embed(images)
     assert seen.qkv is not None and seen.qkv.shape == (BATCH, 17, 3 * WIDTH)
-    alone = model.query(drawn(BATCH, 3, 16, 16))
-    assert torch.equal(model.query(seen), alone)
+    assert torch.equal(model.query(seen), model.query(images))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +153,7 @@ def test_exact_in_float32(ratio: int, kind: type) -> None:
     tokens = drawn(BATCH, 17, WIDTH, seed=3).requires_grad_()
     plain = tokens
     for index, block in enumerate(model.model.blocks[:-1]):
-        plain = run_plain(block, plain, Prefix(*prefix) if index == 1 else None)
+        plain = _run_block(block, plain, Prefix(*prefix) if index == 1 else None, slice(None))
     weight = drawn(BATCH, 17, WIDTH, seed=4)
     wanted = torch.autograd.grad((plain * weight).sum(), [tokens, *prefix])
     found, mixed = vit_blocks.run(blocks[:-1], tokens, [None, (prefix[0], prefix[1]), None])
@@ -181,9 +161,3 @@ def test_exact_in_float32(ratio: int, kind: type) -> None:
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
     for one, two in zip(torch.autograd.grad((found * weight).sum(), [tokens, *prefix]), wanted, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
-
-
-def run_plain(block: nn.Module, tokens: Tensor, prompt: Prefix | None) -> Tensor:
-    from probprompt.backbones.vit import _run_block
-
-    return _run_block(block, tokens, prompt, slice(None))

@@ -229,14 +229,6 @@ def test_ridge_is_the_least_squares_solution_with_a_penalty(projections: int, ri
     assert float(head.strength) == ridge
 
 
-def test_projections_are_standard_normal_and_drawn_from_the_seed() -> None:
-    first, again, other = (RidgeHead(WIDTH, seed, projections=4000).projection for seed in (1, 1, 2))
-    assert first is not None and again is not None and other is not None
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert abs(float(first.mean())) < 0.03 and abs(float(first.std()) - 1) < 0.03
-    assert "projection" not in RidgeHead(WIDTH, 1).state_dict()
-
-
 @pytest.mark.parametrize("shrinkage", [1e-3, 0.3, 1.0])
 def test_lda_is_the_difference_of_gaussian_likelihoods(shrinkage: float) -> None:
     features, labels = some_images()

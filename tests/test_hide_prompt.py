@@ -43,9 +43,6 @@ def some_queries(count: int = BATCH, seed: int = 1) -> Tensor:
     return normal(count, WIDTH, seed=seed, scale=3)
 
 
-# The task identity
-
-
 def identity_logits(method: HiDePrompt, query: Tensor) -> Array:
     """The perceptron and the head once more, for one query (D,)."""
     head, values = method.identity, array(query)
@@ -189,9 +186,6 @@ def test_the_identity_learns_at_a_rate_of_its_own() -> None:
     assert {id(part) for part in identity} == {id(part) for part in method.identity.parameters()}
 
 
-# Prompts
-
-
 def test_a_task_prompt_starts_between_minus_one_and_one() -> None:
     method = fresh(copy_previous=False, momentum=0)
     every = torch.stack(list(method.pool)).detach()
@@ -248,9 +242,6 @@ def test_before_any_task_nothing_is_injected() -> None:
     assert method.relevance(some_queries()) == {}
 
 
-# The published mix-up
-
-
 @pytest.mark.parametrize("context", [EVALUATION, training(2)], ids=["evaluation", "training"])
 def test_the_mix_up_hands_out_keys_and_values_along_the_batch(context: Context) -> None:
     """In training it gives one half of the images the keys and the other the values."""
@@ -260,9 +251,6 @@ def test_the_mix_up_hands_out_keys_and_values_along_the_batch(context: Context) 
         listed = np.stack([array(own[block][:, :2]), array(own[block][:, 2:])])  # (2, B, M / 2, D)
         np.testing.assert_array_equal(array(found[block]), listed.reshape(8, 4, WIDTH))
     assert same(*(injected(moved(legacy_reshape=choice), query[:1], context) for choice in (False, True)))
-
-
-# The contrast
 
 
 def contrast_by_hand(rows: Array, temperature: float) -> float:
@@ -297,9 +285,6 @@ def test_the_contrast_pulls_on_both_sides_of_each_product() -> None:
         return found
 
     assert torch.autograd.gradcheck(loss, (features,))
-
-
-# The end of a task
 
 
 def direction(label: int) -> Tensor:

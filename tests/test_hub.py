@@ -168,9 +168,7 @@ def test_missing_and_private_datasets_are_refused(hub: Hub) -> None:
         ({"train.csv": b"a,b\n1,2\n", "test.csv": b"c\n3\n"}, "because column names don't match"),
     ],
 )
-def test_unusable_datasets_are_refused(
-    hub: Hub, content: dict[str, bytes], reason: str, capfd: pytest.CaptureFixture[str], caplog: Any
-) -> None:
+def test_unusable_datasets(hub: Hub, content: dict[str, bytes], reason: str, capfd: Any, caplog: Any) -> None:
     publish(hub, content)
     message = refused("hf:owner/name")
     assert message.startswith("hf:owner/name cannot be loaded: ") and reason in message
@@ -182,7 +180,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("hf:owner/name") == "hf:owner/name needs the package 'datasets': pip install 'probprompt[hub]'"
 
 
-def test_without_network_earlier_downloads_are_used(
+def test_without_network_the_cache_is_used(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     config = files(both(red=1), "fine")
@@ -240,74 +238,50 @@ def test_gated_datasets_are_refused(
     assert message in refused("hf:owner/name")
 
 
-@pytest.mark.parametrize("validation", [0.0, 0.25])
-def test_stored_size_is_recorded(tmp_path: Path, validation: float) -> None:
-    source = find(save(both(size=(400, 300)), tmp_path / "saved"))
-    for side in (73, None):
-        data = source.load(side)
-        if validation:
-            data = source.hold_out(data, validation)
-        for images in (data.train, data.test):
-            loaded = load(images, torch.device("cpu"), lambda _: None)
-            assert loaded.describe()["stored_side"] == (side or "full")
-            assert int(loaded.store.sizes.min()) == (side or 300)
+FULL, SOME = [0, 1, 2] * 5, [2, 1, 0]
 
 
-def test_validation_or_held_out_images_are_the_test_set(hub: Hub, tmp_path: Path) -> None:
-    publish(hub, files({"train": split([0, 1, 2] * 4), "validation": split([2, 1, 0])}))
-    source = find("hf:owner/name")
+@pytest.mark.parametrize(
+    ("splits", "test", "size", "remark"),
+    [
+        ({"train": FULL, "validation": SOME}, "validation@", 3, ""),
+        ({"train": FULL}, "train@", 3, ""),
+        ({"train": FULL, "test": []}, "train@", 3, ""),
+        ({"train": FULL, "test": [-1, -1]}, "train@", 3, "the test set is a part of 'train'"),
+        ({"train": FULL, "test": [-1, -1], "validation": SOME}, "validation@", 3, "the test set is 'validation'"),
+        ({"train": FULL, "test": [0, None], "validation": SOME}, "validation@", 3, "the test set is 'validation'"),
+        ({"train": FULL, "test": None, "validation": SOME}, "validation@", 3, "the test set is 'validation'"),
+        ({"train": FULL, "test": SOME, "validation": [-1, -1]}, "test@", 3, ""),
+        ({"train": [0, 2] * 5, "test": [2, 0]}, "test@", 2, "have no image and are left out: bee"),
+    ],
+)
+def test_test_set_and_classes(
+    hub: Hub, tmp_path: Path, splits: dict[str, Any], test: str, size: int, remark: str
+) -> None:
+    plain = split(SOME).remove_columns("label")
+    made = {name: plain if labels is None else split(labels) for name, labels in splits.items()}
+    if [] in splits.values():  # the package writes an empty split, but cannot read it
+        assert refused(save(made, tmp_path / "saved")).endswith("without splits that are empty")
+        publish(hub, files(made))
+    source = find("hf:owner/name" if [] in splits.values() else save(made, tmp_path / "saved"))
     data = source.load(4)
-    assert data.test.names[0].startswith("validation@") and data.test.labels.tolist() == [2, 1, 0]
-    assert source.notes() == []
-    full, empty = split([0, 1, 2] * 5), split([])
-    publish(hub, files({"train": full}), "owner/train")
-    publish(hub, files({"train": full, "test": empty}), "owner/empty")
-    for name in ("owner/train", "owner/empty"):
-        source = find(f"hf:{name}")
-        data = source.load(4)
-        assert (len(data.train), len(data.test)) == (12, 3) and source.notes() == []
-        assert sorted(data.train.names + data.test.names)[0].startswith("train@")
-    saved = refused(save({"train": full, "test": empty}, tmp_path / "saved"))  # the package writes, but cannot read it
-    assert saved.endswith("without splits that are empty")
-    publish(hub, files({"train": empty, "test": full}), "owner/empty")
-    assert "has no split 'train' with images, only test" in refused("hf:owner/empty")
+    assert len(data.test) == size and all(name.startswith(test) for name in data.test.names)
+    assert len(data.class_names) == size and set(data.train.labels.tolist()) == set(range(size))
+    assert [remark in found for found in source.notes()] == [True] * bool(remark)
 
 
-@pytest.mark.parametrize("unlabelled", [[-1, -1], [0, None]])
-def test_split_without_classes_is_skipped_with_a_remark(hub: Hub, unlabelled: Labels) -> None:
-    train, labelled = split([0, 1, 2] * 5), split([2, 1, 0])
-    publish(hub, files({"train": train, "test": split(unlabelled), "validation": labelled}))
-    source = find("hf:owner/name")
-    assert source.load(4).test.names[0].startswith("validation@")
-    (remark,) = source.notes()
-    assert "'test' of hf:owner/name has images without a class: the test set is 'validation'" in remark
-
-
-def test_labels_of_the_splits_choose_the_test_set(tmp_path: Path) -> None:
-    train, labelled, unlabelled = split([0, 1, 2] * 5), split([2, 1, 0]), split([-1, -1])
-    source = find(save({"train": train, "test": unlabelled}, tmp_path / "without"))
-    assert (len(source.load(4).train), len(source.load(4).test)) == (12, 3)
-    assert "the test set is a part of 'train'" in source.notes()[0]
-    splits = {"train": train, "test": labelled.remove_columns("label"), "validation": labelled}
-    source = find(save(splits, tmp_path / "column"))
-    assert "'test'" in source.notes()[0] and "the test set is 'validation'" in source.notes()[0]
-    assert find(save({"train": train, "test": labelled, "validation": unlabelled}, tmp_path / "all")).notes() == []
-    assert "'train' has images without a class" in refused(save({"train": split([0, -1])}, tmp_path / "train"))
-
-
-def test_classes_without_images_are_left_out(tmp_path: Path) -> None:
-    name = save({"train": split([0, 2] * 5), "test": split([2, 0])}, tmp_path / "saved")
-    source = find(name)
-    data = source.load(4)
-    assert data.class_names == ("ant", "cat")
-    assert sorted(set(data.train.labels.tolist())) == [0, 1] and data.test.labels.tolist() == [1, 0]
-    assert source.notes() == [f"1 class(es) of {name} have no image and are left out: bee"]
-
-
-@pytest.mark.parametrize(("train", "test", "side"), [([0, 1], [0, 1, 2], "train"), ([0, 1, 2], [0, 1], "test")])
-def test_class_of_a_single_split_is_refused(tmp_path: Path, train: list[int], test: list[int], side: str) -> None:
-    message = refused(save({"train": split(train), "test": split(test)}, tmp_path / "saved"))
-    assert f"the split '{side}' has no image of cat" in message
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({"train": [], "test": FULL}, "has no split 'train' with images, only test"),
+        ({"train": [0, -1]}, "'train' has images without a class"),
+        ({"train": [0, 1], "test": [0, 1, 2]}, "the split 'train' has no image of cat"),
+        ({"train": [0, 1, 2], "test": [0, 1]}, "the split 'test' has no image of cat"),
+    ],
+)
+def test_unusable_splits_are_refused(hub: Hub, splits: dict[str, Labels], message: str) -> None:
+    publish(hub, files({name: split(labels) for name, labels in splits.items()}))
+    assert message in refused("hf:owner/name")
 
 
 def test_columns_of_the_splits(tmp_path: Path) -> None:
@@ -330,6 +304,10 @@ def test_saved_datasets_and_their_split_hashes(tmp_path: Path) -> None:
     assert one.class_names == ("ant", "cat") and (len(one.train), len(one.test)) == (8, 2)
     assert one.split_hash() == again.split_hash() != other.split_hash()
     assert one.test.read(0).shape == (8, 11, 3) and one.test.read(0)[0, 0, 0] == 1
+    for side in (8, None):
+        source = find("hf:one")
+        loaded = load(source.hold_out(source.load(side), 0.25).test, torch.device("cpu"), lambda _: None)
+        assert loaded.describe()["stored_side"] == (side or "full") and int(loaded.store.sizes.min()) == (side or 30)
     (tmp_path / "one" / "dataset_info.json").write_text("{")
     assert refused("hf:one").startswith("hf:one cannot be loaded: ")
 

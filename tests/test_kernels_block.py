@@ -64,9 +64,6 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
     compile_for_a_gpu(COMPILE, tmp_path)
 
 
-# Norms
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
 @pytest.mark.parametrize(("rows", "width"), [(13, 192), (3, 70), (2, 1030)])
@@ -125,9 +122,6 @@ def test_rows_too_wide_are_refused() -> None:
     wide = torch.zeros(1, 4097, device=DEVICE)
     with pytest.raises(UserError, match="at most 4096, not of 4097"):
         add_norm(wide, None, wide[0], wide[0], 1e-6)
-
-
-# Attention
 
 
 class Case(NamedTuple):
@@ -277,8 +271,8 @@ def test_only_low_logits_leave_padded_keys_without_weight() -> None:
     found, expected = run(case, given, 1.0), reference(case, given, 1.0)
     assert float(expected["logsumexp"].max()) < -300
     assert_near(found["mixed"], expected["mixed"], 1e-4)
-    one, other = (torch.cat([side[part] for part in ("queries", "keys", "values")], 2) for side in (found, expected))
-    assert_near(one, other, 1e-3)
+    ours, right = (torch.cat([one[part] for part in ("queries", "keys", "values")], 2) for one in (found, expected))
+    assert_near(ours, right, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["two blocks left over", *(["ViT-B/16"] if GPU else [])])

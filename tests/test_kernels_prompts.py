@@ -49,9 +49,6 @@ def check_gradients(
         assert_near(one, other.double(), tolerance)
 
 
-# Noise
-
-
 def philox(counter: tuple[int, int, int, int], seed: int, rounds: int) -> list[int]:
     """Philox4x32 of Salmon et al. (2011), in Python's own numbers."""
     c, low, high = list(counter), seed & 0xFFFFFFFF, seed >> 32
@@ -328,9 +325,6 @@ def test_what_mixtures_refuse() -> None:
             mixture(query, mean, log_std, 1.0, top_k)
     with pytest.raises(ValueError, match="no gradient for the query"):
         mixture(query.requires_grad_(), mean, log_std)
-
-
-# What the interpreter cannot see
 
 
 COMPILE = """

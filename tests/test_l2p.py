@@ -74,9 +74,6 @@ def key_loss(method: PooledPrompts, query: Tensor) -> float:
     return total
 
 
-# What is injected
-
-
 @pytest.mark.parametrize("context", [EVALUATION, TRAINING], ids=["evaluation", "training"])
 @pytest.mark.parametrize("batchwise", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3, 6])
@@ -194,9 +191,6 @@ def test_the_vote_goes_by_number_then_by_index() -> None:
         assert torch.equal(tokens, method.pool[0, [1, 2]].flatten(0, 1))
     for tokens in injected(method, query[1:])[0]:  # two votes for 2, one for 1 and one for 0
         assert torch.equal(tokens, method.pool[0, [0, 2]].flatten(0, 1))
-
-
-# The loss on the keys
 
 
 @pytest.mark.parametrize("batchwise", [False, True])

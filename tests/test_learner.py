@@ -8,24 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import learner_helpers
+from learner_helpers import (
+    Settings,
+    Weights,
+    changed,
+    contexts_of,
+    evaluation_features,
+    quiet,
+    teach,
+    train,
+    weights_of,
+)
 from probprompt.config import parse_config
 from probprompt.data.transforms import JITTER_DRAWS, Boxes, Preprocessor, RandomViews
-from probprompt.engine.learner import EpochResult, Learner
+from probprompt.engine.learner import Learner
 from probprompt.engine.loader import Drawn, Prefetcher, TaskImages
 from probprompt.errors import UserError
 from probprompt.heads.closed_form import RidgeHead
 from probprompt.heads.linear import LinearHead
-from probprompt.methods import EVALUATION, Context, Method, Prompted, TaskSummary
+from probprompt.methods import EVALUATION, Context, Prompted, TaskSummary
 from probprompt.methods.hide_prompt import HiDePrompt
 from probprompt.methods.probprompt import ProbPrompt
-from probprompt.progress import SILENT
 from probprompt.runs import train as runs_train
-from probprompt.runs.train import TrainingSetup, prepare
-
-Settings = Callable[..., dict[str, Any]]
-Weights = dict[str, Tensor]
+from probprompt.runs.train import TrainingSetup
 
 PROBE = {"name": "linear-probe"}
 HIDE: dict[str, Any] = {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2], "identity_alignment": {"epochs": 1}}
@@ -33,42 +41,14 @@ EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
 
 
 def build(settings: dict[str, Any]) -> TrainingSetup:
-    if settings["method"]["name"] == PROBE["name"]:
-        settings["method"] = PROBE
-    return prepare(parse_config(settings), torch.device("cpu"), SILENT)
+    """A linear probe has no settings of its own."""
+    method = PROBE if settings["method"]["name"] == PROBE["name"] else settings["method"]
+    return build_with(method, settings)
 
 
 def build_with(method: dict[str, Any], settings: dict[str, Any]) -> TrainingSetup:
     """The same settings with another method."""
-    return build({**settings, "method": method})
-
-
-def quiet(steps: int) -> None:
-    """Nobody watches."""
-
-
-def train(learner: Learner, task: TaskImages) -> list[EpochResult]:
-    """Learn a task up to the alignment."""
-    learner.begin(task)
-    optimiser = learner.optimiser(task)
-    return [learner.train_epoch(task, epoch, optimiser, quiet) for epoch in range(learner.epochs(task))]
-
-
-def teach(workshop: TrainingSetup, tasks: int | None = None) -> Learner:
-    """Learn the first tasks, alignment included."""
-    for task in workshop.tasks[:tasks]:
-        train(workshop.learner, task)
-        workshop.learner.finish(task, quiet)
-    return workshop.learner
-
-
-def weights_of(module: nn.Module) -> Weights:
-    """A copy of all parameters and buffers."""
-    return {name: value.clone() for name, value in module.state_dict(keep_vars=True).items()}
-
-
-def changed(before: Weights, after: Weights) -> set[str]:
-    return {name for name in before if not torch.equal(before[name], after[name])}
+    return learner_helpers.build({**settings, "method": method})
 
 
 def prompts_of(learner: Learner) -> ProbPrompt:
@@ -78,11 +58,6 @@ def prompts_of(learner: Learner) -> ProbPrompt:
 
 def head_of(learner: Learner) -> Weights:
     return weights_of(learner.model.head)
-
-
-def evaluation_features(learner: Learner, rows: Tensor) -> Tensor:
-    with torch.no_grad():
-        return learner.model.features(learner.viewer.evaluation(learner.images.store, rows))[0]
 
 
 class Watched:
@@ -106,21 +81,6 @@ class Watched:
 
     def evaluation(self, store: Any, rows: Tensor) -> Tensor:
         return self.viewer.evaluation(store, rows)
-
-
-def contexts_of(method: Method) -> list[Context]:
-    """What the method is told from now on, call by call."""
-    seen, original = list[Context](), method.prompts
-
-    def noting(query: Tensor | None, context: Context) -> Prompted:
-        seen.append(context)
-        return original(query, context)
-
-    method.prompts = noting  # type: ignore[method-assign]
-    return seen
-
-
-# The loss
 
 
 def test_a_step_is_cross_entropy_over_the_current_tasks_classes(settings: Settings) -> None:
@@ -188,9 +148,6 @@ def test_training_tells_the_method_task_labels_and_first_class(settings: Setting
     for context, rows in zip(seen, watched.batches, strict=True):
         assert (context.training, context.task, context.first) == (True, 1, 2)
         assert context.labels is not None and context.labels.tolist() == [label[row] for row in rows]
-
-
-# Gradients
 
 
 def gradients(learner: Learner, task: TaskImages) -> Weights:
@@ -278,9 +235,6 @@ def test_the_reference_of_the_regularisation_is_that_of_the_last_step(settings: 
         assert method.drift().item() > 0
 
 
-# What moves
-
-
 @pytest.mark.parametrize("method", ["probprompt", "linear-probe"])
 def test_training_moves_the_new_rows_of_the_head_alone(settings: Settings, method: str) -> None:
     workshop = build(settings(method={"name": method}))
@@ -295,9 +249,6 @@ def test_training_moves_the_new_rows_of_the_head_alone(settings: Settings, metho
             assert torch.equal(after[name][: task.first], before[name][: task.first])
         assert (after["weight"][task.first :] != before["weight"][task.first :]).any(dim=1).all()
         learner.finish(task, quiet)
-
-
-# The optimiser
 
 
 @pytest.mark.parametrize(
@@ -361,9 +312,6 @@ def test_a_run_builds_one_optimiser_per_task(
     for optimiser, classes in zip(built, (2, 4, 6), strict=True):
         assert [len(parameter) for parameter in optimiser.param_groups[0]["params"]] == [classes, classes]
         assert all(state["step"] == 2 for state in optimiser.state.values())
-
-
-# Batches
 
 
 @pytest.mark.parametrize(("batch", "size", "steps"), [(1, 1, 16), (5, 5, 3), (9, 9, 1), (500, 16, 1)])
@@ -471,9 +419,6 @@ def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings:
     assert len(every.unique()) == every.numel(), "every image and epoch has draws of its own"
 
 
-# Tasks of one class
-
-
 def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: Settings) -> None:
     workshop = build(
         settings(
@@ -492,14 +437,10 @@ def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: S
     assert workshop.scorer.accuracy(own.rows, own.labels) <= 50
     learner.finish(last, quiet)
     assert len(learner.model.head) == len(learner.statistics) == 6
-    assert evaluated_on_training_images(learner, last) >= 80
+    logits = learner.model.predict(learner.viewer.evaluation(learner.images.store, last.rows))
+    assert float((logits.argmax(dim=1) == last.labels).double().mean()) >= 0.8
     after = sum(workshop.scorer.accuracy(task.rows, task.labels) for task in old) / 2
     assert after >= before - 20
-
-
-def evaluated_on_training_images(learner: Learner, task: TaskImages) -> float:
-    logits = learner.model.predict(learner.viewer.evaluation(learner.images.store, task.rows))
-    return 100 * float((logits.argmax(dim=1) == task.labels).double().mean())
 
 
 @pytest.mark.parametrize(
@@ -526,38 +467,56 @@ def test_a_refused_task_leaves_the_model_as_it_was(settings: Settings) -> None:
     assert len(workshop.learner.model.head) == 0
 
 
-# Fixed prompts
+RIDGE = {"kind": "ridge", "projections": 30, "ridge": 10.0}
 
 
-def test_prompts_adapted_to_the_first_task_alone_stay_as_they_are(settings: Settings) -> None:
-    workshop = build(settings(training={"adapt_tasks": 1}))
-    learner, rows = workshop.learner, workshop.tasks[0].rows
+@pytest.mark.parametrize("groups", [{"training": {"adapt_tasks": 1}}, {"head": RIDGE}], ids=["as set", "closed form"])
+def test_prompts_adapted_to_the_first_task_alone_stay_as_they_are(
+    settings: Settings, count_queries: Callable[[TrainingSetup], list[int]], groups: dict[str, Any]
+) -> None:
+    workshop = build({**settings(**groups), "evaluation_batch": 5})
+    learner, rows, closed = workshop.learner, workshop.tasks[0].rows, "head" in groups
     method = prompts_of(learner)
     start, unseen = weights_of(method), evaluation_features(learner, rows)
     teach(workshop, 1)
     adapted, features = weights_of(method), evaluation_features(learner, rows)
     assert changed(start, adapted) == {"mean", "log_std", "cached_mean", "cached_log_std"}
     assert not torch.equal(features, unseen)
-    static = [learner.model.static]
+    images, static = count_queries(workshop), [learner.model.static]
     for task in workshop.tasks[1:]:
-        train(learner, task)
+        seen = sum(images)
+        assert len(train(learner, task)) == (0 if closed else 2)
         learner.finish(task, quiet)
+        assert not closed or sum(images) == seen + len(task), "one pass, and no other"
         static.append(learner.model.static)
-        assert not changed(adapted, weights_of(method)) & {"mean", "log_std"}
+        moved = changed(adapted, weights_of(method))
+        assert not moved & {"mean", "log_std"} and not (closed and moved)
         assert torch.equal(evaluation_features(learner, rows), features)
     assert static == [False, True, True]
-    assert [len(group["params"]) for group in learner.optimiser(task).param_groups] == [2]
+    if closed:
+        assert len(learner.model.head) == 6 and len(learner.trained) == 2 and len(learner.statistics) == 0
+    else:
+        assert [len(group["params"]) for group in learner.optimiser(task).param_groups] == [2]
 
 
-@pytest.mark.parametrize(("adapt", "moving"), [(None, 3), (0, 0), (2, 2), (9, 3)])
-def test_prompts_learn_in_as_many_tasks_as_set(settings: Settings, adapt: int | None, moving: int) -> None:
-    workshop = build(settings(training={"adapt_tasks": adapt, "epochs": 1}))
-    method, moved = prompts_of(workshop.learner), 0
+@pytest.mark.parametrize(
+    ("head", "adapt", "moving"),
+    [({}, None, 3), ({}, 0, 0), ({}, 2, 2), ({}, 9, 3), (RIDGE, None, 1), (RIDGE, 0, 0), (RIDGE, 2, 2)],
+    ids=str,
+)
+def test_prompts_learn_in_as_many_tasks_as_set(
+    settings: Settings, head: dict[str, Any], adapt: int | None, moving: int
+) -> None:
+    workshop = build(settings(head=head, training={"adapt_tasks": adapt, "epochs": 1}))
+    learner, moved = workshop.learner, 0
+    method = prompts_of(learner)
+    assert [learner.epochs(task) for task in workshop.tasks] == ([1] * moving + [0] * (3 - moving) if head else [1] * 3)
     for task in workshop.tasks:
         before = method.mean.detach().clone()
-        train(workshop.learner, task)
+        train(learner, task)
+        learner.finish(task, quiet)
         moved += not torch.equal(method.mean, before)
-    assert moved == moving
+    assert moved == moving and len(learner.trained) == (2 * moving if head else 6) and len(learner.model.head) == 6
 
 
 def test_what_the_head_knows_follows_the_prompts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,33 +599,6 @@ def test_replaying_the_tasks_makes_a_method_of_the_same_shapes(settings: Setting
     assert replayed.learner.model.static and len(replayed.learner.model.head) == 0
 
 
-# Heads in closed form
-
-
-RIDGE = {"kind": "ridge", "projections": 30, "ridge": 10.0}
-
-
-def test_under_a_closed_form_head_prompts_adapt_to_the_first_task_alone(
-    settings: Settings, count_queries: Callable[[TrainingSetup], list[int]]
-) -> None:
-    workshop = build({**settings(head=RIDGE, training={"epochs": 2, "batch": 8}), "evaluation_batch": 5})
-    learner, method = workshop.learner, prompts_of(workshop.learner)
-    assert [learner.epochs(task) for task in workshop.tasks] == [2, 0, 0]
-    start = weights_of(method)
-    teach(workshop, 1)
-    adapted = weights_of(method)
-    assert changed(start, adapted) == {"mean", "log_std", "cached_mean", "cached_log_std"}
-    assert learner.trained is not learner.model.head and len(learner.trained) == 2
-    images = count_queries(workshop)
-    for task in workshop.tasks[1:]:
-        seen = sum(images)
-        assert train(learner, task) == []
-        learner.finish(task, quiet)
-        assert sum(images) == seen + len(task), "one pass, and no other"
-        assert learner.model.static and changed(adapted, weights_of(method)) == set()
-    assert len(learner.model.head) == 6 and len(learner.trained) == 2 and len(learner.statistics) == 0
-
-
 def test_a_closed_form_head_learns_the_features_of_evaluation(settings: Settings) -> None:
     workshop = build(settings(head=RIDGE, training={"epochs": 1}))
     learner = teach(workshop)
@@ -680,23 +612,9 @@ def test_a_closed_form_head_learns_the_features_of_evaluation(settings: Settings
     torch.testing.assert_close(found.weight, by_hand.weight, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize(("adapt", "epochs"), [(None, [2, 0, 0]), (0, [0, 0, 0]), (2, [2, 2, 0])])
-def test_how_long_prompts_learn_under_a_closed_form_head_can_be_set(
-    settings: Settings, adapt: int | None, epochs: list[int]
-) -> None:
-    workshop = build(settings(head=RIDGE, training={"adapt_tasks": adapt, "epochs": 2}))
-    assert [workshop.learner.epochs(task) for task in workshop.tasks] == epochs
-    teach(workshop)
-    adapted = sum(map(bool, epochs))
-    assert len(workshop.learner.trained) == 2 * adapted and len(workshop.learner.model.head) == 6
-
-
 def test_a_closed_form_head_takes_a_first_task_of_one_class_where_no_prompts_learn(settings: Settings) -> None:
     given = settings(head={"kind": "nearest-mean"}, method=PROBE, data={"tasks": (1, 1, 4)})
     assert len(teach(build(given)).model.head) == 6
-
-
-# What the method is told of a task
 
 
 @pytest.mark.parametrize("method", [HIDE, EVO], ids=lambda method: str(method["name"]))
@@ -775,9 +693,6 @@ def test_rows_are_placed_where_the_method_adapts_alone(settings: Settings) -> No
     assert len(workshop.learner.prototypes) == 2
 
 
-# Alignment
-
-
 @pytest.mark.parametrize(
     ("method", "enabled", "aligned"),
     [
@@ -840,9 +755,6 @@ def test_statistics_of_tasks_without_adaptation_see_images_as_at_evaluation(sett
     torch.testing.assert_close(learner.statistics.mean[2:, 0], expected, rtol=1e-4, atol=1e-4)
 
 
-# All tasks at once
-
-
 def test_joint_training_learns_all_tasks_as_one(settings: Settings) -> None:
     workshop = build_with({"name": "joint"}, settings(training={"epochs": 1}))
     apart = build(settings())
@@ -860,9 +772,6 @@ def test_joint_training_learns_all_tasks_as_one(settings: Settings) -> None:
     assert len(learner.model.head) == 6 and not learner.aligns
 
 
-# How many numbers are learned
-
-
 def test_parameters_are_counted_by_what_learns(settings: Settings) -> None:
     rows, prompts = 2 * (64 + 1), 2 * (2 * 4 * 4 * 64)
     backbone = sum(parameter.numel() for parameter in build(settings()).learner.model.backbone.parameters())
@@ -876,9 +785,6 @@ def test_parameters_are_counted_by_what_learns(settings: Settings) -> None:
     ):
         workshop = build(given) if method is None else build_with(method, given)
         assert teach(workshop, 1).parameters() == expected
-
-
-# Divergence
 
 
 @pytest.mark.parametrize(("bad_task", "bad_epoch"), [(0, 0), (1, 1)])
@@ -925,9 +831,6 @@ def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Se
     learner.model.features = lambda images, *_: (torch.full((len(images), 64), math.nan), None)  # type: ignore[method-assign]
     with pytest.raises(UserError, match="the loss became nan in task 1, epoch 1"):
         learner.train_epoch(task, 0, optimiser, quiet)
-
-
-# Seeds
 
 
 def learned(settings: dict[str, Any]) -> Weights:

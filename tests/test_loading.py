@@ -34,16 +34,17 @@ from probprompt.runs import train as runs_train
 
 CPU = torch.device("cpu")
 Settings = Callable[..., dict[str, Any]]
+Sizes = tuple[tuple[int, int], ...]
 ONE_SIZE = ((12, 20),) * 7
 RAGGED = ((12, 20), (9, 7), (30, 11), (12, 20), (5, 40), (16, 16), (12, 20))
 
 
-def pictures(sizes: tuple[tuple[int, int], ...]) -> list[Pixels]:
+def pictures(sizes: Sizes) -> list[Pixels]:
     random = np.random.RandomState(5)
     return [random.randint(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
 
 
-def stores(sizes: tuple[tuple[int, int], ...], rows: list[int] | None = None) -> tuple[ImageStore, ImageStore]:
+def stores(sizes: Sizes, rows: list[int] | None = None) -> tuple[ImageStore, ImageStore]:
     """The same images held by the device, and by the host."""
     arrays = pictures(sizes)
     decoded = decode(lambda row: arrays[row], len(arrays), lambda _: None)
@@ -58,11 +59,7 @@ both = pytest.mark.parametrize("sizes", [ONE_SIZE, RAGGED], ids=["one size", "ra
 
 @both
 @pytest.mark.parametrize("rows", [None, [6, 1, 4, 3]])
-@pytest.mark.parametrize("chunk", [1, 1500, 2**26])
-def test_stores_hold_the_decoded_images(
-    sizes: tuple[tuple[int, int], ...], rows: list[int] | None, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_store, "_CHUNK", chunk)  # bytes that are sent to the device at a time
+def test_stores_hold_the_images(sizes: Sizes, rows: list[int] | None) -> None:
     arrays, chosen = pictures(sizes), rows or list(range(7))
     for store in stores(sizes, rows):
         assert len(store) == len(chosen) and store.bytes == sum(arrays[row].size for row in chosen)
@@ -79,6 +76,17 @@ def test_stores_hold_the_decoded_images(
                 np.testing.assert_array_equal(pixels[start : start + image.size].numpy(), image.reshape(-1))
 
 
+@both
+@pytest.mark.parametrize("chunk", [1, 1500, 10**6])
+def test_images_are_sent_in_chunks(sizes: Sizes, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_store, "_CHUNK", chunk)
+    store, rows, arrays = stores(sizes)[0], torch.tensor([6, 2, 3, 0]), pictures(sizes)
+    flat = [arrays[row].reshape(-1) for row in rows.tolist()]
+    sent, starts = image_store._send(store.pixels, store.offsets[rows], store.sizes[rows], sum(map(len, flat)), CPU)
+    np.testing.assert_array_equal(sent.numpy(), np.concatenate(flat))
+    assert starts.tolist() == [sum(map(len, flat[:row])) for row in range(4)]
+
+
 def test_store_shape() -> None:
     assert all(store.shape == (12, 20) for store in stores(ONE_SIZE))
     # Of one size, but with others between them: they cannot be numbered consecutively.
@@ -90,7 +98,7 @@ def test_store_shape() -> None:
 
 
 @both
-def test_subsets_and_inverted_images(sizes: tuple[tuple[int, int], ...]) -> None:
+def test_subsets_and_inverted_images(sizes: Sizes) -> None:
     for store in stores(sizes):
         before = store.canvas(torch.arange(7))
         few = store.only(torch.tensor([4, 2]))
@@ -115,7 +123,7 @@ def views(store: ImageStore, indices: Tensor, augmentation: Augmentation) -> Ran
 
 
 @both
-def test_views_of_hosted_and_resident_images_are_equal(sizes: tuple[tuple[int, int], ...]) -> None:
+def test_views_of_hosted_and_resident_images_are_equal(sizes: Sizes) -> None:
     resident, hosted = stores(sizes)
     rows = torch.tensor([3, 6, 1, 1, 0])
     expected = viewer().evaluation(resident, rows)
@@ -161,9 +169,7 @@ def test_views_are_normalized_by_channel() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @both
 @pytest.mark.parametrize("room", [None, 0])
-def test_views_on_a_gpu_are_those_of_the_cpu(
-    sizes: tuple[tuple[int, int], ...], room: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_on_a_gpu_and_cpu(sizes: Sizes, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     device, arrays = torch.device("cuda"), pictures(sizes)
     plain = stores(sizes)[0]
     store = ImageStore.place(decode(lambda row: arrays[row], 7, lambda _: None), device, room=room)
@@ -259,7 +265,6 @@ def test_splits_of_a_folder_are_decoded_once(folder: Path, cache: ImageCache) ->
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)
             assert one.sha256 is not None and other.sha256 is None
-    assert len(entries(cache)) == 1
     assert found[0].names == ("ant/0.png", "ant/2.png", "bee/4.png") and found[0].labels.tolist() == [0, 0, 1]
     assert found[0].unreadable == (("bee/5.png", "no image format that can be read"),)
     assert found[1].names == ("bee/6.png", "ant/1.png", "bee/3.png") and found[1].unreadable == ()
@@ -268,6 +273,14 @@ def test_splits_of_a_folder_are_decoded_once(folder: Path, cache: ImageCache) ->
             expected_pixels = np.asarray(Image.open(folder / name))
             image = one.store.only(torch.tensor([index])).canvas(torch.tensor([0]))[0].permute(1, 2, 0)
             np.testing.assert_array_equal(image.numpy(), expected_pixels)
+    (pixels,) = cache.folder.glob("*/pixels.u8")
+    content = bytearray(pixels.read_bytes())
+    content[5] ^= 255
+    pixels.write_bytes(content)
+    for verify in (False, True):  # what is damaged is found on verification
+        train, _ = load_kept(sides(files), CPU, Watch(), cache, verify)
+        canvases = [one.store.canvas(torch.tensor([0])) for one in (train, expected[0])]
+        assert torch.equal(*canvases) is verify
 
 
 def test_part_of_a_folder_caches_all_of_it(folder: Path, cache: ImageCache) -> None:
@@ -288,19 +301,6 @@ def test_each_stored_size_has_an_entry(folder: Path, cache: ImageCache) -> None:
         assert train.describe()["stored_side"] == (side or "full")
         assert train.store.sizes[0].tolist() == ([8, 13] if side else [12, 20])
     assert len(entries(cache)) == 2
-
-
-def test_damaged_cache_is_found_on_verification(folder: Path, cache: ImageCache) -> None:
-    expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), None)
-    load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
-    (pixels,) = cache.folder.glob("*/pixels.u8")
-    content = bytearray(pixels.read_bytes())
-    content[5] ^= 255
-    pixels.write_bytes(content)
-    for verify in (False, True):
-        found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache, verify)
-        canvases = [one.store.canvas(torch.tensor([0])) for one in (found[0], expected[0])]
-        assert torch.equal(*canvases) is verify
 
 
 def test_without_cache_nothing_is_written(folder: Path, cache: ImageCache) -> None:
@@ -340,12 +340,8 @@ def test_images_without_files_are_not_cached(cache: ImageCache) -> None:
     assert load(arrays, CPU, watch.advance).sha256 == train.sha256, "as the published files of CIFAR-100 come"
 
 
-def test_validation_and_test_images_share_one_entry(cache: ImageCache, tmp_path: Path) -> None:
-    for label in ("ant", "bee"):
-        (tmp_path / "data" / label).mkdir(parents=True)
-        for index in range(10):
-            Image.new("RGB", (6, 5), (index, 0, 0)).save(tmp_path / "data" / label / f"{index}.png")
-    source = find(str(tmp_path / "data"))
+def test_validation_and_test_images_share_one_entry(cache: ImageCache, pictures: Path) -> None:
+    source = find(str(pictures))
     data = source.load(4)
     held = source.hold_out(data, 0.25)
     for one in (held, data, source.hold_out(source.load(4), 0.25)):
@@ -358,9 +354,7 @@ def test_validation_and_test_images_share_one_entry(cache: ImageCache, tmp_path:
     assert len(entries(cache)) == 1
 
 
-def test_sets_too_large_for_the_device_stay_on_the_host(
-    folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_sets_stay_on_the_host(folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
     monkeypatch.setattr(image_store, "_room", lambda _: 2000.0)
     watch = Watch()
@@ -372,9 +366,7 @@ def test_sets_too_large_for_the_device_stay_on_the_host(
     assert len(watch.notes) == len(outside) and "stay on the host: they are more than 40 %" in watch.notes[0]
 
 
-def test_record_describes_the_loaded_images(
-    settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_describes_the_images(settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
     workshop = runs_train.prepare(parse_config(settings(data={"stored_side": 24})), CPU, SILENT)
     record = runs_train.describe(workshop, "run").to_json()["data"]

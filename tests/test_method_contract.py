@@ -190,9 +190,6 @@ def test_what_a_task_adds_is_made_where_the_method_is(name: str) -> None:
         assert all(target in (parameter.device, parameter.dtype) for parameter in method.parameters())
 
 
-# Settings
-
-
 @pytest.mark.parametrize(
     ("name", "tasks", "parameters", "tokens"),
     [

@@ -11,11 +11,12 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from learner_helpers import contexts_of, quiet, teach, train
 from probprompt import methods, presets
 from probprompt.backbones.pretrained import LoadedBackbone, Preprocessing
 from probprompt.backbones.vit import FrozenViT
 from probprompt.config import RunConfig, parse_config
-from probprompt.engine import build, saved_model
+from probprompt.engine import saved_model
 from probprompt.errors import UserError
 from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormHead
@@ -23,7 +24,8 @@ from probprompt.methods import EVALUATION, Context, Prompted, Shape
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import ClassTokenShift, Prefix, Tokens
 from probprompt.randomness import Noise
-from probprompt.runs import checkpoint, train
+from probprompt.runs import checkpoint
+from probprompt.runs import train as runs_train
 from probprompt.runs.run import Run, config_hash
 
 CPU = torch.device("cpu")
@@ -55,7 +57,8 @@ def kind(request: pytest.FixtureRequest, loading: None) -> str:
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load these backbones by their names."""
-    monkeypatch.setattr(build, "load_backbone", lambda name, *_: build_backbone(name))
+    for module in (runs_train, saved_model):
+        monkeypatch.setattr(module, "load_backbone", lambda name, *_: build_backbone(name))
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +89,15 @@ def trained(
         key = (name, kind)
         if key not in finished:
             out = tmp_path_factory.mktemp("runs") / "run"
-            finished[key] = train.train(configure(few, kind, name), out)
+            finished[key] = runs_train.train(configure(few, kind, name), out)
         return finished[key]
 
     return get
 
 
-def restored(run: Run) -> train.TrainingSetup:
+def restored(run: Run) -> runs_train.TrainingSetup:
     """A run's end, from its checkpoint."""
-    workshop = train.prepare(run.config, CPU, SILENT)
+    workshop = runs_train.prepare(run.config, CPU, SILENT)
     saved = checkpoint.load_checkpoint(run.checkpoint, config_hash(run.config), CPU)
     saved.restore(workshop.learner, workshop.tasks)
     return workshop
@@ -115,32 +118,22 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
     return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
 
 
-def learn(config: RunConfig, tasks: int | None = None) -> train.TrainingSetup:
+def learn(config: RunConfig, tasks: int | None = None) -> runs_train.TrainingSetup:
     """Learn the first tasks."""
-    workshop = train.prepare(config, CPU, SILENT)
-    for task in workshop.tasks[:tasks]:
-        teach(workshop, task.index)
+    workshop = runs_train.prepare(config, CPU, ProgressCallback())
+    teach(workshop, tasks)
     return workshop
 
 
-def teach(workshop: train.TrainingSetup, index: int) -> None:
-    learner, task = workshop.learner, workshop.tasks[index]
-    learner.begin(task)
-    optimiser = learner.optimiser(task)
-    for epoch in range(learner.epochs(task)):
-        learner.train_epoch(task, epoch, optimiser, lambda _: None)
-    learner.finish(task, lambda _: None)
-
-
-def predictions(workshop: train.TrainingSetup) -> Tensor:
+def predictions(workshop: runs_train.TrainingSetup) -> Tensor:
     return workshop.scorer.logits(torch.cat([task.rows for task in workshop.test_tasks]))
 
 
-def some_images(workshop: train.TrainingSetup) -> Tensor:
+def some_images(workshop: runs_train.TrainingSetup) -> Tensor:
     return workshop.scorer.viewer.evaluation(workshop.scorer.images.store, torch.arange(6))
 
 
-def assert_predicted_everywhere(run: Run, workshop: train.TrainingSetup, by_hand: Tensor) -> None:
+def assert_predicted_everywhere(run: Run, workshop: runs_train.TrainingSetup, by_hand: Tensor) -> None:
     """By the model, the scorer and the saved model."""
     images = some_images(workshop)
     torch.testing.assert_close(workshop.learner.model.predict(images), by_hand)
@@ -151,7 +144,7 @@ def assert_predicted_everywhere(run: Run, workshop: train.TrainingSetup, by_hand
 @pytest.mark.parametrize("name", METHODS)
 def test_forward_and_backward(name: str, few: Path, kind: str) -> None:
     """Prompts fit the backbone, the loss is finite, and every parameter that should learn gets a gradient."""
-    workshop = train.prepare(configure(few, kind, name), CPU, SILENT)
+    workshop = runs_train.prepare(configure(few, kind, name), CPU, SILENT)
     learner, model, task = workshop.learner, workshop.learner.model, workshop.tasks[0]
     learner.begin(task)
     labels = torch.arange(4) % task.classes
@@ -186,7 +179,8 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
         return
     task = workshop.tasks[2]
     # Task 2 of a single class may be learned by the alignment alone: look at one that trains.
-    teach(workshop, 1)
+    train(learner, workshop.tasks[1])
+    learner.finish(workshop.tasks[1], quiet)
     before = model.backbone.fingerprint()
     learner.begin(task)
     if not learner.epochs(task):
@@ -196,7 +190,7 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
     free = {n: p.detach().clone() for n, p in model.method.named_parameters() if p.requires_grad}
     rows = learner.trained.weight.detach().clone()
     optimiser = learner.optimiser(task)
-    learner.train_epoch(task, 0, optimiser, lambda _: None)
+    learner.train_epoch(task, 0, optimiser, quiet)
     now = dict(model.method.named_parameters())
     assert all(torch.equal(now[n], value) for n, value in frozen.items())
     unchanged = [n for n, value in free.items() if torch.equal(now[n], value)]
@@ -208,14 +202,12 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_predictions_of_a_finished_run(
-    name: str, trained: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predictions_of_a_finished_run(name: str, trained: Callable[[str], Run]) -> None:
     """Three tasks of unequal size, one of a single class, were learned: saved, loaded, alone and told nothing."""
     run = trained(name)
     workshop, loaded = restored(run), saved_model.load_model(run.folder)
     model, images = workshop.learner.model, some_images(workshop)
-    expected, contexts, original = model.predict(images), list[Context](), model.method.prompts
+    expected = model.predict(images)
     assert expected.shape == (6, 6) and bool(expected.isfinite().all())
     if model.method.trains_backbone:  # other kernels run where weights may learn
         torch.testing.assert_close(loaded.model.predict(images), expected, rtol=1e-5, atol=1e-5)
@@ -226,12 +218,7 @@ def test_predictions_of_a_finished_run(
     alone = torch.cat([model.predict(image[None]) for image in images])
     torch.testing.assert_close(expected, alone, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(expected, model.predict(images.flip(0)).flip(0), rtol=1e-4, atol=1e-4)
-
-    def watch(query: Tensor | None, context: Context) -> Prompted:
-        contexts.append(context)
-        return original(query, context)
-
-    monkeypatch.setattr(model.method, "prompts", watch)
+    contexts = contexts_of(model.method)
     predictions(workshop)
     assert contexts
     for context in contexts:
@@ -271,10 +258,10 @@ def test_interrupted_equals_uninterrupted(name: str, trained: Callable[[str], Ru
     whole = trained(name)
     last = "task 1 of 1" if methods.find(name).joint else "task 3 of 3"
     with pytest.raises(CrashError):
-        train.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
+        runs_train.train(whole.config, tmp_path / "broken", progress=Bomb(last, 3))
     with pytest.raises(CrashError):
-        train.resume(tmp_path / "broken", progress=Bomb(last, 1000))
-    resumed = train.resume(tmp_path / "broken")
+        runs_train.resume(tmp_path / "broken", progress=Bomb(last, 1000))
+    resumed = runs_train.resume(tmp_path / "broken")
     assert (whole.folder / "accuracy.json").read_bytes() == (resumed.folder / "accuracy.json").read_bytes()
     one, other = ({path.name: path.read_bytes() for path in run.model.iterdir()} for run in (whole, resumed))
     assert one == other
@@ -313,9 +300,9 @@ def test_under_a_closed_form_head_nothing_moves_after_the_first_task(name: str, 
     workshop = learn(configure(few, "narrow", name, head=head), 1)
     images, model, learner = some_images(workshop), workshop.learner.model, workshop.learner
     early = model.features(images)[0]
-    for index in (1, 2):
-        assert learner.epochs(workshop.tasks[index]) == 0
-        teach(workshop, index)
+    for task in workshop.tasks[1:]:
+        assert train(learner, task) == []
+        learner.finish(task, quiet)
     if model.method.trains_backbone:  # other kernels run where weights may learn
         torch.testing.assert_close(model.features(images)[0], early, rtol=1e-5, atol=1e-5)
     else:
@@ -381,7 +368,7 @@ def test_a_head_may_read_the_query_and_the_blocks_before_the_last(
     """Behind the prompted feature, at every place where it learns or predicts."""
     asks = name in ("probprompt", "l2p")
     wanted = {"kind": head, "with_query": asks, "layers": layers, "ridge": 1.0}
-    run = train.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
+    run = runs_train.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
     workshop = restored(run)
     model, task = workshop.learner.model, workshop.tasks[-1]
     width, images = model.backbone.width, some_images(workshop)
@@ -393,7 +380,7 @@ def test_a_head_may_read_the_query_and_the_blocks_before_the_last(
         parts = [read[:, :width], *([query] if asks and query is not None else []), read[:, width:]]
         by_hand = model.head(torch.cat(parts, dim=1))
     assert_predicted_everywhere(run, workshop, by_hand)
-    assert workshop.learner.look(task, lambda _: None).shape == (len(task), model.head.width)
+    assert workshop.learner.look(task, quiet).shape == (len(task), model.head.width)
 
 
 @pytest.mark.parametrize("name", ("probprompt", "evo-prompt", "ranpac"))
@@ -402,18 +389,18 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
 ) -> None:
     """At every place where it learns or predicts: an image and its mirror image are then the same to it."""
     plain = {"kind": "ridge", "layers": 1, "ridge": 1.0, "projections": 50}
-    run = train.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
+    run = runs_train.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
     workshop = restored(run)
     model, task, images = workshop.learner.model, workshop.tasks[-1], some_images(workshop)
     model.head.mirrored = False
     both = (model.look(images) + model.look(images.flip(-1))) / 2
-    seen, apart = workshop.learner.look(task, lambda _: None), model.predict(images)
+    seen, apart = workshop.learner.look(task, quiet), model.predict(images)
     model.head.mirrored, workshop.learner.loader._frozen = True, None
     by_hand = model.head(both)
     assert_predicted_everywhere(run, workshop, by_hand)
     torch.testing.assert_close(model.predict(images.flip(-1)), by_hand)
     assert not torch.allclose(apart, by_hand)
-    assert not torch.allclose(workshop.learner.look(task, lambda _: None), seen)
+    assert not torch.allclose(workshop.learner.look(task, quiet), seen)
     once = learn(configure(few, "narrow", name, head=plain)).learner.model
     assert not torch.allclose(once.head(both), by_hand)  # it learned something else too
 
@@ -456,7 +443,7 @@ def test_what_no_head_could_read_is_refused(
     name: str, head: dict[str, Any], message: str, few: Path, loading: None
 ) -> None:
     with pytest.raises(UserError, match=message):
-        train.prepare(configure(few, "narrow", name, head=head), CPU, SILENT)
+        runs_train.prepare(configure(few, "narrow", name, head=head), CPU, SILENT)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from probprompt.heads.linear import LinearHead
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import train as runs_train
 from probprompt.runs.run import Run
+from run_cases import BACKBONE, CPU, PROBPROMPT
 
 
 class Trained(NamedTuple):
@@ -35,18 +36,15 @@ class Trained(NamedTuple):
 def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **groups: dict[str, Any]) -> Trained:
     base = {
         "data": {"benchmark": str(pictures), "tasks": 3},
-        "backbone": {"name": "test_vit", "weights": weights, "image_size": 32},
+        "backbone": {**BACKBONE, "weights": weights},
         "method": method,
         "training": {"epochs": 1, "batch": 8, **groups.get("training", {})},
         "alignment": {"epochs": 1},
     }
-    workshop = runs_train.prepare(parse_config({**groups, **base}), torch.device("cpu"), ProgressCallback())
+    workshop = runs_train.prepare(parse_config({**groups, **base}), CPU, ProgressCallback())
     run = Run.create(out, runs_train.describe(workshop, out.name))
     runs_train.RunLoop(run, workshop, None, SILENT, None).run_all()
     return Trained(run, workshop.learner)
-
-
-PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +66,12 @@ def trained(pictures: Path, weights: Path, tmp_path_factory: pytest.TempPathFact
 def copy(trained: Trained, tmp_path: Path) -> Path:
     """A copy of the model, to be changed."""
     return Path(shutil.copytree(trained.run.model, tmp_path / "model"))
+
+
+def read_note(folder: Path) -> dict[str, Any]:
+    """Return the note of a model without its format and files."""
+    note = json.loads((folder / "model.json").read_text())
+    return {name: value for name, value in note.items() if name not in ("format", "tensors", "statistics")}
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -238,16 +242,11 @@ def test_other_formats_are_rejected(copy: Path, content: str) -> None:
         load_model(copy)
 
 
-def without_files(folder: Path) -> dict[str, Any]:
-    note = json.loads((folder / "model.json").read_text())
-    return {name: value for name, value in note.items() if name not in ("format", "tensors", "statistics")}
-
-
 def test_saving_again_removes_only_stale_tensors(trained: Trained, copy: Path) -> None:
-    before = {path.name for path in copy.iterdir()}
+    before, note = {path.name for path in copy.iterdir()}, read_note(copy)
     (copy / "model-0123456789abcdef.safetensors").write_bytes(b"of an earlier task")
     (copy / "notes.txt").write_text("of the user")
-    save_model(copy, trained.learner, without_files(copy))
+    save_model(copy, trained.learner, note)
     assert {path.name for path in copy.iterdir()} == before | {"notes.txt"}
 
 
@@ -255,7 +254,7 @@ def test_interrupted_save_keeps_the_old_model(trained: Trained, copy: Path, monk
     def fail(*_: object) -> None:
         raise UserError("the disk is full")
 
-    before = load_model(copy).model.predict(images())
+    before, note = load_model(copy).model.predict(images()), read_note(copy)
     head = trained.learner.model.head
     assert isinstance(head, LinearHead)
     bias = head.bias.detach().clone()
@@ -265,9 +264,9 @@ def test_interrupted_save_keeps_the_old_model(trained: Trained, copy: Path, monk
         with monkeypatch.context() as full:
             full.setattr(saved_model, "write_json", fail)
             with pytest.raises(UserError, match="disk is full"):
-                save_model(copy, trained.learner, without_files(copy))
+                save_model(copy, trained.learner, note)
         assert torch.equal(load_model(copy).model.predict(images()), before)
-        save_model(copy, trained.learner, without_files(copy))
+        save_model(copy, trained.learner, note)
         assert not torch.equal(load_model(copy).model.predict(images()), before)
     finally:
         with torch.no_grad():

@@ -1,7 +1,6 @@
 """A folder of your own photos is a benchmark like any other, with odd names, junk files and HEIC images."""
 
 import json
-import shutil
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -64,6 +63,7 @@ def test_junk_is_neither_class_nor_image(photos: Path) -> None:
     assert set(data.class_names) == set(NAMES)
     assert len(data.train) + len(data.test) == EACH * len(NAMES)
     assert not [name for name in (*data.train.names, *data.test.names) if "thumbnail" in name]
+    assert not Folder(photos).notes()
     found = list(walk(photos))  # the images of a classifier
     assert len(found) == EACH * len(NAMES) and not [path for path in found if "@eaDir" in path.parts]
 
@@ -81,18 +81,6 @@ def test_split_folders_are_recognized(photos: Path, tmp_path: Path, sides: tuple
 @pytest.mark.parametrize(("classes", "tasks"), [(100, 10), (20, 10), (8, 4), (3, 1), (2, 1)])
 def test_default_number_of_tasks(photos: Path, classes: int, tasks: int) -> None:
     assert Folder(photos).usual_tasks(classes) == tasks
-
-
-def test_folder_one_level_too_high_gets_a_remark(
-    photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]
-) -> None:
-    for month in ("2026-01", "2026-02"):
-        for name in NAMES[:2]:
-            shutil.copytree(photos / name, tmp_path / "deep" / month / name)
-    command = ("train", tmp_path / "deep", "--method", "nearest-mean", *settings, "--out", tmp_path / "run")
-    answer = probprompt(*command)
-    assert answer.code == 0 and "the classes are 2026-01, 2026-02, whose images all lie in folders" in answer.out
-    assert not Folder(photos).notes() and not Folder(tmp_path / "deep" / "2026-01").notes()
 
 
 def test_class_names_match_in_any_unicode_form() -> None:

@@ -124,9 +124,6 @@ def paper_tokens(method: ProbPrompt, slot: int, query: Tensor, noise: Tensor, sa
     return result
 
 
-# Tokens
-
-
 def test_the_first_half_of_the_tokens_are_keys() -> None:
     """One Gaussian and no sampling: the tokens are the means, in order; in the last block as well."""
     method = fresh(tokens=8, components=1, samples=0, blocks=(1, DEPTH - 1))
@@ -178,9 +175,6 @@ def test_the_deterministic_variant_has_unit_variance_and_neither_learns_it_nor_s
     assert method.mean.grad is not None and method.mean.grad[0].abs().sum() > 0
 
 
-# Noise
-
-
 def test_the_noise_of_evaluation_is_one_per_draw_block_token_and_sample() -> None:
     method = fresh(tokens=8, samples=30, evaluation_draws=3)
     every = torch.cat([method.fixed_noise[None], method.more_noise])
@@ -211,9 +205,6 @@ def test_training_noise_is_fresh_for_every_image_token_and_block() -> None:
     assert len(every.detach().unique(dim=0)) == len(every) == 2 * 4 * 4
 
 
-# Gradients
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"variant": "independent"}, {"aggregation": "mean"}, {"top_k": 2}, {"samples": 0}, {"samples": 1}],
@@ -229,9 +220,6 @@ def test_gradients_go_through_relevance_moments_and_aggregation(settings: dict[s
 
     gradient = check_gradient(value, getattr(method, name))
     assert (gradient != 0).flatten(1).any(dim=1).all()
-
-
-# Distribution regularization
 
 
 def gaussians(mean: Tensor, log_std: Tensor) -> Independent[Normal]:

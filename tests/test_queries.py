@@ -1,19 +1,17 @@
 """Queries of training views are asked for once by all runs of a process that see the same views, and change nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from learner_helpers import Settings, build, changed, train, weights_of
 from probprompt.backbones.vit import FrozenViT
-from probprompt.config import parse_config
 from probprompt.engine import loader
-from probprompt.progress import SILENT
-from probprompt.runs.train import TrainingSetup, prepare
+from probprompt.runs.train import TrainingSetup
 
-Settings = Callable[..., dict[str, Any]]
 CODA = {"name": "coda-prompt", "components_per_task": 2, "tokens": 4, "blocks": [0, 2]}
 EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,23 +40,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def taught(settings: dict[str, Any], tasks: int = 2) -> TrainingSetup:
     """The first tasks learned, without what follows an epoch."""
-    workshop = prepare(parse_config(settings), DEVICE, SILENT)
+    workshop = build(settings, DEVICE)
     for task in workshop.tasks[:tasks]:
-        workshop.learner.begin(task)
-        optimiser = workshop.learner.optimiser(task)
-        for epoch in range(workshop.learner.epochs(task)):
-            workshop.learner.train_epoch(task, epoch, optimiser, lambda _: None)
+        train(workshop.learner, task)
     return workshop
 
 
-def learned(workshop: TrainingSetup) -> dict[str, Tensor]:
-    model = workshop.learner.model
-    return {**model.method.state_dict(), **workshop.learner.trained.state_dict()}
-
-
 def same(one: TrainingSetup, other: TrainingSetup) -> bool:
-    first, second = learned(one), learned(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    first, second = one.learner, other.learner
+    return not (
+        changed(weights_of(first.model.method), weights_of(second.model.method))
+        or changed(weights_of(first.trained), weights_of(second.trained))
+    )
 
 
 @pytest.mark.parametrize("method", [None, CODA], ids=["same method", "another"])

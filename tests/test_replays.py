@@ -2,20 +2,15 @@
 
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from probprompt.config import parse_config
+from learner_helpers import Settings, build, quiet, train
 from probprompt.engine.model import PromptedModel
 from probprompt.kernels.cuda_graphs import SWITCH, WARM_UP, Captured, Replays
-from probprompt.progress import SILENT
-from probprompt.runs.train import prepare
 
-Settings = Callable[..., dict[str, Any]]
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -142,12 +137,11 @@ def test_every_method_predicts_by_replays_what_it_predicts(
     settings: Settings, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = {**settings(training={"epochs": 1, "batch": 8}), "method": {"name": method}}
-    workshop = prepare(parse_config(chosen), torch.device("cuda"), SILENT)
+    workshop = build(chosen, "cuda")
     learner = workshop.learner
     for task in workshop.tasks[:2]:
         with torch.enable_grad():
-            learner.begin(task)
-            learner.train_epoch(task, 0, learner.optimiser(task), lambda _: None)
+            train(learner, task)
         images = learner.viewer.evaluation(learner.images.store, task.rows[:5]).repeat(26, 1, 1, 1)
         replayed = predictions(learner.model, images)  # the model goes on learning between tasks
         monkeypatch.setenv(SWITCH, "off")
@@ -156,10 +150,12 @@ def test_every_method_predicts_by_replays_what_it_predicts(
         for one, other in zip(replayed, plain, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
         with torch.enable_grad():
-            learner.finish(task, lambda _: None)
+            learner.finish(task, quiet)
 
 
 def test_a_copy_of_a_model_has_replays_of_its_own(settings: Settings) -> None:
-    model = prepare(parse_config(settings()), torch.device("cpu"), SILENT).learner.model
-    model._replays = Replays(model._look, model)  # as the first prediction on a GPU makes them
-    assert copy.deepcopy(model)._replays is None
+    model = build(settings()).learner.model
+    with torch.no_grad():
+        model.look(torch.zeros(1, 3, 32, 32))
+    other = copy.deepcopy(model)
+    assert model._replays is not None and other._replays is None

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -36,23 +36,19 @@ from probprompt.runs import train
 from probprompt.runs.checkpoint import load_checkpoint
 from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_tensors, write_tensors
+from run_cases import BACKBONE, CPU, PROBPROMPT, StopHereError, Stopper, as_options, events, outcome, overlay
 
-CPU = torch.device("cpu")
-PROBPROMPT = {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2], "regularisation": 0.1}
+REGULAR = {**PROBPROMPT, "regularisation": 0.1}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "compared with the last step": {"method": {**PROBPROMPT, "reference": "step"}},
-    "compared with the last epoch": {"method": {**PROBPROMPT, "reference": "epoch"}},
-    "compared with the last task": {"method": {**PROBPROMPT, "reference": "task"}},
-    "prompts fixed after a task": {"method": PROBPROMPT, "training": {"adapt_tasks": 1}},
-    "a task of a single class": {"method": PROBPROMPT, "data": {"tasks": [3, 1, 2]}},
+    "compared with the last step": {"method": {**REGULAR, "reference": "step"}},
+    "compared with the last epoch": {"method": {**REGULAR, "reference": "epoch"}},
+    "compared with the last task": {"method": {**REGULAR, "reference": "task"}},
+    "prompts fixed after a task": {"method": REGULAR, "training": {"adapt_tasks": 1}},
+    "a task of a single class": {"method": REGULAR, "data": {"tasks": [3, 1, 2]}},
     "no prompts at all": {"method": {"name": "linear-probe"}},
-    "a head in closed form": {
-        "method": PROBPROMPT,
-        "head": {"kind": "ridge", "projections": 20},
-        "data": {"tasks": 3},
-    },
+    "a head in closed form": {"method": REGULAR, "head": {"kind": "ridge", "projections": 20}, "data": {"tasks": 3}},
     "sums that follow the prompts": {
-        "method": PROBPROMPT,
+        "method": REGULAR,
         "head": {"kind": "ridge", "projections": 20, "follow": True},
         "training": {"adapt_tasks": 2, "later_rate_factor": 0.5},
         "data": {"tasks": 3},
@@ -71,33 +67,11 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a run of less than a second; groups given by name go over them."""
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2},
-        "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
+        "backbone": {**BACKBONE, "precision": "fp32"},
         "training": {"epochs": 2, "batch": 12, "head_rate": 0.01},
         "alignment": {"epochs": 2, "rate": 0.01},
     }
-    return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
-
-
-def outcome(run: Run) -> dict[str, bytes]:
-    """Return all results of a run; they must not depend on where it was stopped."""
-    paths = [run.checkpoint, *run.model.iterdir(), run.folder / "accuracy.json", run.folder / "diagnostics.json"]
-    found = {path.relative_to(run.folder).as_posix(): path.read_bytes() for path in paths}
-    tensors, _ = read_tensors(run.checkpoint, CPU)  # its note also holds times
-    found["checkpoint/state.safetensors"] = b"".join(
-        name.encode() + tensors[name].numpy().tobytes() for name in sorted(tensors)
-    )
-    found["losses"] = json.dumps(sorted(losses(run).items())).encode()
-    return found
-
-
-def losses(run: Run) -> dict[tuple[int, int], float]:
-    """Return the last recorded loss of every epoch."""
-    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    return {(event["task"], event["epoch"]): event["loss"] for event in events if event["event"] == "epoch"}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return overlay(base, groups)
 
 
 class CrashError(BaseException):
@@ -168,27 +142,15 @@ def carry_through(settings: dict[str, Any], out: Path, mines: Minefield, monkeyp
     raise AssertionError("the run never ends")
 
 
-def test_run_may_die_at_every_single_place(
-    pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = configure(pictures, method=PROBPROMPT)
+@pytest.mark.parametrize("case", CASES)
+def test_crashes(pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """At every place that the first case reaches, and at many places of the others."""
+    settings, every = configure(pictures, **CASES[case]), case == next(iter(CASES))
     expected = outcome(train.train(parse_config(settings), tmp_path / "whole"))
-    mines = Minefield()
+    mines = Minefield(share=1.0 if every else 0.2)
     run = carry_through(settings, tmp_path / "stopped", mines, monkeypatch)
-    assert outcome(run) == expected
-    assert mines.crashes == len(mines.seen) > 60
-    assert not list(run.folder.rglob("*.part"))
-
-
-@pytest.mark.parametrize("case", list(CASES)[1:])
-def test_run_may_die_at_many_places(
-    pictures: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    settings = configure(pictures, **CASES[case])
-    expected = outcome(train.train(parse_config(settings), tmp_path / "whole"))
-    mines = Minefield(share=0.2)
-    assert outcome(carry_through(settings, tmp_path / "stopped", mines, monkeypatch)) == expected
-    assert mines.crashes > 8
+    assert outcome(run) == expected and not list(run.folder.rglob("*.part"))
+    assert (mines.crashes == len(mines.seen) > 60) if every else mines.crashes > 8
 
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -201,12 +163,6 @@ def processes() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         SERVER.set_forkserver_preload(["probprompt.runs.train", "timm"])
         yield
-
-
-def start(target: Callable[..., Run], *arguments: object) -> ForkServerProcess:
-    process = SERVER.Process(target=target, args=arguments)
-    process.start()
-    return process
 
 
 def await_change(path: Path, before: int, alive: Callable[[], bool]) -> bool:
@@ -233,7 +189,9 @@ def test_killed_runs_end_as_one_that_was_not(pictures: Path, tmp_path: Path, pro
     kills, saved = 0, Run(out).checkpoint
     while True:
         before = modified(saved)
-        process = start(train.resume, out) if kills else start(train.train, config, out)
+        act, arguments = (train.resume, (out,)) if kills else (train.train, (config, out))
+        process = SERVER.Process(target=act, args=arguments)
+        process.start()
         if kills == 4 or not await_change(saved, before, process.is_alive):
             break
         time.sleep(dice.choice([0.0, dice.uniform(0, 0.05), dice.uniform(0, 0.3)]))
@@ -252,14 +210,12 @@ Command = Callable[..., Any]
 
 
 def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path, probprompt: Command) -> None:
-    settings = configure(pictures, method=PROBPROMPT, training={"epochs": 6})
-    config = tmp_path / "config.toml"
-    config.write_text(as_toml(settings))
+    settings = configure(pictures, method=REGULAR, training={"epochs": 6})
     out = tmp_path / "a run"
     saved = Run(out).checkpoint
     command = [sys.executable, "-m", "probprompt", "train"]
     for arguments, stop in (
-        (["--config", str(config), "--out", str(out)], signal.SIGKILL),
+        ([*as_options(settings), "--out", str(out)], signal.SIGKILL),
         (["--resume", str(out)], signal.SIGINT),
     ):
         before = modified(saved)
@@ -283,42 +239,13 @@ def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path
     assert outcome(Run.open(out)) == outcome(expected)
 
 
-def as_toml(settings: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for group, values in settings.items():
-        lines += [f"[{group}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
-    return "\n".join(lines)
-
-
-class StopHereError(BaseException):
-    """The run is stopped here."""
-
-
-class Stopper(ProgressCallback):
-    """Stops a run in the second epoch of its second task."""
-
-    stage_name = ""
-    steps = 0
-
-    @contextmanager
-    def stage(self, description: str, total: int) -> Iterator[None]:
-        self.stage_name, self.steps = description, 0
-        yield
-
-    def advance(self, steps: int) -> None:
-        self.steps += steps
-        if self.stage_name.startswith("task 2") and self.steps == 3:
-            raise StopHereError
-
-
 @dataclass(frozen=True)
 class Stopped:
-    """A run that was stopped, its images, weights and settings, and its results without the stop."""
+    """A run that was stopped, its images and weights, and its results without the stop."""
 
     run: Run
     images: Path
     weights: Path
-    settings: dict[str, Any]
     expected: dict[str, bytes]
 
     def copy(self, folder: Path) -> Run:
@@ -330,11 +257,11 @@ def stopped(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped
     home = tmp_path_factory.mktemp("stopped")
     images, weights = Path(shutil.copytree(pictures, home / "images")), home / "tiny.safetensors"
     save_weights(weights, seed=1)
-    settings = configure(images, method=PROBPROMPT, backbone={"weights": str(weights)})
+    settings = configure(images, method=REGULAR, backbone={"weights": str(weights)})
     expected = outcome(train.train(parse_config(settings), home / "whole"))
     with pytest.raises(StopHereError):
         train.train(parse_config(settings), home / "run", progress=Stopper())
-    return Stopped(Run(home / "run"), images, weights, settings, expected)
+    return Stopped(Run(home / "run"), images, weights, expected)
 
 
 @pytest.fixture
@@ -354,12 +281,15 @@ def save_weights(path: Path, seed: int) -> None:
         save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def refused(probprompt: Command, run: Run, *more: object) -> str:
     """Return the message of a rejected run, of which nothing may change."""
     before = contents(run.folder)
     answer = probprompt("train", "--resume", run.folder, *more)
-    assert answer.code == 2 and answer.err.startswith("error: ")
-    assert "Traceback" not in answer.err + answer.out
+    assert answer.code == 2 and answer.err.startswith("error: ") and "Traceback" not in answer.err + answer.out
     assert contents(run.folder) == before
     return str(answer.err)
 
@@ -367,22 +297,15 @@ def refused(probprompt: Command, run: Run, *more: object) -> str:
 def test_stopped_run_continues_in_the_middle_of_its_task(
     stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str | None] = []
-    pick = build.pick_device
-
-    def picked(name: str | None) -> torch.device:
-        asked.append(name)
-        return pick(name)
-
-    monkeypatch.setattr(build, "pick_device", picked)
+    pick = Mock(side_effect=build.pick_device)
+    monkeypatch.setattr(build, "pick_device", pick)
     run = stopped.copy(tmp_path / "run")
     same = ("--epochs", 2, "--tasks", 2, "--seed", 0)  # the settings that it has
     answer = probprompt("train", stopped.images, "--resume", run.folder, *same)
     assert answer.code == 0 and "task 1 of 2" not in answer.out and "task 2 of 2: done" in answer.out
-    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    assert {"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"} in events
+    assert events(run, "resumed") == [{"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"}]
     assert outcome(run) == stopped.expected and run.report.exists()
-    assert asked == ["cpu"]  # the device it started on
+    pick.assert_called_once_with("cpu")  # the device it started on
     answer = probprompt("train", "--resume", run.folder)
     assert answer.code == 0 and f"{run.folder} is finished already" in answer.out and answer.err == ""
     assert outcome(run) == stopped.expected
@@ -390,7 +313,7 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
 
 def test_resume_from_another_folder(stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(stopped.images.parent)
-    settings = configure(Path("images"), method=PROBPROMPT, backbone={"weights": "tiny.safetensors"})
+    settings = configure(Path("images"), method=REGULAR, backbone={"weights": "tiny.safetensors"})
     with pytest.raises(StopHereError):
         api.start(parse_config(settings), tmp_path / "run", progress=Stopper())
     monkeypatch.chdir(tmp_path)
@@ -428,9 +351,7 @@ def test_corrupted_and_foreign_checkpoints_are_rejected(stopped: Stopped, tmp_pa
         (("--tasks", "4,2"), "data.tasks: 2 became [4, 2]"),
     ],
 )
-def test_other_settings_are_rejected_by_name(
-    stopped: Stopped, probprompt: Command, arguments: tuple[object, ...], named: str
-) -> None:
+def test_changed_settings(stopped: Stopped, probprompt: Command, arguments: tuple[object, ...], named: str) -> None:
     assert named in refused(probprompt, stopped.run, *arguments)
 
 
@@ -486,9 +407,7 @@ def test_weights_may_move_into_the_folder_of_the_run(changed: Stopped, tmp_path:
     assert outcome(train.resume(run.folder)) == changed.expected
 
 
-def test_other_pixels_are_rejected(
-    stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_pixels(stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     run = stopped.copy(tmp_path / "run")
     data = run.record.to_json()["data"]
     data["train"]["pixels_sha256"] = "a" * 64

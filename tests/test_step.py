@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from probprompt.config import parse_config
+from learner_helpers import build, train
 from probprompt.engine.loader import Inputs
 from probprompt.engine.step import Schedule, look_ahead
 from probprompt.kernels.cuda_graphs import SWITCH, WARM_UP, Captured
-from probprompt.progress import SILENT
-from probprompt.runs.train import prepare
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -46,9 +44,6 @@ def test_vq_epoch_starts_with_two_full_epochs_and_ends_near_a_tenth() -> None:
 def test_a_single_step_is_at_the_base_rate_and_constant_stays(kind: Any) -> None:
     assert Schedule(kind, 1, 1).rate(0, 0.1) == pytest.approx(0.1)
     assert {Schedule("constant", 3, 5).rate(step, 0.5) for step in range(15)} == {0.5}
-
-
-# Captured steps
 
 
 def batches(count: int, device: str = "cpu") -> Iterator[Inputs]:
@@ -144,11 +139,9 @@ def test_captured_training_is_plain_training(settings: Any, method: str, monkeyp
     for switch in ("on", "off"):
         monkeypatch.setenv(SWITCH, switch)
         chosen = {**settings(training={"epochs": 3, "batch": 4}), "method": {"name": method, **more}}
-        workshop = prepare(parse_config(chosen), torch.device("cuda"), SILENT)
-        learner, task = workshop.learner, workshop.tasks[0]
-        learner.begin(task)
-        optimiser = learner.optimiser(task)
-        results = [learner.train_epoch(task, epoch, optimiser, lambda _: None) for epoch in range(3)]
+        workshop = build(chosen, "cuda")
+        learner = workshop.learner
+        results = train(learner, workshop.tasks[0])
         learned = [*learner.model.adaptable(), *learner.trained.parameters()]
         found.append((results, [parameter.detach().clone() for parameter in learned]))
     (first, ours), (second, plain) = found

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probprompt.data.stream import Task, build_stream, class_order, order_hash, parse_tasks, split_sizes
+from probprompt.data.stream import build_stream, class_order, order_hash, parse_tasks, split_sizes
 from probprompt.errors import UserError
 
 ANIMALS = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen", "ibis", "jay")
@@ -35,12 +35,9 @@ def counts_and_tasks(draw: st.DrawFn) -> tuple[int, int]:
     [
         (200, 1, (33, 146, 79, 19, 23, 131, 12, 187, 174, 32)),
         (200, 2, (51, 94, 55, 35, 170, 177, 20, 85, 50, 36)),
-        (200, 3, (158, 62, 14, 69, 47, 137, 110, 6, 116, 88)),
         (200, 4, (136, 126, 189, 51, 145, 98, 0, 68, 40, 4)),
         (100, 1, (53, 37, 65, 51, 4, 20, 38, 9, 10, 81)),
         (100, 2, (0, 76, 61, 63, 1, 71, 2, 6, 16, 19)),
-        (200, 12, (82, 134, 185, 178, 11)),
-        (200, 24, (61, 0, 22, 157, 145)),
     ],
 )
 def test_published_class_orders(count: int, seed: int, start: tuple[int, ...]) -> None:
@@ -50,38 +47,20 @@ def test_published_class_orders(count: int, seed: int, start: tuple[int, ...]) -
 
 
 @quick
-@given(counts, seeds)
-def test_class_order_is_a_permutation(count: int, seed: int) -> None:
-    order = class_order(count, seed)
-    assert sorted(order) == list(range(count))
-    assert seed != 0 or order == tuple(range(count))
-
-
-@quick
-@given(counts_and_tasks())
-def test_split_sizes_are_even(drawn: tuple[int, int]) -> None:
-    count, tasks = drawn
-    sizes = split_sizes(count, tasks)
-    assert len(sizes) == tasks and sum(sizes) == count
-    assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
-    assert all(type(size) is int for size in sizes)
-
-
-@pytest.mark.parametrize(("count", "tasks"), [(3, 4), (3, 0), (3, -1), (0, 1)])
-def test_impossible_splits(count: int, tasks: int) -> None:
-    with pytest.raises(UserError, match=str(tasks)):
-        split_sizes(count, tasks)
-
-
-@quick
-@given(counts_and_tasks(), seeds)
-def test_every_class_comes_exactly_once(drawn: tuple[int, int], seed: int) -> None:
+@given(counts_and_tasks(), seeds, seeds)
+def test_stream_holds_every_class_exactly_once(drawn: tuple[int, int], seed: int, other: int) -> None:
     count, number = drawn
-    tasks = build_stream(names_of(count), number, seed)
-    appearance = [label for task in tasks for label in task.classes]
-    assert tuple(appearance) == class_order(count, seed)
+    names, sizes = names_of(count), split_sizes(count, number)
+    tasks = build_stream(names, number, seed)
+    order = [label for task in tasks for label in task.classes]
+    assert sorted(order) == list(range(count)) and tuple(order) == class_order(count, seed)
+    assert seed != 0 or order == list(range(count))
     assert [task.index for task in tasks] == list(range(number))
-    assert all(appearance[task.first : task.first + len(task.classes)] == list(task.classes) for task in tasks)
+    assert all(order[task.first : task.first + len(task.classes)] == list(task.classes) for task in tasks)
+    assert tuple(len(task.classes) for task in tasks) == sizes and all(type(size) is int for size in sizes)
+    assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
+    written = [[names[label] for label in task.classes] for task in tasks]
+    assert build_stream(names, written, other) == tasks
 
 
 @quick
@@ -90,23 +69,14 @@ def test_sizes_are_kept(sizes: list[int], seed: int) -> None:
     tasks = build_stream(names_of(sum(sizes)), sizes, seed)
     assert [len(task.classes) for task in tasks] == sizes
     assert [task.first for task in tasks] == [sum(sizes[:index]) for index in range(len(sizes))]
-
-
-@quick
-@given(counts_and_tasks(), seeds, seeds)
-def test_named_tasks_ignore_the_seed(drawn: tuple[int, int], seed: int, other: int) -> None:
-    count, number = drawn
-    names = names_of(count)
-    tasks = build_stream(names, number, seed)
-    written = [[names[label] for label in task.classes] for task in tasks]
-    assert build_stream(names, written, other) == tasks
-
-
-def test_tasks_are_frozen() -> None:
-    (task,) = build_stream(["ant"], 1, 0)
-    assert task == Task(index=0, classes=(0,), first=0)
     with pytest.raises(FrozenInstanceError):
-        task.index = 1  # type: ignore[misc]
+        tasks[0].index = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("count", "tasks"), [(3, 4), (3, 0), (3, -1), (0, 1)])
+def test_impossible_splits(count: int, tasks: int) -> None:
+    with pytest.raises(UserError, match=str(tasks)):
+        split_sizes(count, tasks)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +85,13 @@ def test_tasks_are_frozen() -> None:
         (11, "10 classes cannot fill 11 tasks"),
         (0, "got 0"),
         (True, "True"),
-        (2.0, r"2\.0"),
-        (None, "None"),
         ("5", "'5'"),
-        ([], r"\[\]"),
         ([5, True, 4], r"\[5, True, 4\]"),
         ([5, ["ant"]], "cannot be"),
-        (["ant", "bee"], "cannot be"),
         ([4, 4], r"\[4, 4\] add up to 8"),
         ([10, 0], "at least 1 class"),
         ([["ant"], ["bee", "kat"]], "task 2 .*'kat': did you mean 'cat'"),
         ([["ant", "bee"], ["cat"], ["ant"]], "'ant' is in task 1 and in task 3"),
-        ([["ant", "ant"]], "'ant' is in task 1 and in task 1"),
         ([["ant"]], "bee, cat, dog, elk, fox and 4 more"),
         ([list(ANIMALS), []], "task 2"),
         ([["ant", 3]], "task 1 has 3"),
@@ -187,8 +152,6 @@ def test_invalid_task_texts(text: str) -> None:
     [
         ("a.json", "[[", "line 1 column 3"),
         ("a.json", "{}", "a list of tasks"),
-        ("a.json", "[]", "a list of tasks"),
-        ("a.json", '[["ant"], "bee"]', "task 2 must be a list"),
         ("a.json", '[["ant"], []]', "task 2 must be a list"),
         ("a.json", "[[1]]", "task 1 must be a list"),
         ("a.txt", "ant,\nbee", "line 1: a comma"),

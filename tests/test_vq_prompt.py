@@ -69,9 +69,6 @@ def paper_prompts(method: VQPrompt, slot: int, queries: Tensor) -> tuple[Array, 
     return np.array(soft), np.array(chosen), which
 
 
-# What is injected
-
-
 @pytest.mark.parametrize("context", [EVALUATION, TRAINING], ids=["evaluation", "training"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_follow_the_paper(settings: dict[str, Any], context: Context) -> None:
@@ -109,9 +106,6 @@ def test_nearest(soft: list[Any], pool: list[Any], expected: int) -> None:
     assert vq_prompt.nearest(torch.tensor([soft]), torch.tensor(pool)).tolist() == [expected]
 
 
-# Relevance
-
-
 @pytest.mark.parametrize(("temperature", "odds"), [(1.0, 3.0), (0.5, 9.0), (2.0, math.sqrt(3.0))])
 def test_weights_of_a_query_by_hand(temperature: float, odds: float) -> None:
     method = fresh(width=2, blocks=(0,), components=2, temperature=temperature)
@@ -131,9 +125,6 @@ def test_relevance_is_the_softmax_over_the_pool(settings: dict[str, Any]) -> Non
         expected = [paper_weights(one, keys, method.config.temperature) for one in array(query)]
         assert shown[block].shape == (BATCH, 1, method.config.components)
         close(shown[block][:, 0], np.array(expected), atol=1e-7)
-
-
-# Gradients and losses
 
 
 def test_the_gradient_goes_straight_through_to_the_soft_prompt() -> None:
