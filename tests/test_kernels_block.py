@@ -27,7 +27,7 @@ def precision(dtype: torch.dtype) -> float:
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from probprompt.kernels import attention, norm
+from probprompt.kernels import attention, pointwise
 
 def build(kernel, tuning=None, exact=(), **fixed):
     types = {"scale": "fp32", "eps": "fp32", "count": "i32", **dict.fromkeys(exact, "*fp32")}
@@ -42,8 +42,8 @@ def build(kernel, tuning=None, exact=(), **fixed):
 
 single = ("mean", "rstd", "logsumexp", "delta", "result_key", "result_value")
 block = {"width": 192, "rows": 8, "columns": 256}
-build(norm._add_norm, None, single, **block, update=None)
-build(norm._norm_backward, None, single, **block)
+build(pointwise._add_norm, None, single, **block, update=None)
+build(pointwise._norm_backward, None, single, **block)
 qkv = torch.empty(8, 197, 3 * 768, dtype=torch.bfloat16, device="meta")
 prefix = (torch.empty(8, 4, 768, dtype=torch.bfloat16, device="meta"),) * 2
 for table, kernel, own in (

@@ -330,7 +330,7 @@ def test_what_mixtures_refuse() -> None:
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
-from probprompt.kernels import crop, pools, sampling
+from probprompt.kernels import gaussians, pixels
 
 FLOATS = "mean std query prompt mixed weight grad grad_mean grad_std grad_centre centre result".split()
 DOUBLES = "inverse weights variance boxes".split()
@@ -346,14 +346,14 @@ def build(kernel, types=TYPES, **sizes):
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 prompts = {"pools": 40, "count": 30, "width": 192, "columns": 256}
-build(sampling._forward, **prompts, equal=False)
-build(sampling._backward, **prompts)
-build(sampling._write_noise, **prompts)
-block = {"width": 192, "rows": pools.ROWS, "columns": pools.COLUMNS}
-build(pools._distances, {"result": "*fp64"}, gaussians=400, **block)
-build(pools._moments, pools=40, count=10, **block)
-build(pools._moments_backward, SUMS, pools=40, count=10, **block)
-build(crop._crop, size=224, radius=2, rows=1, columns=crop.PIXELS)
+build(gaussians._forward, **prompts, equal=False)
+build(gaussians._backward, **prompts)
+build(gaussians._write_noise, **prompts)
+block = {"width": 192, "rows": gaussians.ROWS, "columns": gaussians.COLUMNS}
+build(gaussians._distances, {"result": "*fp64"}, gaussians=400, **block)
+build(gaussians._moments, pools=40, count=10, **block)
+build(gaussians._moments_backward, SUMS, pools=40, count=10, **block)
+build(pixels._crop, size=224, radius=2, rows=1, columns=pixels.PIXELS)
 """
 
 

@@ -16,7 +16,7 @@ from probprompt import methods, presets
 from probprompt.backbones.pretrained import LoadedBackbone, Preprocessing
 from probprompt.backbones.vit import FrozenViT
 from probprompt.config import RunConfig, parse_config
-from probprompt.engine import saved_model
+from probprompt.engine import build, saved_model
 from probprompt.errors import UserError
 from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormHead
@@ -57,8 +57,7 @@ def kind(request: pytest.FixtureRequest, loading: None) -> str:
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load these backbones by their names."""
-    for module in (runs_train, saved_model):
-        monkeypatch.setattr(module, "load_backbone", lambda name, *_: build_backbone(name))
+    monkeypatch.setattr(build, "load_backbone", lambda name, *_: build_backbone(name))
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +366,7 @@ def test_a_head_may_read_the_query_and_the_blocks_before_the_last(
 ) -> None:
     """Behind the prompted feature, at every place where it learns or predicts."""
     asks = name in ("probprompt", "l2p")
-    wanted = {"kind": head, "with_query": asks, "layers": layers, "ridge": 1.0}
+    wanted = {"kind": head, "with_query": asks, "layers": layers, **({"ridge": 1.0} if head == "ridge" else {})}
     run = runs_train.train(configure(few, "narrow", name, head=wanted), tmp_path / "run")
     workshop = restored(run)
     model, task = workshop.learner.model, workshop.tasks[-1]
@@ -429,12 +428,16 @@ def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path,
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     (
-        ("probprompt", {"kind": "linear", "layers": 1}, "head.layers is for heads in closed form"),
-        ("probprompt", {"kind": "linear", "with_mirrors": True}, "head.with_mirrors is for heads in closed form"),
+        ("probprompt", {"kind": "linear", "layers": 1}, "head.layers does not apply to head.kind=linear"),
+        (
+            "probprompt",
+            {"kind": "linear", "with_mirrors": True},
+            "head.with_mirrors does not apply to head.kind=linear",
+        ),
         ("probprompt", {"kind": "ridge", "with_mirrors": True, "mirrored": True}, "head.with_mirrors, not both"),
-        ("probprompt", {"kind": "linear", "mirrored": True}, "head.mirrored is for heads in closed form"),
+        ("probprompt", {"kind": "linear", "mirrored": True}, "head.mirrored does not apply to head.kind=linear"),
         ("probprompt", {"kind": "ridge", "layers": 9}, "head.layers is 9"),
-        ("probprompt", {"kind": "linear", "with_query": True}, "heads in closed form"),
+        ("probprompt", {"kind": "linear", "with_query": True}, "only to ridge, lda, nearest-mean"),
         ("apt", {"kind": "ridge", "with_query": True}, "which apt does not"),
     ),
     ids=str,

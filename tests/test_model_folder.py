@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from probprompt import load_backbone, load_model
+from probprompt import load_backbone, load_model, methods
 from probprompt.config import parse_config
 from probprompt.engine import saved_model
 from probprompt.engine.learner import Learner
@@ -144,11 +144,11 @@ def test_any_head_and_adaptation_is_loaded_as_saved(pictures: Path, tmp_path: Pa
     assert type(loaded.model.head) is type(trained.learner.model.head)
     assert loaded.model.static, "a loaded model must not learn by accident"
     assert not any(parameter.requires_grad for parameter in loaded.model.backbone.parameters())
-    note, config = loaded.note, trained.run.record.config
+    note, config, preferred = loaded.note, trained.run.record.config, methods.find(method["name"]).preferred_head
     assert note["format"] == 2 and note["marks"] == trained.run.record.marks
     assert [mark.partition(":")[0] for mark in note["marks"]] == ["legacy_reshape"] * (case == "published mistake")
     assert (note["adapted_tasks"], note["task_sizes"]) == (adapted, sizes)
-    assert note["head"] == config["head"] and note["head"]["kind"] == groups.get("head", {}).get("kind")
+    assert note["head"] == config["head"] and note["head"]["kind"] == groups.get("head", {}).get("kind", preferred)
     assert note["method"] == config["method"]
     if case == "ridge":
         assert_statistics_are_separate(trained.run.model)

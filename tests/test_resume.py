@@ -298,7 +298,7 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
     stopped: Stopped, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pick = Mock(side_effect=build.pick_device)
-    monkeypatch.setattr(build, "pick_device", pick)
+    monkeypatch.setattr(train, "pick_device", pick)
     run = stopped.copy(tmp_path / "run")
     same = ("--epochs", 2, "--tasks", 2, "--seed", 0)  # the settings that it has
     answer = probprompt("train", stopped.images, "--resume", run.folder, *same)

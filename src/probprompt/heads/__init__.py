@@ -68,8 +68,8 @@ def complete(given: Mapping[str, JsonValue], preferred: str) -> dict[str, JsonVa
         others = [other for other, (parts, _) in HEADS.items() if name in parts.model_fields]
         if name != "kind" and others and kind not in others:
             if value != HEADS[others[0]][0].model_fields[name].default:
-                heads = " and ".join(others)
-                raise ValueError(f"head.{name} is a setting of the kinds {heads}, not of {kind!r}: set head.kind")
+                kinds = ", ".join(others)
+                raise ValueError(f"head.{name} does not apply to head.kind={kind}, only to {kinds}")
         elif name != "kind":
             settings[name] = value
     return settings
