@@ -10,7 +10,7 @@ import pytest
 
 from probprompt import ContinualClassifier
 
-LIMITS = {"predict": 20, "predict command": 36, "train command": 48}
+LIMITS = {"predict": 17, "predict command": 28, "train command": 45}
 WALKS = """
 import inspect, json, sys, threading
 from pathlib import Path
