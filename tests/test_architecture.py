@@ -179,6 +179,9 @@ def test_import_is_quick_and_imports_nothing_heavy() -> None:
     probe = "import sys, probprompt; print(sorted({'torch', 'timm', 'matplotlib', 'datasets'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
     assert answer.stdout.strip() == "[]"
+    probe = "import sys, probprompt.api; print({'matplotlib', 'jinja2'} & set(sys.modules))"  # only a report needs them
+    answer = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "set()"
     assert min(_seconds("-c", "import probprompt") for _ in range(3)) < 1.0
 
 

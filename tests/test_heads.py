@@ -15,7 +15,8 @@ from probprompt.config import parse_config
 from probprompt.errors import UserError
 from probprompt.heads import HEADS, closed_form, make_head
 from probprompt.heads.closed_form import ClosedFormHead, RidgeHead, RidgeSettings
-from probprompt.heads.linear import Head, LinearHead, NormalizedHead
+from probprompt.heads.head import Head
+from probprompt.heads.linear import LinearHead, NormalizedHead
 
 Array = NDArray[np.float64]
 
@@ -36,7 +37,7 @@ def some_images(counts: Sequence[int] = SPREAD, noise: float = 0.7, seed: int = 
 
 def build(kind: str, given: dict[str, Any] = CONFIG) -> Head:
     """Build a head with those of the given settings that it has."""
-    settings = HEADS[kind][0]
+    settings = HEADS[kind].Settings
     return make_head(settings(**{name: given[name] for name in given if name in settings.model_fields}), WIDTH, SEED)
 
 
@@ -71,7 +72,7 @@ def close(found: Tensor, expected: Tensor | Array, rtol: float) -> bool:
 
 
 def test_every_kind_has_a_head() -> None:
-    for kind, (_, head) in HEADS.items():
+    for kind, head in HEADS.items():
         assert type(build(kind)) is head
 
 

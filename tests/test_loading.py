@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probprompt import kernels, randomness
 from probprompt.config import parse_config
-from probprompt.data import image_store
+from probprompt.data import image_store, transforms
 from probprompt.data.cache import ImageCache, decode
 from probprompt.data.datasets import ImageSet, find
 from probprompt.data.image_store import ImageStore, Loaded, load, load_kept
@@ -144,7 +144,7 @@ def test_large_image_does_not_enlarge_the_canvas(augmentation: Augmentation, mon
     given = views(store, rows, augmentation)
     assert store.groups(rows) == [slice(0, 5)]
     whole = viewer().evaluation(store, rows), viewer().random(store, rows, given)
-    monkeypatch.setattr(image_store, "_CANVAS", 3 * 24 * 40 * 2)
+    monkeypatch.setattr(transforms, "CANVAS", 3 * 24 * 40 * 2)
     assert store.groups(rows) == [slice(0, 2), slice(2, 3), slice(3, 5)]
     parts = viewer().evaluation(store, rows), viewer().random(store, rows, given)
     for one, other in zip(whole, parts, strict=True):

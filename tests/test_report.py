@@ -1,7 +1,5 @@
 """The page of a run: its numbers, its sections, and what it rejects."""
 
-import ast
-import importlib
 import json
 import math
 import re
@@ -18,7 +16,7 @@ from html_page import Page
 from probprompt import presets
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.report import save_overview, write_report
+from probprompt.report.pages import save_overview, write_report
 from probprompt.runs.run import Run
 
 HOSTILE = ["<script>alert(1)</script>", "a & b", "$x^2$ $", 'q" onload="x', "nul\x00\x1b", "\ud800", "猫 🐱", "t\tn\n"]
@@ -363,10 +361,3 @@ def test_colors_are_readable_in_light_and_dark() -> None:
     for value in range(101):
         assert figures.contrast(*figures.shade(value, 0.0, 100.0)) >= 4.5
     assert set(figures.MARKERS) == set(figures.SHAPES)
-
-
-def test_package_does_not_import_matplotlib() -> None:
-    source = Path(importlib.import_module("probprompt.report").__file__ or "").read_text(encoding="utf-8")
-    imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert {node.module for node in imports if isinstance(node, ast.ImportFrom)} <= {"collections.abc", "pathlib"}
-    assert not [node for node in imports if isinstance(node, ast.Import)]

@@ -10,7 +10,7 @@ import pytest
 
 from probprompt import ContinualClassifier
 
-LIMITS = {"predict": 17, "predict command": 28, "train command": 45}
+LIMITS = {"predict": 16, "predict command": 25, "train command": 42}
 WALKS = """
 import inspect, json, sys, threading
 from pathlib import Path

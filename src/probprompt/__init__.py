@@ -18,7 +18,7 @@ _HOME = {
     "load_model": "probprompt.engine.saved_model",
     "resume": "probprompt.api",
     "train": "probprompt.api",
-    "write_report": "probprompt.report",
+    "write_report": "probprompt.report.pages",
     "write_sample": "probprompt.data.emoji_r",
 }
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from probprompt.data.emoji_r import write_sample
     from probprompt.engine.saved_model import load_model
     from probprompt.errors import UserError
-    from probprompt.report import write_report
+    from probprompt.report.pages import write_report
     from probprompt.runs.run import Run
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from probprompt import distributed, presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
+from probprompt.data.datasets import benchmark_label
 from probprompt.engine.build import pick_device
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.report import write_report
 from probprompt.runs import train as runs_train
 from probprompt.runs.executors import run_grid
 from probprompt.runs.grid import (
@@ -19,7 +19,6 @@ from probprompt.runs.grid import (
     GridSpec,
     Outcome,
     RunActions,
-    benchmark_label,
     parse_spec,
 )
 from probprompt.runs.run import Run
@@ -87,6 +86,8 @@ def resume(
 def _reported(run: Run) -> Run:
     """Write the run's report, once."""
     if distributed.from_environment().writes:
+        from probprompt.report.pages import write_report  # late: drawing takes long to load
+
         write_report([run.folder], run.report)
     return run
 

@@ -21,7 +21,7 @@ from probprompt.engine.loader import TaskImages
 from probprompt.engine.saved_model import learner_tensors
 from probprompt.errors import UserError, shorten
 from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
-from probprompt.heads.linear import Head
+from probprompt.heads.head import Head
 from probprompt.progress import ProgressCallback
 
 Known = Literal["refuse", "refine"]

@@ -18,10 +18,10 @@ from probprompt.classifier.confidence import Gaussians, unit
 from probprompt.classifier.statistics import Moments, Statistics, Views, add_up
 from probprompt.classifier.store import State
 from probprompt.config import RunConfig
-from probprompt.data.image_store import ImageStore, Loaded
+from probprompt.data.image_store import Loaded
 from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.data.inputs import InputImage, decode_ahead
-from probprompt.data.transforms import Preprocessor, enlarged
+from probprompt.data.transforms import Packed, Preprocessor, enlarged
 from probprompt.engine.build import (
     ModelState,
     build_model,
@@ -70,8 +70,7 @@ class Predictor:
     def look(self, pixels: list[Pixels]) -> Tensor:
         """What the head is given of images: (n, D or more)."""
         device = self.viewer.mean.device
-        store = ImageStore.of(pixels, device)
-        return self.look_at(self.viewer.evaluation(store, torch.arange(len(pixels), device=device)))
+        return self.look_at(self.viewer.evaluation(Packed.of(pixels, device), torch.arange(len(pixels), device=device)))
 
     @torch.no_grad()
     def look_at(self, images: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ class ModelFactory:
             viewer.check_record(self._prepared)
         return viewer
 
-    @property
+    @cached_property
     def short_side(self) -> int | None:
         """What the short side of an image is reduced to when it is decoded."""
         return self.config.data.short_side(enlarged(self.backbone.preprocessing.image_size))

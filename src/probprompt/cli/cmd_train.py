@@ -33,8 +33,9 @@ def demo(
     device: shared.Device = None,
 ) -> None:
     """Learn 20 classes of emoji in 5 tasks: ProbPrompt beside controls without prompts, all embedded."""
-    from probprompt import api, distributed, methods, presets
-    from probprompt.report import save_overview, write_report
+    import probprompt.api as api
+    from probprompt import distributed, methods, presets
+    from probprompt.report.pages import save_overview, write_report
 
     distributed.refuse_several("the demo")
     screen = Screen()
@@ -89,7 +90,8 @@ def train(
     track: Annotated[str | None, Option(help="Send numbers to tensorboard, trackio or wandb.")] = None,
 ) -> None:
     """Learn a benchmark, or a folder of images, task by task."""
-    from probprompt import api, distributed, presets
+    import probprompt.api as api
+    from probprompt import distributed, presets
     from probprompt.config import parse_config
 
     seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
@@ -204,7 +206,7 @@ def report(
     out: Annotated[Path | None, Option(help="The page to write.")] = None,
 ) -> None:
     """Write report.html of a run, or one that compares several."""
-    from probprompt.report import write_report
+    from probprompt.report.pages import write_report
     from probprompt.runs.run import Run
 
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))

@@ -139,6 +139,11 @@ def registered() -> Mapping[str, type[Benchmark]]:
     return dict(sorted(_REGISTRY.items()))
 
 
+def benchmark_label(name: str) -> str:
+    """A benchmark's name; of a folder, the last part of its path."""
+    return name if name in registered() else Path(name).expanduser().resolve().name
+
+
 def find(name: str, test: str | None = None, test_fraction: float = 0.2, root: str | None = None) -> Benchmark:
     """Return a benchmark by its name, a folder of class folders, or a Hugging Face dataset as ``hf:owner/name``.
 

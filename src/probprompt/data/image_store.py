@@ -13,35 +13,18 @@ from torch import Tensor
 
 from probprompt.data.cache import Decoded, ImageCache, decode
 from probprompt.data.datasets import ImageSet
-from probprompt.data.images import Pixels
+from probprompt.data.transforms import Packed, common_shape
 from probprompt.errors import UserError
 from probprompt.progress import ProgressCallback
 
 Advance = Callable[[int], None]
 RESIDENT = 0.4  # the share of a GPU's free memory that a set may fill; a larger one stays on the host
 _CHUNK = 2**26  # bytes that go to the device at a time
-_CANVAS = 2**27  # bytes of images that are cut together; cutting takes ten times as much
 
 
 @dataclass(frozen=True)
-class ImageStore:
-    """Decoded images (H, W, 3) in one flat tensor: on the device, or on the host (a mapped file)."""
-
-    pixels: Tensor  # (bytes,) uint8
-    offsets: Tensor  # (n,): where each image begins; on the device
-    sizes: Tensor  # (n, 2): height and width; on the device
-    shape: tuple[int, int] | None = None
-    """Size of all images, if it is the same and nothing is stored between them."""
-    resident: bool = True
-    """Whether the pixels are on the device."""
-
-    @classmethod
-    def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
-        """Move decoded images (H, W, 3) to the device."""
-        sizes = torch.tensor([array.shape[:2] for array in arrays], dtype=torch.long).view(-1, 2)
-        pixels = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays] or [np.empty(0, np.uint8)]))
-        lengths = 3 * sizes.prod(dim=1)  # (n,)
-        return cls._put(pixels, lengths.cumsum(0) - lengths, sizes, device, _room(device))
+class ImageStore(Packed):
+    """Images on the device, or on the host (a mapped file)."""
 
     @classmethod
     def place(
@@ -61,16 +44,8 @@ class ImageStore:
         needed = 3 * int(sizes.prod(dim=1).sum())
         if device.type != "cpu" and needed <= limit:
             pixels, offsets = _send(pixels, offsets, sizes, needed, device)
-        shape = _common_shape(offsets, sizes, len(pixels))
+        shape = common_shape(offsets, sizes, len(pixels))
         return cls(pixels, offsets.to(device), sizes.to(device), shape, needed <= limit)
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which views of the images are made."""
-        return self.sizes.device
 
     @property
     def bytes(self) -> int:
@@ -85,33 +60,6 @@ class ImageStore:
         places = torch.cat([offsets[:, None], sizes], dim=1).cpu()  # (B, 3), in one transfer
         pixels, starts = _gather(self.pixels, places[:, 0], places[:, 1:], self.device.type == "cuda")
         return pixels.to(self.device, non_blocking=True), starts.to(self.device, non_blocking=True), sizes
-
-    def canvas(self, indices: Tensor) -> Tensor:
-        """Return the images (B, 3, H, W), in the top left corner; the rest is never read."""
-        pixels, offsets, sizes = self.batch(indices)
-        if self.shape is not None:
-            height, width = self.shape
-            planes = pixels.view(-1, height * width, 3).transpose(1, 2)  # (n, 3, H W)
-            chosen = planes.index_select(0, offsets // (3 * height * width))  # (B, 3, H W)
-            return chosen.contiguous().view(-1, 3, height, width)
-        places = torch.cat([offsets[:, None], sizes], dim=1).tolist()
-        height, width = (max(place[axis] for place in places) for axis in (1, 2))
-        canvas = torch.zeros(len(places), 3, height, width, dtype=torch.uint8, device=self.device)
-        for row, (start, high, wide) in zip(canvas, places, strict=True):
-            image = pixels[start : start + 3 * high * wide].view(-1, 3).t()  # (3, H W)
-            row[:, :high, :wide] = image.reshape(3, high, wide)
-        return canvas
-
-    def groups(self, indices: Tensor) -> list[slice]:
-        """Split a batch into runs that share a canvas, since one large image would enlarge it for all."""
-        begins, high, wide = [0], 0, 0
-        sizes = () if self.shape is not None else self.sizes[indices].tolist()
-        for place, (height, width) in enumerate(sizes):
-            high, wide = max(high, height), max(wide, width)
-            if 3 * high * wide * (place + 1 - begins[-1]) > _CANVAS and place > begins[-1]:
-                begins.append(place)
-                high, wide = height, width
-        return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
 
     def only(self, rows: Tensor) -> Self:
         """Copy some of the images, in this order."""
@@ -143,21 +91,13 @@ def _room(device: torch.device) -> float:
     return RESIDENT * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
 
 
-def _common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] | None:
-    if not len(sizes) or not bool((sizes == sizes[0]).all()):
-        return None
-    height, width = sizes[0].tolist()
-    length = 3 * height * width
-    return (height, width) if total % length == 0 and bool((offsets.cpu() % length == 0).all()) else None
-
-
 def _gather(pixels: Tensor, offsets: Tensor, sizes: Tensor, pinned: bool) -> tuple[Tensor, Tensor]:
     """Copy images of the host one after the other; return pixels (bytes,) and starts (B,)."""
     lengths = 3 * sizes.prod(dim=1)  # (B,)
     ends = lengths.cumsum(0)
     starts = ends - lengths
     copies = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=pinned)
-    shape = _common_shape(offsets, sizes, len(pixels))
+    shape = common_shape(offsets, sizes, len(pixels))
     if shape is not None:
         length = 3 * shape[0] * shape[1]
         torch.index_select(pixels.view(-1, length), 0, offsets // length, out=copies.view(-1, length))

@@ -12,19 +12,92 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal, Self
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
 from probprompt import kernels
-from probprompt.data.image_store import ImageStore
+from probprompt.data.images import Pixels
 from probprompt.errors import UserError
 
 Kernel = Literal["bilinear", "bicubic"]
 """How pixels between pixels are computed."""
 
+CANVAS = 2**27  # bytes of images that are cut together; cutting takes ten times as much
 TRIES = 10  # torchvision's: boxes tried before the whole image is taken
 DRAWS = 2 * TRIES + 3  # uniform numbers per image: area and ratio of each try, position, flip
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Decoded images (H, W, 3) in one flat tensor."""
+
+    pixels: Tensor  # (bytes,) uint8
+    offsets: Tensor  # (n,): where each image begins
+    sizes: Tensor  # (n, 2): height and width
+    shape: tuple[int, int] | None = None
+    """Size of all images, if it is the same and nothing is stored between them."""
+    resident: bool = True
+    """Whether the pixels are on the device of the sizes."""
+
+    @classmethod
+    def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
+        """Move decoded images (H, W, 3) to the device."""
+        sizes = torch.tensor([array.shape[:2] for array in arrays], dtype=torch.long).view(-1, 2)
+        pixels = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays] or [np.empty(0, np.uint8)]))
+        lengths = 3 * sizes.prod(dim=1)  # (n,)
+        offsets = lengths.cumsum(0) - lengths
+        shape = common_shape(offsets, sizes, len(pixels))
+        return cls(pixels.to(device), offsets.to(device), sizes.to(device), shape)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which views of the images are made."""
+        return self.sizes.device
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pixels on the device, the start of each image in them (B,), and sizes (B, 2)."""
+        return self.pixels, self.offsets[indices], self.sizes[indices]
+
+    def canvas(self, indices: Tensor) -> Tensor:
+        """Return the images (B, 3, H, W), in the top left corner; the rest is never read."""
+        pixels, offsets, sizes = self.batch(indices)
+        if self.shape is not None:
+            height, width = self.shape
+            planes = pixels.view(-1, height * width, 3).transpose(1, 2)  # (n, 3, H W)
+            chosen = planes.index_select(0, offsets // (3 * height * width))  # (B, 3, H W)
+            return chosen.contiguous().view(-1, 3, height, width)
+        places = torch.cat([offsets[:, None], sizes], dim=1).tolist()
+        height, width = (max(place[axis] for place in places) for axis in (1, 2))
+        canvas = torch.zeros(len(places), 3, height, width, dtype=torch.uint8, device=self.device)
+        for row, (start, high, wide) in zip(canvas, places, strict=True):
+            image = pixels[start : start + 3 * high * wide].view(-1, 3).t()  # (3, H W)
+            row[:, :high, :wide] = image.reshape(3, high, wide)
+        return canvas
+
+    def groups(self, indices: Tensor) -> list[slice]:
+        """Split a batch into runs that share a canvas, since one large image would enlarge it for all."""
+        begins, high, wide = [0], 0, 0
+        sizes = () if self.shape is not None else self.sizes[indices].tolist()
+        for place, (height, width) in enumerate(sizes):
+            high, wide = max(high, height), max(wide, width)
+            if 3 * high * wide * (place + 1 - begins[-1]) > CANVAS and place > begins[-1]:
+                begins.append(place)
+                high, wide = height, width
+        return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
+
+
+def common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] | None:
+    """Return the size of all images, if it is the same and nothing is stored between them."""
+    if not len(sizes) or not bool((sizes == sizes[0]).all()):
+        return None
+    height, width = sizes[0].tolist()
+    length = 3 * height * width
+    return (height, width) if total % length == 0 and bool((offsets.cpu() % length == 0).all()) else None
 
 
 @dataclass(frozen=True)
@@ -368,29 +441,29 @@ class Preprocessor:
         center, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
         return cls(size, resized, center, spread, kernel, dtype)
 
-    def evaluation(self, store: ImageStore, indices: Tensor) -> Tensor:
+    def evaluation(self, store: Packed, indices: Tensor) -> Tensor:
         """The evaluation view of images (B, 3, size, size), normalized."""
         boxes = center_boxes(store.sizes[indices], self.resized, self.size)
         return self._cut(store, indices, boxes, self.kernel)
 
-    def cuts(self, store: ImageStore, augmentation: Augmentation) -> bool:
+    def cuts(self, store: Packed, augmentation: Augmentation) -> bool:
         """Whether random views are cut by one kernel out of what lies on the device, as a captured step can do."""
         return kernels.usable(store.device) and store.resident and draws_needed(augmentation) == 0
 
-    def random(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
+    def random(self, store: Packed, indices: Tensor, views: RandomViews) -> Tensor:
         """Given views of images (B, 3, size, size), normalized."""
         if views.draws is None or draws_needed(views.augmentation) == 0:
             return self._cut(store, indices, views.boxes)
         return torch.cat([self._color(store, indices[some], views[some]) for some in store.groups(indices)])
 
-    def _color(self, store: ImageStore, indices: Tensor, views: RandomViews) -> Tensor:
+    def _color(self, store: Packed, indices: Tensor, views: RandomViews) -> Tensor:
         """The same where colors are changed, of images whose canvas is not too large."""
         assert views.draws is not None
         canvas = before_crop(store.canvas(indices), store.sizes[indices], views.draws, views.augmentation)
         images = after_crop(resample(canvas, views.boxes, self.size), views.draws, views.augmentation)
         return self._normalize(images)
 
-    def _cut(self, store: ImageStore, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
+    def _cut(self, store: Packed, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
         """The boxes of images (B, 3, size, size), normalized."""
         if kernels.usable(store.device):
             from probprompt.kernels.pixels import crop  # late: needs Triton

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from probprompt.backbones.vit import DTYPES, Embedded, FrozenViT, Precision
 from probprompt.errors import UserError
-from probprompt.heads.linear import Head
+from probprompt.heads.head import Head
 from probprompt.kernels.cuda_graphs import Replays
 from probprompt.methods import EVALUATION, Context, Method
 from probprompt.prompts import Prompts, Tokens

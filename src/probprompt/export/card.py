@@ -7,12 +7,12 @@ from pathlib import Path
 
 from probprompt import __version__
 from probprompt.backbones import pretrained
+from probprompt.data.datasets import benchmark_label
 from probprompt.errors import UserError
 from probprompt.export.bundle import Record
 from probprompt.export.onnx import View
 from probprompt.methods import find
 from probprompt.report.tables import markdown_table
-from probprompt.runs.grid import benchmark_label
 from probprompt.runs.run import Run
 from probprompt.storage import natural_order, read_json
 

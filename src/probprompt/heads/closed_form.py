@@ -6,14 +6,14 @@ features of an image stay the same. No image is kept.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.heads.linear import Head, HeadSettings
+from probprompt.heads.head import Head, HeadSettings, register
 
 STRENGTHS = tuple(10.0**power for power in range(-6, 10))
 """What the strength of the ridge is chosen from."""
@@ -110,6 +110,19 @@ class ClosedFormHead(Head):
         self.inner = inner or width  # L: the width of what is added up
         for name, shape in self.shapes(0).items():
             self.register_buffer(name, torch.zeros(shape, dtype=self._dtype(name)))
+
+    @classmethod
+    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
+        """Build the head with its settings."""
+        assert isinstance(settings, ClosedFormSettings)
+        head = cls(settings.input_width(width), seed, *cls._options(settings, width))
+        head.layers, head.mirrored = settings.layers, settings.mirrored
+        return head
+
+    @classmethod
+    def _options(cls, settings: HeadSettings, width: int) -> tuple[Any, ...]:
+        """Further arguments of a head, from its settings."""
+        return ()
 
     def _dtype(self, name: str) -> torch.dtype:
         return torch.float64 if name in self.learning_only else torch.float32
@@ -230,6 +243,7 @@ class ClosedFormHead(Head):
         return nn.functional.one_hot(labels, len(self)).to(values).T @ values
 
 
+@register
 class RidgeHead(ClosedFormHead):
     """Ridge regression of the one-hot classes on random ReLU projections of the features (RanPAC).
 
@@ -253,6 +267,7 @@ class RidgeHead(ClosedFormHead):
             [0.0000, 0.5000]])
     """
 
+    Settings = RidgeSettings
     learning_only = frozenset({"gram", "correlation", "strength", "trials"})
     totals, moments = "correlation", "gram"
     gram: Tensor
@@ -279,11 +294,10 @@ class RidgeHead(ClosedFormHead):
         self.register_buffer("projection", projection, persistent=False)  # (D, L)
 
     @classmethod
-    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
-        """Build the head with the projections and the ridge that are set."""
+    def _options(cls, settings: HeadSettings, width: int) -> tuple[Any, ...]:
         assert isinstance(settings, RidgeSettings)
         untouched, every = settings.unprojected_width(width), settings.ridge_choice == "every"
-        return cls(settings.input_width(width), seed, settings.projections, settings.ridge, untouched, every)
+        return settings.projections, settings.ridge, untouched, every
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, lambda, and its trials.
@@ -397,6 +411,7 @@ class RidgeHead(ClosedFormHead):
         return _solve(self.gram, strength, self.correlation.T).T.contiguous()
 
 
+@register
 class LDAHead(ClosedFormHead):
     """Linear discriminant analysis: a mean per class, one covariance S for all.
 
@@ -409,6 +424,7 @@ class LDAHead(ClosedFormHead):
     tensor([[-1.5000, -1.5000]])
     """
 
+    Settings = LDASettings
     learning_only = frozenset({"sums", "counts", "moment"})
     totals, moments = "sums", "moment"
     sums: Tensor
@@ -421,10 +437,9 @@ class LDAHead(ClosedFormHead):
         self.shrinkage = shrinkage
 
     @classmethod
-    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
-        """Build the head with the shrinkage that is set."""
+    def _options(cls, settings: HeadSettings, width: int) -> tuple[Any, ...]:
         assert isinstance(settings, LDASettings)
-        return cls(settings.input_width(width), seed, settings.shrinkage)
+        return (settings.shrinkage,)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and sums (C, D), biases and counts (C,), and the second moment (D, D)."""
@@ -454,6 +469,7 @@ class LDAHead(ClosedFormHead):
         self.bias = (-(weight * mean).sum(dim=1) / 2).float()  # (C,)
 
 
+@register
 class NearestMeanHead(ClosedFormHead):
     """The cosine between the feature and the mean of each class.
 
@@ -463,6 +479,7 @@ class NearestMeanHead(ClosedFormHead):
     tensor([[0.6000, 0.8000]])
     """
 
+    Settings = NearestMeanSettings
     learning_only = frozenset({"sums"})
     totals = "sums"
     sums: Tensor

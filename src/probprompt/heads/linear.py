@@ -10,19 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from probprompt import randomness
+from probprompt.heads.head import Head, HeadSettings, register
 from probprompt.kernels.cuda_graphs import Captured, make_optimizer, set_rate
-
-
-class HeadSettings(BaseModel):
-    """Settings of a head; a subclass gives ``kind`` its name and adds its own fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: str
-
-    def input_width(self, width: int) -> int:
-        """Return the width of the head's input for features of this width."""
-        return width
 
 
 class LinearSettings(HeadSettings):
@@ -37,69 +26,7 @@ class NormalizedSettings(HeadSettings):
     kind: Literal["normalised"] = "normalised"
 
 
-class Head(nn.Module):
-    """Features (B, D) to logits (B, C), with room for more classes at any time."""
-
-    trained: ClassVar[bool]
-    """Whether it learns by gradient."""
-    layers: int = 0
-    """How many blocks before the last it reads, beside what is read out of the last."""
-    mirrored: bool = False
-    """Whether it is given the mean of what is read of an image and of its mirror image."""
-    learning_only: ClassVar[frozenset[str]] = frozenset()
-    """Saved tensors that prediction does not need."""
-
-    weight: Tensor
-
-    def __init__(self, width: int, seed: int) -> None:
-        super().__init__()
-        self.width = width
-        self.seed = seed
-
-    @classmethod
-    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
-        """Build the head, without any class yet, for features of this width."""
-        return cls(settings.input_width(width), seed)
-
-    def __len__(self) -> int:
-        return len(self.weight)
-
-    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every saved tensor once there are so many classes."""
-        raise NotImplementedError
-
-    def grow(self, classes: int) -> Self:
-        """Make room for so many new classes."""
-        raise NotImplementedError
-
-    def saved(self) -> dict[str, Tensor]:
-        """What :meth:`restore` takes, by name."""
-        return dict(self.state_dict())
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Take over saved tensors, whatever their number of classes.
-
-        Those of ``learning_only`` may be missing: such a head predicts, but learns no more.
-        """
-        expected = self.shapes(len(tensors["weight"]) if "weight" in tensors else 0)
-        missing = set(expected) - set(tensors) - self.learning_only
-        unknown = set(tensors) - set(expected)
-        if missing or unknown:
-            raise ValueError(f"a {type(self).__name__} misses {sorted(missing)} and has no {sorted(unknown)}")
-        for name, value in tensors.items():
-            if tuple(value.shape) != expected[name]:
-                raise ValueError(f"{name} of a {type(self).__name__} is {expected[name]}, not {tuple(value.shape)}")
-        self._take({name: tensors.get(name) for name in expected})
-        return self
-
-    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
-        raise NotImplementedError
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D)."""
-        raise NotImplementedError
-
-
+@register
 class LinearHead(Head):
     """A linear layer that grows by a row per class; a row's start depends on its seed and class alone.
 
@@ -107,6 +34,7 @@ class LinearHead(Head):
     torch.Size([2, 3])
     """
 
+    Settings: ClassVar[type[LinearSettings | NormalizedSettings]] = LinearSettings
     trained = True
     weight: nn.Parameter
     bias: nn.Parameter
@@ -147,6 +75,7 @@ class LinearHead(Head):
         return self.logits(features, self.weight, self.bias)
 
 
+@register
 class NormalizedHead(LinearHead):
     """Standardised features times rows of length 1, without biases (APT); a logit is at most sqrt(D).
 
@@ -154,6 +83,8 @@ class NormalizedHead(LinearHead):
     >>> bool(torch.isclose(head(torch.ones(1, 4) + head.weight), head(1 + 5 * head.weight), rtol=1e-3))
     True
     """
+
+    Settings = NormalizedSettings
 
     def replace(self, weight: Tensor, bias: Tensor) -> None:
         """Take over other rows, whatever their number; biases stay zero."""

@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
-from probprompt.methods.settings import NO_ALIGNMENT, Blocks, Experiment, Settings, TunedRates
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, TaskSummary, register
+from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Settings, TunedRates
 from probprompt.prompts import ClassTokenShift
 
 BOUND = 2.0  # of the start's truncated normal, in absolute terms as in the authors' code: a hundred standard deviations
@@ -65,7 +65,7 @@ class APT(Method):
         super().__init__(shape, seed)
         self.config = config
         self.blocks = tuple(range(shape.depth)) if config.blocks is None else config.blocks
-        check_blocks(self.blocks, shape)
+        shape.check_blocks(self.blocks)
         drawn = [_truncated_normal((2, shape.width), config.initial_std, seed, block) for block in self.blocks]
         self.running = nn.Parameter(torch.stack(drawn))  # (blocks, 2, D): keys, values
         self.register_buffer("merged", torch.zeros_like(self.running.data))  # (blocks, 2, D)

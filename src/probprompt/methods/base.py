@@ -4,17 +4,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt.errors import UserError, suggest
-from probprompt.methods.settings import Blocks as Blocks
 from probprompt.methods.settings import Experiment, Settings, TunedRates
 from probprompt.prompts import Prompts, Readout
 from probprompt.randomness import Noise
+
+
+def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(blocks)) != len(blocks) or not blocks:
+        raise ValueError(f"blocks must be different and at least one, not {blocks}")
+    return blocks
+
+
+Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
+"""A setting that names blocks, counted from 0; :meth:`Shape.check_blocks` asks whether the backbone has them."""
 
 
 class MethodConfig(BaseModel):
@@ -35,6 +44,15 @@ class Shape:
 
     width: int
     depth: int
+
+    def check_blocks(self, blocks: Iterable[int], setting: str = "method.blocks") -> None:
+        """Refuse blocks that the backbone does not have, by the name of the setting that asks for them."""
+        outside = [block for block in blocks if not 0 <= block < self.depth]
+        if outside:
+            raise UserError(
+                f"the backbone has blocks 0 to {self.depth - 1}, but {setting} names {outside}: "
+                f"set {setting} within that range"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,16 +195,6 @@ class Method(nn.Module):
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Show, per block, how strongly each component is used for each query: (B, M, N). Empty without such."""
         return {}
-
-
-def check_blocks(blocks: Iterable[int], shape: Shape, setting: str = "method.blocks") -> None:
-    """Refuse blocks that the backbone does not have, by the name of the setting that asks for them."""
-    outside = [block for block in blocks if not 0 <= block < shape.depth]
-    if outside:
-        raise UserError(
-            f"the backbone has blocks 0 to {shape.depth - 1}, but {setting} names {outside}: "
-            f"set {setting} within that range"
-        )
 
 
 def cosines(query: Tensor, keys: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
-from probprompt.methods.settings import Blocks, Experiment, Settings, TunedRates, coda_protocol
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.settings import Experiment, Settings, TunedRates, coda_protocol
 from probprompt.prompts import Prefix
 
 _SMALLEST_NORM = 1e-12  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
@@ -57,7 +57,7 @@ class CodaPrompt(Method):
 
     def __init__(self, config: CodaPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        check_blocks(config.blocks, shape)
+        shape.check_blocks(config.blocks)
         self.config = config
         self.components = nn.ParameterList()  # per task (blocks, n, L, D)
         self.keys = nn.ParameterList()  # per task (blocks, n, D)

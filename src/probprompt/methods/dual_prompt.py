@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, cosines, register
+from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, cosines, register
 from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, google_protocol
 from probprompt.prompts import Prefix, Prompt
 
@@ -98,8 +98,8 @@ class DualPrompt(Method):
 
     def __init__(self, config: DualPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        check_blocks(config.general_blocks, shape, "method.general_blocks")
-        check_blocks(config.expert_blocks, shape, "method.expert_blocks")
+        shape.check_blocks(config.general_blocks, "method.general_blocks")
+        shape.check_blocks(config.expert_blocks, "method.expert_blocks")
         self.config = config
         self.sums_loss = config.key_loss == "sum"
         self.register_buffer("anchor", torch.empty(0), persistent=False)  # tells where new experts belong

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
-from probprompt.methods.settings import NO_ALIGNMENT, Blocks, Experiment, Positive, Settings, TunedRates
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, TaskSummary, register
+from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Positive, Settings, TunedRates
 from probprompt.prompts import Tokens
 
 CHUNK = 256  # queries whose tokens are held at once when activations are averaged
@@ -97,7 +97,7 @@ class EvoPrompt(Method):
         super().__init__(shape, seed)
         self.config = config
         self.blocks = tuple(range(shape.depth)) if config.blocks is None else config.blocks
-        check_blocks(self.blocks, shape)
+        shape.check_blocks(self.blocks)
         width, written = shape.width, config.tokens * shape.width
         self.inner = nn.Parameter(self._initial("inner", config.hidden, width))  # (blocks, H, D)
         self.outer = nn.Parameter(self._initial("outer", written, config.hidden))  # (blocks, M D, H)

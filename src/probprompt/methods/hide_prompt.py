@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from probprompt import randomness
 from probprompt.heads.linear import AlignmentConfig, ClassStatistics, LinearHead, align
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, TaskSummary, check_blocks, register
-from probprompt.methods.settings import Blocks, Experiment, Positive, Settings, TunedRates, google_protocol
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, TaskSummary, register
+from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, google_protocol
 from probprompt.prompts import Prefix
 
 
@@ -154,7 +154,7 @@ class HiDePrompt(Method):
 
     def __init__(self, config: HiDePromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        check_blocks(config.blocks, shape)
+        shape.check_blocks(config.blocks)
         self.config = config
         self.pool = nn.ParameterList()  # per task (blocks, M, D)
         self.identity = IdentityHead(shape.width, seed)

@@ -17,16 +17,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, cosines, register
-from probprompt.methods.settings import (
-    Blocks,
-    Experiment,
-    Positive,
-    Settings,
-    TunedRates,
-    coda_protocol,
-    google_protocol,
-)
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, cosines, register
+from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, coda_protocol, google_protocol
 from probprompt.prompts import Prefix, Prompt, Tokens
 
 
@@ -102,7 +94,7 @@ class PooledPrompts(Method):
 
     def __init__(self, config: PoolConfig, blocks: Sequence[int], shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        check_blocks(blocks, shape)
+        shape.check_blocks(blocks)
         self.config, self.blocks = config, tuple(blocks)
         self.pool = self._draw("pool", (config.components, config.tokens, shape.width))  # (blocks, N, M, D)
         self.keys = self._draw("keys", (config.components, shape.width))  # (blocks, N, D)

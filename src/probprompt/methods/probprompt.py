@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from probprompt import equations, kernels, randomness
 from probprompt.kernels.mixture import drift, mixture
-from probprompt.methods.base import EVALUATION, Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
-from probprompt.methods.settings import Blocks, Experiment, Positive, Settings, TunedRates, vq_protocol
+from probprompt.methods.base import EVALUATION, Blocks, Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, vq_protocol
 from probprompt.prompts import Prefix
 
 
@@ -84,7 +84,7 @@ class ProbPrompt(Method):
 
     def __init__(self, config: ProbPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        check_blocks(config.blocks, shape)
+        shape.check_blocks(config.blocks)
         self.config = config
         self.temperature = _temperature(config.relevance_temperature, shape.width)
         pools, kind = (config.tokens, config.components, shape.width), config.initial_mean

@@ -1,19 +1,9 @@
-"""Settings that methods share: types of fields, tuned learning rates, and the protocols of published code."""
+"""Settings that methods share: tuned learning rates, and the protocols of published code."""
 
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, Field
-
-
-def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(blocks)) != len(blocks) or not blocks:
-        raise ValueError(f"blocks must be different and at least one, not {blocks}")
-    return blocks
-
-
-Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
-"""A setting that names blocks of the backbone, counted from 0; whether it has them is for :func:`check_blocks`."""
+from pydantic import Field
 
 Positive = Annotated[float, Field(gt=0)]
 Setting = str | float | bool | tuple[float, ...] | None

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
 
 from probprompt import randomness
-from probprompt.methods.base import Context, Method, MethodConfig, Prompted, Shape, check_blocks, register
-from probprompt.methods.settings import Blocks, Experiment, Positive, Settings, TunedRates, vq_protocol
+from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Prompted, Shape, register
+from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, vq_protocol
 from probprompt.prompts import Prefix
 
 
@@ -62,7 +62,7 @@ class VQPrompt(Method):
 
     def __init__(self, config: VQPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
-        check_blocks(config.blocks, shape)
+        shape.check_blocks(config.blocks)
         self.config = config
         pool = self._draw("pool", (config.components, config.tokens, shape.width))
         self.pool = nn.Parameter(config.initial_scale * pool)  # (blocks, N, L, D)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from probprompt import methods, presets
 from probprompt.backbones.pretrained import backbone_words
 from probprompt.config import flatten
+from probprompt.data.datasets import benchmark_label
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.tables import HELD_OUT, MARKED, NOTHING, duration, number
-from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, benchmark_label, brief, describe
+from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, brief, describe
 from probprompt.runs.run import Recorded, Run, RunRecord, Value, read_book, without_paths
 from probprompt.storage import natural_order
 

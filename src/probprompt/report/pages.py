@@ -333,7 +333,10 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write the page; see probprompt.report.write_report."""
+    """Write one self-contained HTML page on the given run folders and return its path.
+
+    One run gets a separate page; several finished runs are compared, as by ``compare``.
+    """
     if not runs:
         raise UserError("no run was given: name at least one run folder")
     several = len(runs) > 1
@@ -342,7 +345,10 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def save_overview(runs: Sequence[Path], out: Path) -> Path:
-    """Save the figure; see probprompt.report.save_overview."""
+    """Save one wide picture (PNG or SVG, by the name) of the essentials of the given runs.
+
+    It shows the average accuracy of all runs, and the accuracy matrix and the prompt similarity of the first.
+    """
     out = Path(out)
     kind = out.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg"):

@@ -286,7 +286,7 @@ class Grid:
                 else presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
             )
         except UserError as problem:
-            left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
+            left_out = self._not_offered.setdefault((preset, datasets.benchmark_label(benchmark)), {})
             left_out[method] = str(problem)
             return None
         own = self._own(self._settings, method)
@@ -301,7 +301,7 @@ class Grid:
 
     def _cell(self, group: tuple[str, str, str], base: dict[str, Any], varied: Varied, seed: int) -> Cell:
         benchmark, preset, method = group
-        label = benchmark_label(benchmark)
+        label = datasets.benchmark_label(benchmark)
         row = f"{label}/{preset}/{','.join((method, *map(_folder_name, describe(varied))))}"
         seeds = dict.fromkeys(("order", "init", "data"), seed)
         try:
@@ -333,11 +333,6 @@ class Grid:
                 f"{len(found)} cell(s) of the grid hold a run with other settings: {'; '.join(found[:3])}"
                 f"{' and more' if len(found) > 3 else ''}. Choose another folder with --out, or remove these runs"
             )
-
-
-def benchmark_label(name: str) -> str:
-    """A benchmark's name; of a folder, the last part of its path."""
-    return name if name in datasets.registered() else Path(name).expanduser().resolve().name
 
 
 def _check_preset(name: str) -> None:

@@ -1,0 +1,137 @@
+"""What a head is: features to logits over the classes seen so far; and the heads by name."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+from torch import Tensor, nn
+
+
+class HeadSettings(BaseModel):
+    """Settings of a head; a subclass gives ``kind`` its name and adds its own fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+
+    def input_width(self, width: int) -> int:
+        """Return the width of the head's input for features of this width."""
+        return width
+
+
+class Head(nn.Module):
+    """Features (B, D) to logits (B, C), with room for more classes at any time."""
+
+    Settings: ClassVar[type[HeadSettings]]
+    trained: ClassVar[bool]
+    """Whether it learns by gradient."""
+    layers: int = 0
+    """How many blocks before the last it reads, beside what is read out of the last."""
+    mirrored: bool = False
+    """Whether it is given the mean of what is read of an image and of its mirror image."""
+    learning_only: ClassVar[frozenset[str]] = frozenset()
+    """Saved tensors that prediction does not need."""
+
+    weight: Tensor
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        self.width = width
+        self.seed = seed
+
+    @classmethod
+    def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
+        """Build the head, without any class yet, for features of this width."""
+        return cls(settings.input_width(width), seed)
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every saved tensor once there are so many classes."""
+        raise NotImplementedError
+
+    def grow(self, classes: int) -> Self:
+        """Make room for so many new classes."""
+        raise NotImplementedError
+
+    def saved(self) -> dict[str, Tensor]:
+        """What :meth:`restore` takes, by name."""
+        return dict(self.state_dict())
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Take over saved tensors, whatever their number of classes.
+
+        Those of ``learning_only`` may be missing: such a head predicts, but learns no more.
+        """
+        expected = self.shapes(len(tensors["weight"]) if "weight" in tensors else 0)
+        missing = set(expected) - set(tensors) - self.learning_only
+        unknown = set(tensors) - set(expected)
+        if missing or unknown:
+            raise ValueError(f"a {type(self).__name__} misses {sorted(missing)} and has no {sorted(unknown)}")
+        for name, value in tensors.items():
+            if tuple(value.shape) != expected[name]:
+                raise ValueError(f"{name} of a {type(self).__name__} is {expected[name]}, not {tuple(value.shape)}")
+        self._take({name: tensors.get(name) for name in expected})
+        return self
+
+    def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
+        raise NotImplementedError
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (B, C) of features (B, D)."""
+        raise NotImplementedError
+
+
+HEADS: dict[str, type[Head]] = {}
+"""Every head by the name that its settings carry."""
+
+
+def register(head: type[Head]) -> type[Head]:
+    """Make a head known by name."""
+    HEADS[head.Settings.model_fields["kind"].default] = head
+    return head
+
+
+def make_head(settings: HeadSettings, width: int, seed: int) -> Head:
+    """Build a head without any class yet.
+
+    >>> import torch
+    >>> from probprompt.heads import RidgeSettings
+    >>> make_head(RidgeSettings(projections=5), width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
+    torch.Size([2, 3])
+    """
+    return HEADS[settings.kind].create(settings, width, seed)
+
+
+def setting_names(kind: str | None = None) -> list[str]:
+    """Return the settings of one kind of head, or of all.
+
+    >>> setting_names("linear")
+    ['kind']
+    """
+    kinds = HEADS if kind is None else [kind]
+    return list(dict.fromkeys(name for one in kinds for name in HEADS[one].Settings.model_fields))
+
+
+def complete(given: Mapping[str, JsonValue], preferred: str) -> dict[str, JsonValue]:
+    """Name the kind of head, and drop the settings of other kinds that have their default.
+
+    Until version 0.1 every head recorded the settings of all kinds.
+
+    >>> complete({"kind": None, "projections": 2000}, "linear")
+    {'kind': 'linear'}
+    """
+    kind = str(given.get("kind") or preferred)
+    if kind not in HEADS:
+        raise ValueError(f"head.kind must be one of {', '.join(HEADS)}, not {kind!r}")
+    settings: dict[str, JsonValue] = {"kind": kind}
+    for name, value in given.items():
+        others = [other for other, head in HEADS.items() if name in head.Settings.model_fields]
+        if name != "kind" and others and kind not in others:
+            if value != HEADS[others[0]].Settings.model_fields[name].default:
+                kinds = ", ".join(others)
+                raise ValueError(f"head.{name} does not apply to head.kind={kind}, only to {kinds}")
+        elif name != "kind":
+            settings[name] = value
+    return settings
