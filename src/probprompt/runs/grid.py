@@ -60,14 +60,6 @@ def _listed(value: Any) -> Any:
     return list(dict.fromkeys(values)) if isinstance(values, list | tuple) else values
 
 
-def _all_methods(value: Any) -> Any:
-    return list(methods.registered()) if value == ["all"] else value
-
-
-def _flat(value: Any) -> Any:
-    return flatten(value) if isinstance(value, Mapping) else value
-
-
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), BeforeValidator(_listed)]
 
@@ -77,7 +69,11 @@ class GridSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    methods: Annotated[Names, BeforeValidator(_all_methods), BeforeValidator(_listed)]
+    methods: Annotated[
+        Names,
+        BeforeValidator(lambda value: list(methods.registered()) if value == ["all"] else value),
+        BeforeValidator(_listed),
+    ]
     """Names of methods, in the order of the table's rows; ``all`` stands for every one."""
     benchmarks: Names
     """Names of benchmarks, or paths of folders of class folders."""
@@ -87,7 +83,10 @@ class GridSpec(BaseModel):
     """Settings that belong together; ``custom`` stands for none."""
     settings: dict[str, Any] = {}
     """Laid over those of the preset; one of a method goes to those methods that have it."""
-    vary: Annotated[dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]], BeforeValidator(_flat)] = {}
+    vary: Annotated[
+        dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]],
+        BeforeValidator(lambda value: flatten(value) if isinstance(value, Mapping) else value),
+    ] = {}
     """Values to try, by setting; all are combined. One of a method varies those methods that have it."""
     labels: dict[str, str] = {}
     """How methods and benchmarks are called in tables, where not by their names."""
@@ -124,11 +123,6 @@ def _resolve(key: str, own: Iterable[str], every: Iterable[str]) -> str:
     if name in _OWN:
         raise UserError(f"{name} is no setting of a grid: name them in its {_OWN[name]}")
     return name
-
-
-def _fields(method: str) -> list[str]:
-    """All settings that a run with this method has."""
-    return list(field_names(RunConfig, {"method": {"name": method}}))
 
 
 # Cells
@@ -194,12 +188,12 @@ def brief(value: Any) -> str:
     """
     if value is None:
         return "none"
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
     if isinstance(value, list | tuple) and value and all(isinstance(part, list | tuple) for part in value):
-        names = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)  # of classes, as a rule many
-        return f"{brief([len(part) for part in value])}-by-name-{hashlib.sha256(names.encode()).hexdigest()[:6]}"
-    return (
-        value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
-    )
+        return f"{brief([len(part) for part in value])}-by-name-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return text
 
 
 def describe(varied: Varied) -> list[str]:
@@ -231,7 +225,9 @@ class Grid:
         self.spec, self.out = spec, out
         self._not_offered: dict[tuple[str, str], dict[str, str]] = {}
         _check_names(spec)
-        self._fields = {method: _fields(method) for method in methods.registered()}
+        self._fields = {
+            method: list(field_names(RunConfig, {"method": {"name": method}})) for method in methods.registered()
+        }
         self._settings, self._vary = self._resolved(flatten(spec.settings)), self._resolved(spec.vary)
         self.cells = self._expand()
         """Every one with checked settings, all those of the first seed first: a whole table comes early."""
@@ -279,16 +275,13 @@ class Grid:
 
     def _base(self, benchmark: str, preset: str, method: str) -> dict[str, Any] | None:
         """A cell's settings before they are varied; None for what the preset does not offer."""
-        try:
-            base = (
-                {"data": {"benchmark": benchmark}, "method": {"name": method}}
-                if preset == CUSTOM
-                else presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
-            )
-        except UserError as problem:
-            left_out = self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})
-            left_out[method] = str(problem)
-            return None
+        base: dict[str, Any] = {"data": {"benchmark": benchmark}, "method": {"name": method}}
+        if preset != CUSTOM:
+            try:
+                base = presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
+            except UserError as problem:
+                self._not_offered.setdefault((preset, benchmark_label(benchmark)), {})[method] = str(problem)
+                return None
         own = self._own(self._settings, method)
         kind = own.get("head.kind") or base.get("head", {}).get("kind") or methods.find(method).preferred_head
         foreign = {f"head.{name}" for name in setting_names() if kind in HEADS and name not in setting_names(kind)}
@@ -323,11 +316,11 @@ class Grid:
 
     def _refuse_other_settings(self) -> None:
         """Refuse folders that hold a run with settings that this grid does not give it."""
-        found = []
-        for cell in self.cells:
-            run = cell.run
-            if run and config_hash(run.config) != config_hash(cell.config):
-                found.append(f"{cell.folder} ({shorten(_differences(run.config, cell.config))})")
+        found = [
+            f"{cell.folder} ({shorten(_differences(run.config, cell.config))})"
+            for cell in self.cells
+            if (run := cell.run) and config_hash(run.config) != config_hash(cell.config)
+        ]
         if found:
             raise UserError(
                 f"{len(found)} cell(s) of the grid hold a run with other settings: {'; '.join(found[:3])}"
@@ -408,26 +401,12 @@ class GridCallback(ProgressCallback):
 SILENT_GRID = GridCallback()
 
 
-class Start(Protocol):
-    """Carries out a new run."""
-
-    def __call__(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
-        """Give back the finished run."""
-
-
-class Resume(Protocol):
-    """Goes on with a run."""
-
-    def __call__(self, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
-        """Give back the finished run."""
-
-
 @dataclass(frozen=True)
 class RunActions:
-    """How a cell is begun, how it goes on, and on which device."""
+    """How a cell is begun, how it goes on, and on which device; both give back the finished run."""
 
-    start: Start
-    resume: Resume
+    start: Callable[[RunConfig, Path, str | None, ProgressCallback], Run]
+    resume: Callable[[Path, str | None, ProgressCallback], Run]
     device: str | None = None
 
     def carry_out(self, cell: Cell, progress: GridCallback) -> Outcome:
