@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -253,21 +254,19 @@ class Grid:
             list(dict.fromkeys(name for method in some for name in self._fields[method]))
             for some in (self.spec.methods, self._fields)
         )
-        with _Mistakes() as mistakes:
-            return {name: value for key, value in settings.items() for name in mistakes.of(_resolve, key, own, every)}
+        names = _all_of(partial(_resolve, key, own, every) for key in settings)
+        return dict(zip(names, settings.values(), strict=True))
 
     def _expand(self) -> list[Cell]:
         groups = list(product(self.spec.benchmarks, self.spec.presets, self.spec.methods))
         bases = {group: base for group in groups if (base := self._base(*group)) is not None}
         if not bases:
             raise UserError(f"the grid has no cell: {self.left_out}")
-        with _Mistakes() as mistakes:
-            return [
-                cell
-                for seed, (group, base) in product(self.spec.seeds, bases.items())
-                for varied in self._variations(group[2])
-                for cell in mistakes.of(self._cell, group, base, varied, seed)
-            ]
+        return _all_of(
+            partial(self._cell, group, base, varied, seed)
+            for seed, (group, base) in product(self.spec.seeds, bases.items())
+            for varied in self._variations(group[2])
+        )
 
     def _own(self, settings: Mapping[str, Result], method: str) -> dict[str, Result]:
         """Those settings that a run with this method has."""
@@ -342,35 +341,23 @@ def _check_preset(name: str) -> None:
 def _check_names(spec: GridSpec) -> None:
     """Refuse unknown methods, presets and benchmarks, all at once."""
     test = flatten(spec.settings).get("data.test")
-    with _Mistakes() as mistakes:
-        for method in spec.methods:
-            mistakes.of(methods.find, method)
-        for preset in spec.presets:
-            mistakes.of(_check_preset, preset)
-        for benchmark in spec.benchmarks:
-            mistakes.of(datasets.find, benchmark, test)
+    checks: list[Callable[[], object]] = [partial(methods.find, method) for method in spec.methods]
+    checks += [partial(_check_preset, preset) for preset in spec.presets]
+    checks += [partial(datasets.find, benchmark, test) for benchmark in spec.benchmarks]
+    _all_of(checks)
 
 
-class _Mistakes:
-    """Gathers a user's mistakes, so that all are told at once."""
-
-    def __init__(self) -> None:
-        self._told: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._told and kind is None:
-            raise UserError("\n".join(dict.fromkeys(self._told)))
-
-    def of(self, check: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """What a check gives back, or nothing where it finds a mistake."""
+def _all_of(checks: Iterable[Callable[[], Result]]) -> list[Result]:
+    """What checks give back; a user's mistakes are all told at once."""
+    results, mistakes = list[Result](), list[str]()
+    for check in checks:
         try:
-            return [check(*arguments)]
+            results.append(check())
         except UserError as problem:
-            self._told.append(str(problem))
-            return []
+            mistakes.append(str(problem))
+    if mistakes:
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    return results
 
 
 def _differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:

@@ -26,16 +26,7 @@ from probprompt.engine.loader import TaskImages
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import LoadedModel, load_model
 from probprompt.errors import UserError, shorten
-from probprompt.evaluation.audit import (
-    CHECKS,
-    TOLERANCES,
-    Audit,
-    Check,
-    Tolerance,
-    audit,
-    compare,
-    spread_of,
-)
+from probprompt.evaluation.audit import CHECKS, TOLERANCES, Audit, Check, Tolerance, audit, compare, spread_of
 from probprompt.methods.settings import Settings
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.run import Run, config_hash

@@ -112,6 +112,12 @@ class TrainingSetup:
     """How long it took to put all this in place."""
     world: World = ALONE
 
+    @property
+    def task_names(self) -> list[list[str]]:
+        """The classes of each task that is learned."""
+        order = [self.class_names[label] for task in self.stream for label in task.classes]
+        return [order[task.first : task.first + task.classes] for task in self.tasks]
+
 
 def train(
     config: RunConfig,
@@ -205,7 +211,11 @@ def prepare(
     backbone = load_frozen(config.backbone, expected_sha256, home)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
-    for remark in _open(source, progress):
+    with progress.stage("opening data", 1) if source.remote else nullcontext():
+        remarks = source.notes()  # the images may have to be fetched for it
+        if source.remote:
+            progress.advance(1)
+    for remark in remarks:
         progress.note(remark)
     data = source.load(config.data.short_side(short_side))
     differences = verify.differences(source, data) if isinstance(source, Dataset) else []
@@ -246,16 +256,6 @@ def prepare(
     )
 
 
-def _open(source: datasets.Benchmark, progress: ProgressCallback) -> list[str]:
-    """What a user should know of the images, which may have to be fetched for it."""
-    if not source.remote:
-        return source.notes()
-    with progress.stage("opening data", 1):
-        found = source.notes()
-        progress.advance(1)
-    return found
-
-
 def _refuse_empty_classes(data: ImageData, name: str) -> None:
     """Refuse classes that nothing could be learned of, or never be tested."""
     for side, images in (("training", data.train), ("test", data.test)):
@@ -278,17 +278,9 @@ def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
     return found
 
 
-def _names(workshop: TrainingSetup) -> list[list[str]]:
-    """The classes of each task that is learned."""
-    order = [workshop.class_names[label] for task in workshop.stream for label in task.classes]
-    return [order[task.first : task.first + task.classes] for task in workshop.tasks]
-
-
 def describe(workshop: TrainingSetup, name: str) -> RunRecord:
     """The record of a run before it starts."""
     config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
-    names = _names(workshop)
-    viewer = workshop.learner.viewer
     content = {
         "name": name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -302,11 +294,11 @@ def describe(workshop: TrainingSetup, name: str) -> RunRecord:
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "precision": model.precision,
         },
-        "preprocessing": {**viewer.record(), "normalisation": config.backbone.normalisation},
+        "preprocessing": {**workshop.learner.viewer.record(), "normalisation": config.backbone.normalisation},
         "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
         "stream": {
-            "classes": [name for task in names for name in task],
-            "tasks": names,
+            "classes": [name for task in workshop.task_names for name in task],
+            "tasks": workshop.task_names,
             "order_hash": workshop.order_hash,
             "split_hash": workshop.split_hash,
             "differences": workshop.differences,
@@ -459,7 +451,8 @@ class RunLoop(Callbacks):
             save_checkpoint(self.run.checkpoint, self.hash, self.position, self.learner, optimizer)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
-        config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
+        config, record = self.workshop.config, self.run.record
+        learned, names = self.workshop.tasks[: task.index + 1], self.workshop.task_names[: task.index + 1]
         return {
             "method": config.method.model_dump(mode="json"),
             "marks": list(config.method.marks()),
@@ -467,9 +460,9 @@ class RunLoop(Callbacks):
             "seed": config.seeds.init,
             "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record.backbone.sha256},
             "preprocessing": record.preprocessing.to_json(),
-            "classes": [name for group in names[: task.index + 1] for name in group],
-            "task_sizes": [len(group) for group in names[: task.index + 1]],
-            "adapted_tasks": sum(self.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
+            "classes": [name for group in names for name in group],
+            "task_sizes": [len(group) for group in names],
+            "adapted_tasks": sum(map(self.learner.adapts, learned)),
         }
 
     @contextmanager
@@ -488,7 +481,7 @@ class RunLoop(Callbacks):
 def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
     model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
-    names = [name for group in _names(workshop) for name in group]
+    names = [name for group in workshop.task_names for name in group]
     tasks = workshop.test_tasks
     classes = [(task, label) for task in tasks for label in task.labels.unique()]
     one_each = torch.cat([task.rows[(task.labels == label).nonzero()[0]] for task, label in classes])
