@@ -284,16 +284,13 @@ def apply_values(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 def _resolve(key: str, known: list[str]) -> str:
     if key in known or key == "method":
         return key
-    matches = [name for name in known if name.rpartition(".")[2] == key]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise UserError(f"{key!r} could be {' or '.join(matches)}: write it out")
     leaf = key.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == leaf]
-    raise UserError(
-        f"no setting is called {key!r}: " + (f"did you mean {near[0]!r}?" if near else _nearest(key, known))
-    )
+    if near and leaf == key:
+        if len(near) > 1:
+            raise UserError(f"{key!r} could be {' or '.join(near)}: write it out")
+        return near[0]
+    raise UserError(f"no setting is called {key!r}: {f'did you mean {near[0]!r}?' if near else _nearest(key, known)}")
 
 
 def _nearest(key: str, known: list[str]) -> str:

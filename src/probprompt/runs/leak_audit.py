@@ -105,13 +105,14 @@ def audit_saved(
                 loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, progress.advance
             )
         about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
-        proof = AuditReport(str(folder), outcome, {**about, **_circumstances(device)})
+        home = folder if run or (folder / "model.json").is_file() else folder / "model"
+        written = home / ("run.json" if run else "audit.json")
+        proof = AuditReport(str(folder), outcome, {**about, **_circumstances(device)}, written)
         if run:
             run.update(audit=proof.to_json())
-            return replace(proof, written=folder / "run.json")
-        home = folder if (folder / "model.json").is_file() else folder / "model"
-        write_json(home / "audit.json", proof.to_json())
-        return replace(proof, written=home / "audit.json")
+        else:
+            write_json(written, proof.to_json())
+        return proof
 
 
 def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, progress: ProgressCallback) -> Sample:
@@ -274,10 +275,8 @@ def _thinned(task: TaskImages) -> TaskImages:
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Ask for kernels that repeat to the bit: on a GPU not all of them do by themselves."""
-    before, lenient = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # where there is no such kernel, the comparison has a tolerance
         if device.type == "cuda":
@@ -315,9 +314,8 @@ def _test_sample(workshop: TrainingSetup, common: int, count: int) -> Sample:
     strangers = views(_spread(later, _STRANGERS)) if later else None
     images = views([row for group in rows for row in group])
     kind = "validation" if workshop.config.data.validation else "test"
-    return Sample(
-        images, torch.tensor(numbers, device=workshop.device), strangers, f"{workshop.config.data.benchmark} ({kind})"
-    )
+    source = f"{workshop.config.data.benchmark} ({kind})"
+    return Sample(images, torch.tensor(numbers, device=workshop.device), strangers, source)
 
 
 def _circumstances(device: torch.device) -> dict[str, str | Mapping[str, str | int]]:

@@ -340,8 +340,8 @@ class Run:
             why = "is not a run: it has no run.json" if folder.exists() else "does not exist"
             raise UserError(f"{folder} {why}")
         found = read_json(folder / "run.json")
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            version = found.get("format") if isinstance(found, dict) else None
+        version = found.get("format") if isinstance(found, dict) else None
+        if version != FORMAT:
             raise UserError(f"{folder} has format {version!r}, this version reads {FORMAT}")
         return cls(folder)
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,7 +38,6 @@ from probprompt.engine.build import (
 from probprompt.engine.hardware import hardware, versions
 from probprompt.engine.learner import Callbacks, EpochResult, Learner
 from probprompt.engine.loader import TaskImages, queries_of
-from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import disk_sizes, learner_tensors, save_model
 from probprompt.engine.scorer import Scorer
 from probprompt.errors import UserError, shorten, suggest
@@ -176,16 +175,6 @@ def resume(out: Path, device: str | None = None, progress: ProgressCallback = SI
         return _carry_out(run, workshop, saved, progress, track)
 
 
-def _stream_of_views(
-    config: RunConfig, backbone: LoadedBackbone, model: PromptedModel, images: str, order: str
-) -> Hashable:
-    """All that decides which views an epoch meets in which order, and what the backbone says to them."""
-    training, chosen = config.training, config.backbone
-    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
-    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
-    return (weights, images, order, model.method.joint, views)
-
-
 def _on_main_process(progress: ProgressCallback) -> ProgressCallback:
     """Return the callback on the main process and a silent one elsewhere."""
     return progress if from_environment().writes else SILENT
@@ -230,10 +219,12 @@ def prepare(
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone, device, precision)
     viewer = build_preprocessor(config, backbone, device, short_side if source.enlarge else size)
-    split, order = data.split_hash(), order_hash(stream, data.class_names)
-    seen = _stream_of_views(config, backbone, model, split, order)
-    learner = Learner(model, train, viewer, config, world, queries_of(seen))
-    joint = model.method.joint
+    split, order, joint = data.split_hash(), order_hash(stream, data.class_names), model.method.joint
+    # All that decides which views an epoch meets in which order, and what the backbone says to them.
+    training, chosen = config.training, config.backbone
+    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
+    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    learner = Learner(model, train, viewer, config, world, queries_of((weights, split, order, joint, views)))
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
     for task in tasks:
         learner.check(task)
@@ -480,15 +471,13 @@ class RunLoop(Callbacks):
 
 def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
-    model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
-    names = [name for group in workshop.task_names for name in group]
-    tasks = workshop.test_tasks
-    classes = [(task, label) for task in tasks for label in task.labels.unique()]
-    one_each = torch.cat([task.rows[(task.labels == label).nonzero()[0]] for task, label in classes])
+    model, scorer, tasks = workshop.learner.model, workshop.scorer, workshop.test_tasks
+    names, first = [name for group in workshop.task_names for name in group], tasks[0]
+    one_each = [task.rows[(task.labels == label).nonzero()[0]] for task in tasks for label in task.labels.unique()]
     asked = tasks if model.method.needs_query else []
     # First, and in the batches of the scoring, so that none is asked for in others: the same after a resume.
     every = [scorer.task_queries(task.rows) for task in asked]  # (n, D) each
-    single = scorer.queries(one_each)  # (C, D)
+    single = scorer.queries(torch.cat(one_each))  # (C, D)
     mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
     if not workshop.world.writes:
         return {}
