@@ -22,7 +22,7 @@ from probprompt.errors import UserError, shorten, suggest
 from probprompt.heads import HEADS, setting_names
 from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run, config_hash
-from probprompt.storage import read_json, write_error, write_json
+from probprompt.storage import read_json, write_errors, write_json
 
 CUSTOM = "custom"
 """No preset: the defaults of all settings, with those of the grid laid over them."""
@@ -238,11 +238,10 @@ class Grid:
     @property
     def left_out(self) -> str:
         """Combinations that a preset does not offer, in words."""
-        parts = [
+        return "; ".join(
             f"{preset} on {benchmark} for {shorten(reasons)} ({next(iter(reasons.values()))})"
             for (preset, benchmark), reasons in self._not_offered.items()
-        ]
-        return "; ".join(parts)
+        )
 
     def outcomes(self) -> list[Outcome]:
         """How things stand, cell by cell."""
@@ -457,9 +456,7 @@ def failed(cell: Cell, problem: BaseException) -> Outcome:
         "traceback": "".join(traceback.format_exception(problem)),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    try:
+    with write_errors(cell.folder):
         cell.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as trouble:
-        raise write_error(cell.folder, trouble) from trouble
     write_json(cell.folder / FAILED, told)
     return Outcome(cell, problem=told)

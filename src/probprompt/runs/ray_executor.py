@@ -29,7 +29,7 @@ from probprompt.runs.grid import (
     failed,
 )
 from probprompt.runs.run import Run
-from probprompt.storage import write_bytes, write_error
+from probprompt.storage import write_bytes, write_errors
 
 _LOCAL = "local"
 _TRIES = 3  # workers that a cell may lose without coming any further
@@ -204,10 +204,8 @@ def _tell_room(
 def _marked(out: Path) -> Iterator[Path]:
     """A file by which machines can tell that they see the grid's folder."""
     mark = out.absolute() / f".shared-{token_hex(8)}"
-    try:
+    with write_errors(out):
         mark.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise write_error(out, problem) from problem
     write_bytes(mark, b"")
     try:
         yield mark

@@ -27,6 +27,7 @@ from probprompt.storage import (
     with_hash,
     write_bytes,
     write_error,
+    write_errors,
     write_json,
 )
 
@@ -324,11 +325,9 @@ class Run:
         """Make a new folder; one that holds anything is refused."""
         refuse_used(folder)
         run = cls(folder)
-        try:
+        with write_errors(folder):
             run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             run.model.mkdir(exist_ok=True)
-        except OSError as problem:
-            raise write_error(folder, problem) from problem
         write_json(folder / "run.json", {"format": FORMAT, **record.to_json()})
         return run
 
@@ -422,11 +421,8 @@ class Run:
     def log(self, event: str, **values: Any) -> None:
         """Append an event."""
         line = json.dumps({"event": event, **values}, allow_nan=False) + "\n"
-        try:
-            with self._events.open("a", encoding="utf-8") as stream:
-                stream.write(line)
-        except OSError as problem:
-            raise write_error(self._events, problem) from problem
+        with write_errors(self._events), self._events.open("a", encoding="utf-8") as stream:
+            stream.write(line)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -406,7 +406,7 @@ class RunLoop(Callbacks):
             step = task.index * self.workshop.config.training.epochs + epoch
             self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
         self.position.task, self.position.epoch = task.index, epoch + 1
-        if self._saving.due():
+        if self.writes and self._saving.due():
             self._checkpoint(optimizer)
 
     def _score(self, step: int) -> list[float]:
@@ -420,24 +420,20 @@ class RunLoop(Callbacks):
     def _close_task(self, task: TaskImages, scores: list[float]) -> None:
         for row, score in enumerate(scores):
             self.position.matrix[row][task.index] = score
-        matrix = metrics.from_json(self.position.matrix)
         if self.tracker:
             step = (task.index + 1) * self.workshop.config.training.epochs - 1
             self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
-        if self.writes:
-            self.run.write_accuracy(matrix)
         self.position.task, self.position.epoch = task.index + 1, 0
-        last = task.index + 1 == len(self.workshop.tasks)
-        if not (last or self._saving.due()):
-            return
-        if self.writes:
-            with self.timed("saving_s"):
-                save_model(self.run.model, self.learner, self._model_note(task), learning=last)
-        self._checkpoint(None)
-
-    def _checkpoint(self, optimizer: Optimizer | None) -> None:
         if not self.writes:
             return
+        self.run.write_accuracy(metrics.from_json(self.position.matrix))
+        last = task.index + 1 == len(self.workshop.tasks)
+        if last or self._saving.due():
+            with self.timed("saving_s"):
+                save_model(self.run.model, self.learner, self._model_note(task), learning=last)
+            self._checkpoint(None)
+
+    def _checkpoint(self, optimizer: Optimizer | None) -> None:
         with self.timed("saving_s"), self._saving.timed():
             save_checkpoint(self.run.checkpoint, self.hash, self.position, self.learner, optimizer)
 
