@@ -344,29 +344,27 @@ def _carry_out(
     return run
 
 
+@dataclass(eq=False)
 class RunLoop(Callbacks):
     """Learns task after task, scores after each, and records everything.
 
     Of several processes each has one. Only the first writes, and only it has a tracker.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        workshop: TrainingSetup,
-        saved: Saved | None,
-        progress: ProgressCallback,
-        tracker: Tracker | None,
-    ) -> None:
-        self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
-        self.learner, count = workshop.learner, len(workshop.tasks)
-        self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
-        self.hash = run.record.config_hash
-        self.writes = workshop.world.writes
+    run: Run
+    workshop: TrainingSetup
+    saved: Saved | None
+    progress: ProgressCallback
+    tracker: Tracker | None
+
+    def __post_init__(self) -> None:
+        self.learner, count = self.workshop.learner, len(self.workshop.tasks)
+        self.position = self.saved.position if self.saved else Position(matrix=[[None] * count for _ in range(count)])
+        self.writes = self.workshop.world.writes
         self._begun = time.perf_counter()
         self._before = sum(self.position.seconds.values())
-        self._spend("loading_s", workshop.loading_s)
-        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(workshop.learner).values()))
+        self._spend("loading_s", self.workshop.loading_s)
+        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(self.learner).values()))
 
     def run_all(self) -> None:
         """Learn what is left to learn."""
@@ -435,7 +433,7 @@ class RunLoop(Callbacks):
 
     def _checkpoint(self, optimizer: Optimizer | None) -> None:
         with self.timed("saving_s"), self._saving.timed():
-            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.learner, optimizer)
+            save_checkpoint(self.run.checkpoint, self.run.record.config_hash, self.position, self.learner, optimizer)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
         config, record = self.workshop.config, self.run.record
