@@ -192,15 +192,10 @@ def _explain(error: Any, known: list[str]) -> str:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Write paths out, so that a run can be resumed from anywhere."""
-    data, backbone = config.data, config.backbone
-    return config.model_copy(
-        update={
-            "data": data.model_copy(
-                update={name: _absolute(getattr(data, name)) for name in ("benchmark", "test", "root")}
-            ),
-            "backbone": backbone.model_copy(update={"weights": _absolute(backbone.weights)}),
-        }
-    )
+    paths = {name: _absolute(getattr(config.data, name)) for name in ("benchmark", "test", "root")}
+    data = config.data.model_copy(update=paths)
+    backbone = config.backbone.model_copy(update={"weights": _absolute(config.backbone.weights)})
+    return config.model_copy(update={"data": data, "backbone": backbone})
 
 
 def _absolute(name: str | None) -> str | None:
@@ -289,16 +284,13 @@ def apply_values(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 def _resolve(key: str, known: list[str]) -> str:
     if key in known or key == "method":
         return key
-    matches = [name for name in known if name.rpartition(".")[2] == key]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise UserError(f"{key!r} could be {' or '.join(matches)}: write it out")
     leaf = key.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == leaf]
-    raise UserError(
-        f"no setting is called {key!r}: " + (f"did you mean {near[0]!r}?" if near else _nearest(key, known))
-    )
+    if near and leaf == key:
+        if len(near) > 1:
+            raise UserError(f"{key!r} could be {' or '.join(near)}: write it out")
+        return near[0]
+    raise UserError(f"no setting is called {key!r}: {f'did you mean {near[0]!r}?' if near else _nearest(key, known)}")
 
 
 def _nearest(key: str, known: list[str]) -> str:
@@ -307,10 +299,10 @@ def _nearest(key: str, known: list[str]) -> str:
         return suggest(key, known)
     leaves: dict[str, list[str]] = {}
     for name in known:
-        leaves.setdefault(name.rpartition(".")[2], []).append(name)
+        leaves.setdefault(name.rpartition(".")[2], []).append(f"'{name}'")
     hint = suggest(key, leaves)
     for leaf, names in leaves.items():
-        hint = hint.replace(f"'{leaf}'", " or ".join(f"'{name}'" for name in names))
+        hint = hint.replace(f"'{leaf}'", " or ".join(names))
     return hint
 
 
@@ -324,18 +316,14 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def _method_name(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = value.get("name")
-    return value if isinstance(value, str) else "probprompt"
-
-
 def field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield all dotted field names, including those of the chosen method and of every head."""
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
         if name == "method" and model is RunConfig:
-            inner = methods.find(_method_name(settings.get("method"))).Config
+            chosen = settings.get("method")
+            chosen = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+            inner = methods.find(chosen if isinstance(chosen, str) else "probprompt").Config
         if name == "head" and model is RunConfig:
             yield from (f"head.{setting}" for setting in heads.setting_names())
         elif isinstance(inner, type) and issubclass(inner, BaseModel):

@@ -70,7 +70,7 @@ class World:
         >>> [World(rank, 3).part(8) for rank in range(3)]
         [slice(0, 2, None), slice(2, 5, None), slice(5, 8, None)]
         """
-        return _part(count, self.rank, self.size)
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def share(self, rows: Tensor) -> Tensor:
         """The part of rows (n, ...), which every process has, that is for this one."""
@@ -80,7 +80,7 @@ class World:
         """All of so many rows (count, ...), in order, from the :meth:`part` that each process has."""
         if self.alone:
             return own
-        parts = [_part(count, rank, self.size) for rank in range(self.size)]
+        parts = [World(rank, self.size).part(count) for rank in range(self.size)]
         lengths = [part.stop - part.start for part in parts]
         padded = own.new_zeros(max(lengths), *own.shape[1:])  # parts are exchanged at one length
         padded[: lengths[self.rank]] = own.detach()
@@ -159,10 +159,6 @@ class World:
 
 ALONE = World()
 """A single process."""
-
-
-def _part(count: int, rank: int, size: int) -> slice:
-    return slice(rank * count // size, (rank + 1) * count // size)
 
 
 @contextmanager
@@ -318,11 +314,8 @@ def _tell(codes: Mapping[int, int], processes: int) -> None:
     Traceback (most recent call last):
     probprompt.distributed.LostError: process 2 of 2 was killed (SIGKILL, as systems do that run out of memory)
     """
-
-    def telling(rank: int) -> tuple[bool, bool]:  # the others are stopped by a SIGTERM once one has failed
-        return codes[rank] == -signal.SIGTERM, codes[rank] >= 0
-
-    rank = min(codes, key=telling)
+    # The others are stopped by a SIGTERM once one has failed.
+    rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank] >= 0))
     if codes[rank] >= 0:
         raise SystemExit(codes[rank])
     name = signal.Signals(-codes[rank]).name

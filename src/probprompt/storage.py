@@ -9,8 +9,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -34,7 +34,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_with(path: Path, fill: Callable[[Path], object]) -> None:
     """Let ``fill`` write a temporary file next to the path, then replace the path by it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
-    try:
+    with write_errors(path):
         try:
             fill(temporary)
             sync(temporary)
@@ -42,8 +42,6 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> None:
             sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as problem:
-        raise write_error(path, problem) from problem
 
 
 def sync(path: Path) -> None:
@@ -102,6 +100,15 @@ def write_error(path: Path, problem: OSError) -> UserError:
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
     reason = "the disk is full, make room on it" if full else (problem.strerror or problem)
     return UserError(f"{path} could not be written: {reason}. What was saved before is intact")
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise the error that says why this path could not be written."""
+    try:
+        yield
+    except OSError as problem:
+        raise write_error(path, problem) from problem
 
 
 def write_json(path: Path, value: Any) -> None:

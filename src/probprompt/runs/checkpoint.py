@@ -46,9 +46,8 @@ def save_checkpoint(
     After the last task what only further learning needs, which may be large, stays out: the model's folder has it.
     """
     if position.task == len(position.matrix):
-        tensors = {
-            name: value for name, value in learner_tensors(learner).items() if name not in learning_only(learner)
-        }
+        later = learning_only(learner)
+        tensors = {name: value for name, value in learner_tensors(learner).items() if name not in later}
     else:
         tensors = saved_tensors(learner)
     for index, state in optimizer.state_dict()["state"].items() if optimizer else ():

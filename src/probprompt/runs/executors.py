@@ -2,8 +2,8 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -95,7 +95,7 @@ def _executor(
         from probprompt.runs.ray_executor import on_ray  # it builds upon this module, and few need it
 
         return on_ray(out, way, where, progress)
-    return _side_by_side(way, where.workers) if where.workers > 1 else nullcontext(_OneByOne(way, progress))
+    return _Processes(way, where.workers) if where.workers > 1 else nullcontext(_OneByOne(way, progress))
 
 
 def carry_out(waiting: list[Cell], executor: Executor, progress: GridCallback, pace: TimeEstimator) -> None:
@@ -130,12 +130,12 @@ class _OneByOne:
         return self._way.carry_out(self._cell, self._progress)
 
 
-class _Processes:
+class _Processes(AbstractContextManager[Executor]):
     """A new process per cell: one that dies takes nobody with it."""
 
     def __init__(self, way: RunActions, workers: int) -> None:
         self.ahead = self.places = workers
-        self.running: dict[BaseProcess, Cell] = {}
+        self._running: dict[BaseProcess, Cell] = {}
         self._way = way
         self._context = multiprocessing.get_context("spawn")  # a copy of this process could not use a GPU
         self._threads = max(1, (os.cpu_count() or 1) // workers)
@@ -143,24 +143,23 @@ class _Processes:
     def submit(self, cell: Cell) -> None:
         process = self._context.Process(target=_carry_out_alone, args=(cell, self._way, self._threads), daemon=True)
         process.start()
-        self.running[process] = cell
+        self._running[process] = cell
 
     def receive(self) -> Outcome:
-        ready = connection.wait([process.sentinel for process in self.running])
-        ended = next(process for process in self.running if process.sentinel in ready)
+        ready = connection.wait([process.sentinel for process in self._running])
+        ended = next(process for process in self._running if process.sentinel in ready)
         ended.join()
-        return _ended(self.running.pop(ended), ended.exitcode)
+        cell = self._running.pop(ended)
+        outcome = cell.outcome
+        if outcome.run or outcome.problem:
+            return outcome
+        code = ended.exitcode  # one that was killed has left nothing
+        return failed(cell, RuntimeError(f"its process ended with exit code {code} (killed, or out of memory?)"))
 
-
-@contextmanager
-def _side_by_side(way: RunActions, workers: int) -> Iterator[Executor]:
-    processes = _Processes(way, workers)
-    try:
-        yield processes
-    finally:
-        for process in processes.running:
+    def __exit__(self, *_: object) -> None:
+        for process in self._running:
             process.terminate()
-        for process in processes.running:
+        for process in self._running:
             process.join()
 
 
@@ -170,11 +169,3 @@ def _carry_out_alone(cell: Cell, way: RunActions, threads: int) -> None:
     torch.set_num_threads(threads)
     with suppress(KeyboardInterrupt):  # the process that waits for this one tells what to do
         way.carry_out(cell, SILENT_GRID)
-
-
-def _ended(cell: Cell, code: int | None) -> Outcome:
-    """What a process left behind; one that was killed has left nothing."""
-    outcome = cell.outcome
-    if outcome.run or outcome.problem:
-        return outcome
-    return failed(cell, RuntimeError(f"its process ended with exit code {code} (killed, or out of memory?)"))

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -21,7 +22,7 @@ from probprompt.errors import UserError, shorten, suggest
 from probprompt.heads import HEADS, setting_names
 from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run, config_hash
-from probprompt.storage import read_json, write_error, write_json
+from probprompt.storage import read_json, write_errors, write_json
 
 CUSTOM = "custom"
 """No preset: the defaults of all settings, with those of the grid laid over them."""
@@ -60,14 +61,6 @@ def _listed(value: Any) -> Any:
     return list(dict.fromkeys(values)) if isinstance(values, list | tuple) else values
 
 
-def _all_methods(value: Any) -> Any:
-    return list(methods.registered()) if value == ["all"] else value
-
-
-def _flat(value: Any) -> Any:
-    return flatten(value) if isinstance(value, Mapping) else value
-
-
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), BeforeValidator(_listed)]
 
@@ -77,7 +70,11 @@ class GridSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    methods: Annotated[Names, BeforeValidator(_all_methods), BeforeValidator(_listed)]
+    methods: Annotated[
+        Names,
+        BeforeValidator(lambda value: list(methods.registered()) if value == ["all"] else value),
+        BeforeValidator(_listed),
+    ]
     """Names of methods, in the order of the table's rows; ``all`` stands for every one."""
     benchmarks: Names
     """Names of benchmarks, or paths of folders of class folders."""
@@ -87,7 +84,10 @@ class GridSpec(BaseModel):
     """Settings that belong together; ``custom`` stands for none."""
     settings: dict[str, Any] = {}
     """Laid over those of the preset; one of a method goes to those methods that have it."""
-    vary: Annotated[dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]], BeforeValidator(_flat)] = {}
+    vary: Annotated[
+        dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]],
+        BeforeValidator(lambda value: flatten(value) if isinstance(value, Mapping) else value),
+    ] = {}
     """Values to try, by setting; all are combined. One of a method varies those methods that have it."""
     labels: dict[str, str] = {}
     """How methods and benchmarks are called in tables, where not by their names."""
@@ -124,11 +124,6 @@ def _resolve(key: str, own: Iterable[str], every: Iterable[str]) -> str:
     if name in _OWN:
         raise UserError(f"{name} is no setting of a grid: name them in its {_OWN[name]}")
     return name
-
-
-def _fields(method: str) -> list[str]:
-    """All settings that a run with this method has."""
-    return list(field_names(RunConfig, {"method": {"name": method}}))
 
 
 # Cells
@@ -194,12 +189,12 @@ def brief(value: Any) -> str:
     """
     if value is None:
         return "none"
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
     if isinstance(value, list | tuple) and value and all(isinstance(part, list | tuple) for part in value):
-        names = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)  # of classes, as a rule many
-        return f"{brief([len(part) for part in value])}-by-name-{hashlib.sha256(names.encode()).hexdigest()[:6]}"
-    return (
-        value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
-    )
+        return f"{brief([len(part) for part in value])}-by-name-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return text
 
 
 def describe(varied: Varied) -> list[str]:
@@ -231,7 +226,9 @@ class Grid:
         self.spec, self.out = spec, out
         self._not_offered: dict[tuple[str, str], dict[str, str]] = {}
         _check_names(spec)
-        self._fields = {method: _fields(method) for method in methods.registered()}
+        self._fields = {
+            method: list(field_names(RunConfig, {"method": {"name": method}})) for method in methods.registered()
+        }
         self._settings, self._vary = self._resolved(flatten(spec.settings)), self._resolved(spec.vary)
         self.cells = self._expand()
         """Every one with checked settings, all those of the first seed first: a whole table comes early."""
@@ -241,11 +238,10 @@ class Grid:
     @property
     def left_out(self) -> str:
         """Combinations that a preset does not offer, in words."""
-        parts = [
+        return "; ".join(
             f"{preset} on {benchmark} for {shorten(reasons)} ({next(iter(reasons.values()))})"
             for (preset, benchmark), reasons in self._not_offered.items()
-        ]
-        return "; ".join(parts)
+        )
 
     def outcomes(self) -> list[Outcome]:
         """How things stand, cell by cell."""
@@ -257,21 +253,19 @@ class Grid:
             list(dict.fromkeys(name for method in some for name in self._fields[method]))
             for some in (self.spec.methods, self._fields)
         )
-        with _Mistakes() as mistakes:
-            return {name: value for key, value in settings.items() for name in mistakes.of(_resolve, key, own, every)}
+        names = _all_of(partial(_resolve, key, own, every) for key in settings)
+        return dict(zip(names, settings.values(), strict=True))
 
     def _expand(self) -> list[Cell]:
         groups = list(product(self.spec.benchmarks, self.spec.presets, self.spec.methods))
         bases = {group: base for group in groups if (base := self._base(*group)) is not None}
         if not bases:
             raise UserError(f"the grid has no cell: {self.left_out}")
-        with _Mistakes() as mistakes:
-            return [
-                cell
-                for seed, (group, base) in product(self.spec.seeds, bases.items())
-                for varied in self._variations(group[2])
-                for cell in mistakes.of(self._cell, group, base, varied, seed)
-            ]
+        return _all_of(
+            partial(self._cell, group, base, varied, seed)
+            for seed, (group, base) in product(self.spec.seeds, bases.items())
+            for varied in self._variations(group[2])
+        )
 
     def _own(self, settings: Mapping[str, Result], method: str) -> dict[str, Result]:
         """Those settings that a run with this method has."""
@@ -279,16 +273,14 @@ class Grid:
 
     def _base(self, benchmark: str, preset: str, method: str) -> dict[str, Any] | None:
         """A cell's settings before they are varied; None for what the preset does not offer."""
-        try:
-            base = (
-                {"data": {"benchmark": benchmark}, "method": {"name": method}}
-                if preset == CUSTOM
-                else presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
-            )
-        except UserError as problem:
-            left_out = self._not_offered.setdefault((preset, datasets.benchmark_label(benchmark)), {})
-            left_out[method] = str(problem)
-            return None
+        base: dict[str, Any] = {"data": {"benchmark": benchmark}, "method": {"name": method}}
+        if preset != CUSTOM:
+            try:
+                base = presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
+            except UserError as problem:
+                left_out = self._not_offered.setdefault((preset, datasets.benchmark_label(benchmark)), {})
+                left_out[method] = str(problem)
+                return None
         own = self._own(self._settings, method)
         kind = own.get("head.kind") or base.get("head", {}).get("kind") or methods.find(method).preferred_head
         foreign = {f"head.{name}" for name in setting_names() if kind in HEADS and name not in setting_names(kind)}
@@ -323,11 +315,11 @@ class Grid:
 
     def _refuse_other_settings(self) -> None:
         """Refuse folders that hold a run with settings that this grid does not give it."""
-        found = []
-        for cell in self.cells:
-            run = cell.run
-            if run and config_hash(run.config) != config_hash(cell.config):
-                found.append(f"{cell.folder} ({shorten(_differences(run.config, cell.config))})")
+        found = [
+            f"{cell.folder} ({shorten(_differences(run.config, cell.config))})"
+            for cell in self.cells
+            if (run := cell.run) and config_hash(run.config) != config_hash(cell.config)
+        ]
         if found:
             raise UserError(
                 f"{len(found)} cell(s) of the grid hold a run with other settings: {'; '.join(found[:3])}"
@@ -344,35 +336,23 @@ def _check_preset(name: str) -> None:
 def _check_names(spec: GridSpec) -> None:
     """Refuse unknown methods, presets and benchmarks, all at once."""
     test = flatten(spec.settings).get("data.test")
-    with _Mistakes() as mistakes:
-        for method in spec.methods:
-            mistakes.of(methods.find, method)
-        for preset in spec.presets:
-            mistakes.of(_check_preset, preset)
-        for benchmark in spec.benchmarks:
-            mistakes.of(datasets.find, benchmark, test)
+    checks: list[Callable[[], object]] = [partial(methods.find, method) for method in spec.methods]
+    checks += [partial(_check_preset, preset) for preset in spec.presets]
+    checks += [partial(datasets.find, benchmark, test) for benchmark in spec.benchmarks]
+    _all_of(checks)
 
 
-class _Mistakes:
-    """Gathers a user's mistakes, so that all are told at once."""
-
-    def __init__(self) -> None:
-        self._told: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._told and kind is None:
-            raise UserError("\n".join(dict.fromkeys(self._told)))
-
-    def of(self, check: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """What a check gives back, or nothing where it finds a mistake."""
+def _all_of(checks: Iterable[Callable[[], Result]]) -> list[Result]:
+    """What checks give back; a user's mistakes are all told at once."""
+    results, mistakes = list[Result](), list[str]()
+    for check in checks:
         try:
-            return [check(*arguments)]
+            results.append(check())
         except UserError as problem:
-            self._told.append(str(problem))
-            return []
+            mistakes.append(str(problem))
+    if mistakes:
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    return results
 
 
 def _differences(recorded: RunConfig, wanted: RunConfig) -> list[str]:
@@ -403,26 +383,12 @@ class GridCallback(ProgressCallback):
 SILENT_GRID = GridCallback()
 
 
-class Start(Protocol):
-    """Carries out a new run."""
-
-    def __call__(self, config: RunConfig, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
-        """Give back the finished run."""
-
-
-class Resume(Protocol):
-    """Goes on with a run."""
-
-    def __call__(self, out: Path, device: str | None, progress: ProgressCallback, /) -> Run:
-        """Give back the finished run."""
-
-
 @dataclass(frozen=True)
 class RunActions:
-    """How a cell is begun, how it goes on, and on which device."""
+    """How a cell is begun, how it goes on, and on which device; both give back the finished run."""
 
-    start: Start
-    resume: Resume
+    start: Callable[[RunConfig, Path, str | None, ProgressCallback], Run]
+    resume: Callable[[Path, str | None, ProgressCallback], Run]
     device: str | None = None
 
     def carry_out(self, cell: Cell, progress: GridCallback) -> Outcome:
@@ -486,9 +452,7 @@ def failed(cell: Cell, problem: BaseException) -> Outcome:
         "traceback": "".join(traceback.format_exception(problem)),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    try:
+    with write_errors(cell.folder):
         cell.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as trouble:
-        raise write_error(cell.folder, trouble) from trouble
     write_json(cell.folder / FAILED, told)
     return Outcome(cell, problem=told)

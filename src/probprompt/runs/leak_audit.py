@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from probprompt import methods, presets, randomness
 from probprompt.backbones.vit import Precision
-from probprompt.config import DataConfig, RunConfig, merge, parse_config, with_absolute_paths
+from probprompt.config import RunConfig, merge, parse_config, with_absolute_paths
 from probprompt.data import datasets
 from probprompt.data.datasets import ImageData
 from probprompt.data.image_store import Loaded, load
@@ -26,16 +26,7 @@ from probprompt.engine.loader import TaskImages
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import LoadedModel, load_model
 from probprompt.errors import UserError, shorten
-from probprompt.evaluation.audit import (
-    CHECKS,
-    TOLERANCES,
-    Audit,
-    Check,
-    Tolerance,
-    audit,
-    compare,
-    spread_of,
-)
+from probprompt.evaluation.audit import CHECKS, TOLERANCES, Audit, Check, Tolerance, audit, compare, spread_of
 from probprompt.methods.settings import Settings
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.run import Run, config_hash
@@ -95,43 +86,33 @@ def audit_saved(
         raise UserError(
             f"{folder} is not the folder of a run or of a model; a method is audited by its name, with --method NAME"
         )
-    if not (folder / "run.json").is_file():
-        proof = _audit_loaded(folder, device, precision, count, None, data, progress)
-        home = folder if (folder / "model.json").is_file() else folder / "model"
-        write_json(home / "audit.json", proof.to_json())
-        return replace(proof, written=home / "audit.json")
-    run = Run.open(folder)
-    with run.locked():
-        proof = _audit_loaded(folder, device, precision, count, run, data, progress)
-        run.update(audit=proof.to_json())
-    return replace(proof, written=folder / "run.json")
-
-
-def _audit_loaded(
-    folder: Path,
-    device: torch.device,
-    precision: Precision,
-    count: int,
-    run: Run | None,
-    data: str | None,
-    progress: ProgressCallback,
-) -> AuditReport:
-    loaded = load_model(folder, device)
-    note = loaded.note
-    if data is not None:
-        found = datasets.find(data).load(_stored_side(loaded))
-        sample = _sample(found, DataConfig(), data, loaded, count, device, progress)
-    elif run is not None:
-        sample = _run_sample(run, loaded, count, device, progress)
-    else:
-        sample = _noise(loaded, count, device)
-    loaded.model.set_precision(precision)
-    with progress.stage("auditing", CHECKS):
-        outcome = audit(
-            loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, progress.advance
-        )
-    about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
-    return AuditReport(str(folder), outcome, {**about, **_circumstances(device)})
+    run = Run.open(folder) if (folder / "run.json").is_file() else None
+    with run.locked() if run else nullcontext():
+        loaded = load_model(folder, device)
+        note = loaded.note
+        if data is not None:
+            images = datasets.find(data).load(_stored_side(loaded))
+            sample = _sample(images, False, data, loaded, count, device, progress)
+        elif run:
+            sample = _run_sample(run, loaded, count, device, progress)
+        else:
+            size = note["preprocessing"]["image_size"]
+            noise = randomness.normal((count, 3, size, size), 0, "audit", "images").to(device)
+            sample = Sample(noise, torch.zeros(count, dtype=torch.long, device=device), None, "noise")
+        loaded.model.set_precision(precision)
+        with progress.stage("auditing", CHECKS):
+            outcome = audit(
+                loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, progress.advance
+            )
+        about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
+        home = folder if run or (folder / "model.json").is_file() else folder / "model"
+        written = home / ("run.json" if run else "audit.json")
+        proof = AuditReport(str(folder), outcome, {**about, **_circumstances(device)}, written)
+        if run:
+            run.update(audit=proof.to_json())
+        else:
+            write_json(written, proof.to_json())
+        return proof
 
 
 def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, progress: ProgressCallback) -> Sample:
@@ -148,12 +129,12 @@ def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device,
             "put them back, or audit with images of another folder (--data FOLDER)"
         )
     source = f"{config.benchmark} ({record.evaluated_on})"
-    return _sample(found, config, source, loaded, count, device, progress)
+    return _sample(found, config.skip_unreadable, source, loaded, count, device, progress)
 
 
 def _sample(
     data: ImageData,
-    config: DataConfig,
+    skip_unreadable: bool,
     source: str,
     loaded: LoadedModel,
     count: int,
@@ -161,7 +142,8 @@ def _sample(
     progress: ProgressCallback,
 ) -> Sample:
     """Choose test images, spread over the tasks learned, and some of classes that were not, and read them."""
-    learned = _task_of(loaded)
+    tasks_learned = (task for task, size in enumerate(loaded.note["task_sizes"]) for _ in range(size))
+    learned = dict(zip(loaded.class_names, tasks_learned, strict=True))
     task_of = [learned.get(name, _UNSEEN) for name in data.class_names]
     groups: dict[int, list[int]] = {}
     for row, label in enumerate(data.test.labels.tolist()):
@@ -177,34 +159,17 @@ def _sample(
     with progress.stage("reading images", len(chosen) + len(others)):
         own, strange = (load(data.test.subset(rows), device, progress.advance) for rows in (chosen, others))
     unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
-    if unreadable and not config.skip_unreadable:
+    if unreadable and not skip_unreadable:
         raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
-    view = _viewer(loaded, device)
+    note = loaded.note["preprocessing"]
+    size, resized, mean, std = (note[name] for name in ("image_size", "resized", "mean", "std"))
+    view = Preprocessor.of(size, resized, mean, std, note.get("interpolation", "bilinear"), device)
     tasks = torch.tensor([task_of[label] for label in own.labels.tolist()], device=device)
     return Sample(_views(view, own), tasks, _views(view, strange) if len(strange.labels) else None, source)
 
 
-def _noise(loaded: LoadedModel, count: int, device: torch.device) -> Sample:
-    size = loaded.note["preprocessing"]["image_size"]
-    images = randomness.normal((count, 3, size, size), 0, "audit", "images").to(device)
-    return Sample(images, torch.zeros(count, dtype=torch.long, device=device), None, "noise")
-
-
-def _task_of(loaded: LoadedModel) -> dict[str, int]:
-    """The task of each class by its name."""
-    sizes = loaded.note["task_sizes"]
-    tasks = [task for task, size in enumerate(sizes) for _ in range(size)]
-    return dict(zip(loaded.class_names, tasks, strict=True))
-
-
 def _stored_side(loaded: LoadedModel) -> int:
     return enlarged(int(loaded.note["preprocessing"]["image_size"]))
-
-
-def _viewer(loaded: LoadedModel, device: torch.device) -> Preprocessor:
-    preprocessing = loaded.note["preprocessing"]
-    size, resized, mean, std = (preprocessing[name] for name in ("image_size", "resized", "mean", "std"))
-    return Preprocessor.of(size, resized, mean, std, preprocessing.get("interpolation", "bilinear"), device)
 
 
 def _views(viewer: Preprocessor, images: Loaded) -> Tensor:
@@ -241,9 +206,9 @@ def audit_method(
     The streams agree in the tasks that are learned. After them come the benchmark's classes; or the same in another
     order and number of tasks, with other images; or nothing at all. The models must be the same.
     """
-    models, subject = dict[str, PromptedModel](), config.method.name
+    models, subject = list[PromptedModel](), config.method.name
     first = prepare(config, device, SILENT)
-    common = _common(first)
+    common = max(1, min(COMMON_TASKS, len(first.tasks) - 1))
     futures, other = (_FUTURES if common < len(first.tasks) else _FUTURES[:1]), _with_another_future(first, common)
     with progress.stage(subject, len(futures) * common + CHECKS):
         for future in futures:
@@ -253,11 +218,11 @@ def audit_method(
                 for task in tasks:
                     learner.fit(task)
                     progress.advance(1)
-            models[future] = learner.model
+            models.append(learner.model)
         sample = _test_sample(first, common, count)
         known = sum(task.classes for task in first.tasks[:common])
         same = _future(models, sample, device)
-        model = models[_FUTURES[0]]
+        model = models[0]
         model.set_precision(precision)
         outcome = audit(model, sample.images, sample.tasks, known, sample.strangers, progress.advance).also(same)
         progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
@@ -270,40 +235,33 @@ def audit_method(
     return AuditReport(subject, outcome, {**about, **_circumstances(device)})
 
 
-def _common(workshop: TrainingSetup) -> int:
-    """How many tasks are learned: all where there is but one."""
-    return max(1, min(COMMON_TASKS, len(workshop.tasks) - 1))
-
-
 def _with_another_future(workshop: TrainingSetup, common: int) -> RunConfig:
     """Settings whose tasks are others after the common ones."""
     names = [tuple(workshop.class_names[label] for label in task.classes) for task in workshop.stream]
     later = [name for group in reversed(names[common:]) for name in reversed(group)]
-    groups = (*names[:common], *map(tuple, _another_number(later, len(names) - common)))
+    half = len(later) // 2 if len(names) - common == 1 else 0
+    others = (later[:half], later[half:]) if half > 1 else (later,)  # another number, but no task of one class
+    groups = (*names[:common], *map(tuple, others))
     data = workshop.config.data.model_copy(update={"tasks": groups})
     return workshop.config.model_copy(update={"data": data})
-
-
-def _another_number(names: list[str], tasks: int) -> list[list[str]]:
-    """Share classes out over another number of tasks, where no task is then left with one class."""
-    if tasks > 1:
-        return [names]
-    half = len(names) // 2
-    return [names[:half], names[half:]] if half > 1 else [names]
 
 
 def _world(workshop: TrainingSetup, future: str, common: int) -> tuple[Learner, list[TaskImages]]:
     """A learner that knows of this future, and the tasks before it."""
     learner, tasks = workshop.learner, [_thinned(task) for task in workshop.tasks[:common]]
     if future == "another":
-        learner.loader.images = _negatives(learner.images, torch.cat([task.rows for task in workshop.tasks[common:]]))
+        later = torch.cat([task.rows for task in workshop.tasks[common:]])
+        learner.loader.images = replace(learner.images, store=learner.images.store.inverted(later))
     if future == "none":
         data = workshop.config.data
         assert isinstance(data.tasks, tuple)
         config = workshop.config.model_copy(update={"data": data.model_copy(update={"tasks": data.tasks[:common]})})
         kept = torch.cat([task.rows for task in workshop.tasks[:common]])
-        learner = Learner(learner.model, _only(learner.images, kept), learner.viewer, config)
-        tasks = [_renumbered(task, kept) for task in tasks]
+        images = learner.images
+        names = tuple(images.names[row] for row in kept.tolist())
+        left = Loaded(images.store.only(kept), images.labels[kept], names)
+        learner = Learner(learner.model, left, learner.viewer, config)
+        tasks = [replace(task, rows=(task.rows[:, None] == kept).int().argmax(dim=1)) for task in tasks]
     return learner, tasks
 
 
@@ -314,30 +272,11 @@ def _thinned(task: TaskImages) -> TaskImages:
     return replace(task, rows=task.rows[few], labels=task.labels[few])
 
 
-def _renumbered(task: TaskImages, kept: Tensor) -> TaskImages:
-    """The task where of all images these rows are left."""
-    places = (task.rows[:, None] == kept).int().argmax(dim=1)  # (n,)
-    return replace(task, rows=places)
-
-
-def _only(images: Loaded, rows: Tensor) -> Loaded:
-    """A set without all other images."""
-    names = tuple(images.names[row] for row in rows.tolist())
-    return Loaded(images.store.only(rows), images.labels[rows], names)
-
-
-def _negatives(images: Loaded, rows: Tensor) -> Loaded:
-    """A set in which these images have become their negatives."""
-    return replace(images, store=images.store.inverted(rows))
-
-
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Ask for kernels that repeat to the bit: on a GPU not all of them do by themselves."""
-    before, lenient = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # where there is no such kernel, the comparison has a tolerance
         if device.type == "cuda":
@@ -350,12 +289,12 @@ def _deterministic(device: torch.device) -> Iterator[None]:
             torch.use_deterministic_algorithms(before, warn_only=lenient)
 
 
-def _future(models: dict[str, PromptedModel], sample: Sample, device: torch.device) -> Check:
+def _future(models: list[PromptedModel], sample: Sample, device: torch.device) -> Check:
     """Compare models that learned the same tasks and were to meet other ones: in training precision."""
     name, question = "future classes", "trained with other tasks to come, and with none"
     if len(models) < 2:
         return Check(name, question, note="not applicable: all classes are learned at once")
-    expected, *others = (model.predict(sample.images) for model in models.values())
+    expected, *others = (model.predict(sample.images) for model in models)
     tolerance = Tolerance(0.0) if device.type == "cpu" else TOLERANCES["fp32"]
     return compare(name, question, others, expected, spread_of(expected), tolerance)
 
@@ -375,9 +314,8 @@ def _test_sample(workshop: TrainingSetup, common: int, count: int) -> Sample:
     strangers = views(_spread(later, _STRANGERS)) if later else None
     images = views([row for group in rows for row in group])
     kind = "validation" if workshop.config.data.validation else "test"
-    return Sample(
-        images, torch.tensor(numbers, device=workshop.device), strangers, f"{workshop.config.data.benchmark} ({kind})"
-    )
+    source = f"{workshop.config.data.benchmark} ({kind})"
+    return Sample(images, torch.tensor(numbers, device=workshop.device), strangers, source)
 
 
 def _circumstances(device: torch.device) -> dict[str, str | Mapping[str, str | int]]:

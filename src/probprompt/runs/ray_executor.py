@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from probprompt.runs.grid import (
     failed,
 )
 from probprompt.runs.run import Run
-from probprompt.storage import write_bytes, write_error
+from probprompt.storage import write_bytes, write_errors
 
 _LOCAL = "local"
 _TRIES = 3  # workers that a cell may lose without coming any further
@@ -204,10 +204,8 @@ def _tell_room(
 def _marked(out: Path) -> Iterator[Path]:
     """A file by which machines can tell that they see the grid's folder."""
     mark = out.absolute() / f".shared-{token_hex(8)}"
-    try:
+    with write_errors(out):
         mark.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise write_error(out, problem) from problem
     write_bytes(mark, b"")
     try:
         yield mark
@@ -222,22 +220,18 @@ def _not_shared(host: str, mark: Path) -> str:
     )
 
 
-def _probe(mark: Path) -> Callable[[], tuple[bool, str]]:
+def _check_machines(ray: Any, machines: list[Machine], mark: Path) -> None:
+    """Refuse machines that do not see the grid's folder, or have another version of this package or none."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     def look() -> tuple[bool, str]:  # an inner function travels whole: it can tell where the package is missing
         import probprompt
 
         return mark.exists(), probprompt.__version__
 
-    return look
-
-
-def _check_machines(ray: Any, machines: list[Machine], mark: Path) -> None:
-    """Refuse machines that do not see the grid's folder, or have another version of this package or none."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    look = ray.remote(num_cpus=0, max_retries=0)(_probe(mark))
+    task = ray.remote(num_cpus=0, max_retries=0)(look)
     there = [NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False) for machine in machines]
-    asked = [look.options(scheduling_strategy=place).remote() for place in there]
+    asked = [task.options(scheduling_strategy=place).remote() for place in there]
     wrong = []
     for machine, answer in zip(machines, asked, strict=True):
         host = machine["NodeManagerHostname"]

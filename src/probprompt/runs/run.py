@@ -27,6 +27,7 @@ from probprompt.storage import (
     with_hash,
     write_bytes,
     write_error,
+    write_errors,
     write_json,
 )
 
@@ -324,11 +325,9 @@ class Run:
         """Make a new folder; one that holds anything is refused."""
         refuse_used(folder)
         run = cls(folder)
-        try:
+        with write_errors(folder):
             run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             run.model.mkdir(exist_ok=True)
-        except OSError as problem:
-            raise write_error(folder, problem) from problem
         write_json(folder / "run.json", {"format": FORMAT, **record.to_json()})
         return run
 
@@ -340,8 +339,8 @@ class Run:
             why = "is not a run: it has no run.json" if folder.exists() else "does not exist"
             raise UserError(f"{folder} {why}")
         found = read_json(folder / "run.json")
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            version = found.get("format") if isinstance(found, dict) else None
+        version = found.get("format") if isinstance(found, dict) else None
+        if version != FORMAT:
             raise UserError(f"{folder} has format {version!r}, this version reads {FORMAT}")
         return cls(folder)
 
@@ -416,19 +415,14 @@ class Run:
     def write_accuracy(self, matrix: NDArray[np.float64]) -> None:
         """Write the accuracy matrix and what follows from it."""
         summary = metrics.summarize(matrix)
-        steps = metrics.finished_steps(matrix)
-        write_json(
-            self.folder / "accuracy.json", {"matrix": metrics.to_json(matrix), **summary, "finished_steps": steps}
-        )
+        content = {"matrix": metrics.to_json(matrix), **summary, "finished_steps": metrics.finished_steps(matrix)}
+        write_json(self.folder / "accuracy.json", content)
 
     def log(self, event: str, **values: Any) -> None:
         """Append an event."""
         line = json.dumps({"event": event, **values}, allow_nan=False) + "\n"
-        try:
-            with self._events.open("a", encoding="utf-8") as stream:
-                stream.write(line)
-        except OSError as problem:
-            raise write_error(self._events, problem) from problem
+        with write_errors(self._events), self._events.open("a", encoding="utf-8") as stream:
+            stream.write(line)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -440,29 +434,22 @@ class Run:
         except OSError as problem:
             raise write_error(self.folder, problem) from problem
         with held or nullcontext():  # without locks no process is kept out
-            self._tidy()
+            remove_parts(self.folder)  # a killed process leaves files half written, and half a line of events
+            if self._events.exists():
+                lines, end, rest = self._events.read_bytes().rpartition(b"\n")
+                if rest:
+                    write_bytes(self._events, lines + end)
             yield
-
-    def _tidy(self) -> None:
-        """Remove what a killed process left behind: files half written, and half a line of events."""
-        remove_parts(self.folder)
-        if self._events.exists():
-            whole = self._events.read_bytes().rpartition(b"\n")
-            if whole[2]:
-                write_bytes(self._events, whole[0] + whole[1])
 
 
 def refuse_used(folder: Path) -> None:
     """Refuse a folder for a new run that holds anything."""
     if (folder / "run.json").exists():
         raise UserError(f"{folder} holds a run already: go on with --resume {folder}, or choose another folder")
-    if folder.exists() and (not folder.is_dir() or any(not _negligible(entry) for entry in folder.rglob("*"))):
+    # A run that was killed before its record was written leaves folders, a lock and parts of files.
+    used = (not (entry.is_dir() or entry.name == ".lock" or is_part(entry)) for entry in folder.rglob("*"))
+    if folder.exists() and (not folder.is_dir() or any(used)):
         raise UserError(f"{folder} exists and is not empty: choose another folder for the run")
-
-
-def _negligible(entry: Path) -> bool:
-    """Whether this is all that a run leaves that was killed before its record was written."""
-    return entry.is_dir() or entry.name == ".lock" or is_part(entry)
 
 
 RECORDS_FORMAT = 1
@@ -504,15 +491,10 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_paths(part) for part in value]
     if isinstance(value, str):
-        kind, colon, rest = value.partition(":")
-        if colon and kind == "file":
-            return f"file:{_last(rest) if is_absolute(rest) else rest}"
-        return _last(value) if is_absolute(value) else value
+        prefix, path = ("file:", value.removeprefix("file:")) if value.startswith("file:") else ("", value)
+        kind = PurePosixPath if PurePosixPath(path).is_absolute() else PureWindowsPath
+        return prefix + (kind(path).name if is_absolute(path) else path)
     return value
-
-
-def _last(text: str) -> str:
-    return PurePosixPath(text).name if PurePosixPath(text).is_absolute() else PureWindowsPath(text).name
 
 
 def write_book(path: Path, runs: Iterable[Recorded]) -> Path:

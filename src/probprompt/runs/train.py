@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,7 +38,6 @@ from probprompt.engine.build import (
 from probprompt.engine.hardware import hardware, versions
 from probprompt.engine.learner import Callbacks, EpochResult, Learner
 from probprompt.engine.loader import TaskImages, queries_of
-from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import disk_sizes, learner_tensors, save_model
 from probprompt.engine.scorer import Scorer
 from probprompt.errors import UserError, shorten, suggest
@@ -112,6 +111,12 @@ class TrainingSetup:
     """How long it took to put all this in place."""
     world: World = ALONE
 
+    @property
+    def task_names(self) -> list[list[str]]:
+        """The classes of each task that is learned."""
+        order = [self.class_names[label] for task in self.stream for label in task.classes]
+        return [order[task.first : task.first + task.classes] for task in self.tasks]
+
 
 def train(
     config: RunConfig,
@@ -170,16 +175,6 @@ def resume(out: Path, device: str | None = None, progress: ProgressCallback = SI
         return _carry_out(run, workshop, saved, progress, track)
 
 
-def _stream_of_views(
-    config: RunConfig, backbone: LoadedBackbone, model: PromptedModel, images: str, order: str
-) -> Hashable:
-    """All that decides which views an epoch meets in which order, and what the backbone says to them."""
-    training, chosen = config.training, config.backbone
-    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
-    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
-    return (weights, images, order, model.method.joint, views)
-
-
 def _on_main_process(progress: ProgressCallback) -> ProgressCallback:
     """Return the callback on the main process and a silent one elsewhere."""
     return progress if from_environment().writes else SILENT
@@ -205,7 +200,11 @@ def prepare(
     backbone = load_frozen(config.backbone, expected_sha256, home)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
-    for remark in _open(source, progress):
+    with progress.stage("opening data", 1) if source.remote else nullcontext():
+        remarks = source.notes()  # the images may have to be fetched for it
+        if source.remote:
+            progress.advance(1)
+    for remark in remarks:
         progress.note(remark)
     data = source.load(config.data.short_side(short_side))
     differences = verify.differences(source, data) if isinstance(source, Dataset) else []
@@ -220,10 +219,12 @@ def prepare(
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone, device, precision)
     viewer = build_preprocessor(config, backbone, device, short_side if source.enlarge else size)
-    split, order = data.split_hash(), order_hash(stream, data.class_names)
-    seen = _stream_of_views(config, backbone, model, split, order)
-    learner = Learner(model, train, viewer, config, world, queries_of(seen))
-    joint = model.method.joint
+    split, order, joint = data.split_hash(), order_hash(stream, data.class_names), model.method.joint
+    # All that decides which views an epoch meets in which order, and what the backbone says to them.
+    training, chosen = config.training, config.backbone
+    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
+    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    learner = Learner(model, train, viewer, config, world, queries_of((weights, split, order, joint, views)))
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
     for task in tasks:
         learner.check(task)
@@ -244,16 +245,6 @@ def prepare(
         skipped=skipped,
         world=world,
     )
-
-
-def _open(source: datasets.Benchmark, progress: ProgressCallback) -> list[str]:
-    """What a user should know of the images, which may have to be fetched for it."""
-    if not source.remote:
-        return source.notes()
-    with progress.stage("opening data", 1):
-        found = source.notes()
-        progress.advance(1)
-    return found
 
 
 def _refuse_empty_classes(data: ImageData, name: str) -> None:
@@ -278,17 +269,9 @@ def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
     return found
 
 
-def _names(workshop: TrainingSetup) -> list[list[str]]:
-    """The classes of each task that is learned."""
-    order = [workshop.class_names[label] for task in workshop.stream for label in task.classes]
-    return [order[task.first : task.first + task.classes] for task in workshop.tasks]
-
-
 def describe(workshop: TrainingSetup, name: str) -> RunRecord:
     """The record of a run before it starts."""
     config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
-    names = _names(workshop)
-    viewer = workshop.learner.viewer
     content = {
         "name": name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -302,11 +285,11 @@ def describe(workshop: TrainingSetup, name: str) -> RunRecord:
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "precision": model.precision,
         },
-        "preprocessing": {**viewer.record(), "normalisation": config.backbone.normalisation},
+        "preprocessing": {**workshop.learner.viewer.record(), "normalisation": config.backbone.normalisation},
         "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
         "stream": {
-            "classes": [name for task in names for name in task],
-            "tasks": names,
+            "classes": [name for task in workshop.task_names for name in task],
+            "tasks": workshop.task_names,
             "order_hash": workshop.order_hash,
             "split_hash": workshop.split_hash,
             "differences": workshop.differences,
@@ -361,29 +344,27 @@ def _carry_out(
     return run
 
 
+@dataclass(eq=False)
 class RunLoop(Callbacks):
     """Learns task after task, scores after each, and records everything.
 
     Of several processes each has one. Only the first writes, and only it has a tracker.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        workshop: TrainingSetup,
-        saved: Saved | None,
-        progress: ProgressCallback,
-        tracker: Tracker | None,
-    ) -> None:
-        self.run, self.workshop, self.saved, self.progress, self.tracker = run, workshop, saved, progress, tracker
-        self.learner, count = workshop.learner, len(workshop.tasks)
-        self.position = saved.position if saved else Position(matrix=[[None] * count for _ in range(count)])
-        self.hash = run.record.config_hash
-        self.writes = workshop.world.writes
+    run: Run
+    workshop: TrainingSetup
+    saved: Saved | None
+    progress: ProgressCallback
+    tracker: Tracker | None
+
+    def __post_init__(self) -> None:
+        self.learner, count = self.workshop.learner, len(self.workshop.tasks)
+        self.position = self.saved.position if self.saved else Position(matrix=[[None] * count for _ in range(count)])
+        self.writes = self.workshop.world.writes
         self._begun = time.perf_counter()
         self._before = sum(self.position.seconds.values())
-        self._spend("loading_s", workshop.loading_s)
-        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(workshop.learner).values()))
+        self._spend("loading_s", self.workshop.loading_s)
+        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(self.learner).values()))
 
     def run_all(self) -> None:
         """Learn what is left to learn."""
@@ -423,7 +404,7 @@ class RunLoop(Callbacks):
             step = task.index * self.workshop.config.training.epochs + epoch
             self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
         self.position.task, self.position.epoch = task.index, epoch + 1
-        if self._saving.due():
+        if self.writes and self._saving.due():
             self._checkpoint(optimizer)
 
     def _score(self, step: int) -> list[float]:
@@ -437,29 +418,26 @@ class RunLoop(Callbacks):
     def _close_task(self, task: TaskImages, scores: list[float]) -> None:
         for row, score in enumerate(scores):
             self.position.matrix[row][task.index] = score
-        matrix = metrics.from_json(self.position.matrix)
         if self.tracker:
             step = (task.index + 1) * self.workshop.config.training.epochs - 1
             self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
-        if self.writes:
-            self.run.write_accuracy(matrix)
         self.position.task, self.position.epoch = task.index + 1, 0
-        last = task.index + 1 == len(self.workshop.tasks)
-        if not (last or self._saving.due()):
-            return
-        if self.writes:
-            with self.timed("saving_s"):
-                save_model(self.run.model, self.learner, self._model_note(task), learning=last)
-        self._checkpoint(None)
-
-    def _checkpoint(self, optimizer: Optimizer | None) -> None:
         if not self.writes:
             return
+        self.run.write_accuracy(metrics.from_json(self.position.matrix))
+        last = task.index + 1 == len(self.workshop.tasks)
+        if last or self._saving.due():
+            with self.timed("saving_s"):
+                save_model(self.run.model, self.learner, self._model_note(task), learning=last)
+            self._checkpoint(None)
+
+    def _checkpoint(self, optimizer: Optimizer | None) -> None:
         with self.timed("saving_s"), self._saving.timed():
-            save_checkpoint(self.run.checkpoint, self.hash, self.position, self.learner, optimizer)
+            save_checkpoint(self.run.checkpoint, self.run.record.config_hash, self.position, self.learner, optimizer)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
-        config, record, names = self.workshop.config, self.run.record, _names(self.workshop)
+        config, record = self.workshop.config, self.run.record
+        learned, names = self.workshop.tasks[: task.index + 1], self.workshop.task_names[: task.index + 1]
         return {
             "method": config.method.model_dump(mode="json"),
             "marks": list(config.method.marks()),
@@ -467,9 +445,9 @@ class RunLoop(Callbacks):
             "seed": config.seeds.init,
             "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record.backbone.sha256},
             "preprocessing": record.preprocessing.to_json(),
-            "classes": [name for group in names[: task.index + 1] for name in group],
-            "task_sizes": [len(group) for group in names[: task.index + 1]],
-            "adapted_tasks": sum(self.learner.adapts(one) for one in self.workshop.tasks[: task.index + 1]),
+            "classes": [name for group in names for name in group],
+            "task_sizes": [len(group) for group in names],
+            "adapted_tasks": sum(map(self.learner.adapts, learned)),
         }
 
     @contextmanager
@@ -487,15 +465,13 @@ class RunLoop(Callbacks):
 
 def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
-    model, scorer, first = workshop.learner.model, workshop.scorer, workshop.test_tasks[0]
-    names = [name for group in _names(workshop) for name in group]
-    tasks = workshop.test_tasks
-    classes = [(task, label) for task in tasks for label in task.labels.unique()]
-    one_each = torch.cat([task.rows[(task.labels == label).nonzero()[0]] for task, label in classes])
+    model, scorer, tasks = workshop.learner.model, workshop.scorer, workshop.test_tasks
+    names, first = [name for group in workshop.task_names for name in group], tasks[0]
+    one_each = [task.rows[(task.labels == label).nonzero()[0]] for task in tasks for label in task.labels.unique()]
     asked = tasks if model.method.needs_query else []
     # First, and in the batches of the scoring, so that none is asked for in others: the same after a resume.
     every = [scorer.task_queries(task.rows) for task in asked]  # (n, D) each
-    single = scorer.queries(one_each)  # (C, D)
+    single = scorer.queries(torch.cat(one_each))  # (C, D)
     mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
     if not workshop.world.writes:
         return {}
