@@ -103,23 +103,21 @@ class Dataset(Benchmark):
 
     def recognize(self) -> tuple[Path, Layout] | None:
         """Return the same, or None without such a dataset."""
-        for folder in self._candidates():
-            for layout in self.layouts:
-                if folder.is_dir() and layout.fits(folder):
-                    return folder, layout
-        return None
+        bases = (self.place / self.name, self.place) if self.root else (self.place,)
+        folders = (base / name for base in bases for name in (*self.folders, ""))
+        return next(((path, one) for path in folders for one in self.layouts if path.is_dir() and one.fits(path)), None)
 
     def miscounts(self, data: ImageData) -> list[str]:
         """Return differences from the published number of classes and images, and order of classes."""
         names, published = data.class_names, self.class_counts()
-        found = []
-        if len(names) != self.figures.classes:
-            found.append(f"{len(names)} classes, published are {self.figures.classes}")
+        figures, found = self.figures, []
+        if len(names) != figures.classes:
+            found.append(f"{len(names)} classes, published are {figures.classes}")
         elif set(names) == set(published) and names != tuple(published):
             found.append(f"the classes are in another order than published: {shorten(names, 3)}")
         for side, images, total, limits in (
-            ("train", data.train, self.figures.train, self.figures.train_per_class),
-            ("test", data.test, self.figures.test, self.figures.test_per_class),
+            ("train", data.train, figures.train, figures.train_per_class),
+            ("test", data.test, figures.test, figures.test_per_class),
         ):
             if len(images) != total:
                 found.append(f"{side}: {len(images)} images, published are {total}")
@@ -140,12 +138,6 @@ class Dataset(Benchmark):
     def place(self) -> Path:
         """The folder in which it is expected."""
         return self.root.absolute() if self.root else data_folder() / self.name
-
-    def _candidates(self) -> Iterator[Path]:
-        bases = (self.place / self.name, self.place) if self.root else (self.place,)
-        for base in bases:
-            yield from (base / folder for folder in self.folders)
-            yield base
 
     def _missing(self) -> str:
         forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
@@ -173,14 +165,10 @@ def _odd_classes(
     names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
 ) -> Iterator[str]:
     """Report classes whose number of images differs from the published one, or is outside its limits."""
-    counts = np.bincount(images.labels, minlength=len(names)).tolist()
+    counts = list(zip(names, np.bincount(images.labels, minlength=len(names)).tolist(), strict=True))
     least, most = limits
-    exact, beyond = [], []
-    for name, count in zip(names, counts, strict=True):
-        if name in due and count != due[name]:
-            exact.append(f"{name} has {count} instead of {due[name]}")
-        elif name not in due and not least <= count <= most:
-            beyond.append(f"{name} has {count}")
+    exact = [f"{name} has {n} instead of {due[name]}" for name, n in counts if name in due and n != due[name]]
+    beyond = [f"{name} has {n}" for name, n in counts if name not in due and not least <= n <= most]
     if exact:
         yield f"not as many images of each class as published: {shorten(exact, _SHOWN)}"
     if beyond:
@@ -291,12 +279,7 @@ def recognize(path: Path) -> Dataset | None:
         raise UserError(f"{path} holds {len(inside)} datasets: name one of {shorten(places)}")
     if inside:
         return inside[0](path)
-    for source in known:
-        found = source(path).recognize()
-        if found and found[1].telling(found[0]):
-            return source(path)
-    for source in known:
-        names = {source.name, *source.folders}
-        if path.name in names and source(path).recognize():
-            return source(path)
-    return None
+    fitting = [(source, found) for source in known if (found := source(path).recognize())]
+    telling = [source for source, (folder, layout) in fitting if layout.telling(folder)]
+    named = [source for source, _ in fitting if path.name in (source.name, *source.folders)]
+    return next((source(path) for source in telling + named), None)
