@@ -98,12 +98,7 @@ class Decoded:
 def decode(read: Read, count: int, advance: Advance, workers: int | None = None) -> Decoded:
     """Decode images into memory."""
     pixels = bytearray()  # grows in place, so that no image is held twice
-
-    def extend(data: memoryview) -> None:
-        nonlocal pixels
-        pixels += data
-
-    sizes, failed = _decode_into(extend, read, count, advance, workers)
+    sizes, failed = _decode_into(pixels.extend, read, count, advance, workers)
     flat = np.frombuffer(pixels, np.uint8) if pixels else np.empty(0, np.uint8)
     return Decoded(flat, sizes, {row: str(problem) for row, problem in failed.items()})
 
@@ -156,7 +151,7 @@ class ImageCache:
 
     def size(self) -> int:
         """Return the size of all entries in bytes."""
-        return sum(_size(path) for path in _inside(self.folder) if path.is_dir())
+        return sum(map(_size, _inside(self.folder)))
 
     def clean(self, keep_bytes: int = 0) -> int:
         """Remove the least recently used entries beyond ``keep_bytes``, and return the number of bytes freed.
@@ -170,11 +165,10 @@ class ImageCache:
             taken += size
             if taken > keep_bytes and _discard(path):
                 freed += size
-        for path in _inside(self.folder):
-            if path.suffix == ".lock":
-                with suppress(BlockingIOError), lock(path) or nullcontext() as held:
-                    if held:
-                        _remove_parts(path.with_suffix(""))
+        for path in self.folder.glob("*.lock"):
+            with suppress(BlockingIOError), lock(path) or nullcontext() as held:
+                if held:
+                    _remove_parts(path.with_suffix(""))
         return freed
 
 
@@ -194,14 +188,14 @@ class Entry:
             passing = [int(row) for row, _, passing in index["unreadable"] if passing]
             if not self._whole(index, sizes, unreadable):
                 return None
-            if verify and self._hash() != index["sha256"]:
+            sha256 = str(index["sha256"])
+            if verify and self._hash() != sha256:
                 _discard(self.folder)  # nothing else shows that it is damaged
                 return None
             pixels = np.memmap(self.folder / _PIXELS, np.uint8, "r") if sizes.any() else np.empty(0, np.uint8)
-            sha256 = str(index["sha256"])
         except _DAMAGE:
             return None
-        if any(self._readable(row) for row in passing):
+        if any(not isinstance(image, UnreadableImageError) for _, image in read_ahead(self.files.read, passing)):
             return None
         with suppress(OSError):
             os.utime(self.folder)  # what was used last is removed last
@@ -319,13 +313,6 @@ class Entry:
     def _hash(self) -> str:
         with (self.folder / _PIXELS).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
-
-    def _readable(self, row: int) -> bool:
-        try:
-            self.files.read(row)
-        except UnreadableImageError:
-            return False
-        return True
 
 
 def _fingerprint(files: ImageFiles) -> tuple[str, int]:

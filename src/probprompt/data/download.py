@@ -94,10 +94,15 @@ def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0
             if problem.__class__ is not _IncompleteDownloadError and getattr(problem, "errno", None) in _OWN_DISK:
                 raise UserError(f"{part.path} cannot be written: {problem}") from None
             nobody = failures == 0 and _nobody_there(problem)
-            failures = 1 if part.size > before else failures + 1
+            failures, megabytes = 1 if part.size > before else failures + 1, f"{part.size / 1e6:.1f} MB"
             if nobody or failures >= ATTEMPTS:
-                raise UserError(_gave_up(url, problem, part.size)) from None
-            watch.note(f"cut after {part.size / 1e6:.1f} MB ({_reason(problem)}): going on")
+                kept = f"{megabytes} are kept, and the same command goes on from there"
+                raise UserError(
+                    f"{url} cannot be reached ({_reason(problem)}): {kept if part.size else 'nothing was fetched'}. "
+                    "See that the network is there; a mirror can be named with --url, an archive on this machine with "
+                    "--file"
+                ) from None
+            watch.note(f"cut after {megabytes} ({_reason(problem)}): going on")
             time.sleep(pause * 2 ** (failures - 1))
     part.path.replace(target)
     part.forget()
@@ -112,14 +117,6 @@ def _nobody_there(problem: Exception) -> bool:
 def _reason(problem: Exception) -> str:
     reason = problem.reason if isinstance(problem, urllib.error.URLError) else problem
     return str(getattr(reason, "strerror", None) or reason)
-
-
-def _gave_up(url: str, problem: Exception, size: int) -> str:
-    kept = f"{size / 1e6:.1f} MB are kept, and the same command goes on from there" if size else "nothing was fetched"
-    return (
-        f"{url} cannot be reached ({_reason(problem)}): {kept}. See that the network is there; a mirror can be named "
-        "with --url, an archive on this machine with --file"
-    )
 
 
 class _Part:
@@ -170,13 +167,16 @@ def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
             raise _IncompleteDownloadError("the server has another file now") from None
         raise
     with response:
-        if response.status == 206:
-            total = _length(response.headers, start)
-            if known is None or _first_byte(response.headers) != start or known.get("total") != total:
+        resumes = response.status == 206
+        start = start if resumes else 0
+        length = response.headers.get("Content-Length") or ""  # of what is still to come
+        total = start + int(length) if length.isdecimal() else None
+        if resumes:
+            first = (response.headers.get("Content-Range") or "").removeprefix("bytes ").partition("-")[0]
+            if known is None or first != str(start) or known.get("total") != total:
                 part.forget()
                 raise _IncompleteDownloadError("the server has another file now")
         else:
-            start, total = 0, _length(response.headers, 0)
             part.begin(url, response.headers, total)
         if total is not None:
             check_space(part.path.parent, round(room * total) - start + SLACK, part.path.stem)
@@ -198,17 +198,6 @@ def _pour(response: http.client.HTTPResponse, out: IO[bytes], advance: Callable[
             return
         out.write(piece)
         advance(len(piece))
-
-
-def _first_byte(headers: Message) -> int | None:
-    span = (headers.get("Content-Range") or "").removeprefix("bytes ").partition("-")[0]
-    return int(span) if span.isdecimal() else None
-
-
-def _length(headers: Message, start: int) -> int | None:
-    """Return the size of the whole file; None if the server does not state it."""
-    length = headers.get("Content-Length") or ""
-    return start + int(length) if length.isdecimal() else None
 
 
 def check_space(folder: Path, needed: int, purpose: str) -> None:
@@ -346,16 +335,15 @@ def _add_archive(
 def _add_list(source: Source, folder: Path, watch: ProgressCallback, pause: float, file: Path | None) -> dict[str, str]:
     """Add a file that is stored with the images, from its publisher or from the folder of the archive ``file``."""
     path = folder / source.file
-    unchecked = path.with_name(f".{path.name}")
-    near = file.parent / source.file if file else None
-    present = near is not None and near.is_file()
+    unchecked, origin = path.with_name(f".{path.name}"), source.url
     try:
-        if near and present:
+        if file and (near := file.parent / source.file).is_file():
             shutil.copyfile(near, unchecked)
+            origin = str(near)
         else:
             download(source.url, unchecked, watch, pause)
         hashes = check_hash(unchecked, source, watch)
         unchecked.replace(path)
     finally:
         unchecked.unlink(missing_ok=True)
-    return {"file": source.file, "from": str(near) if present else source.url, **hashes}
+    return {"file": source.file, "from": origin, **hashes}

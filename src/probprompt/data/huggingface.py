@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -71,10 +71,10 @@ class HubDataset(Benchmark):
         """Download the dataset unless it is cached, and read its columns."""
         opened = self._opened
         whole = _images(opened, _TRAIN, short_side)
-        if opened.side is None:
-            kept, held = stratified_split(whole.labels, self.test_fraction, "test", opened.classes)
-            return ImageData(opened.classes, whole.subset(kept), whole.subset(held))
-        return ImageData(opened.classes, whole, _images(opened, opened.side, short_side))
+        if opened.side:
+            return ImageData(opened.classes, whole, _images(opened, opened.side, short_side))
+        kept, held = stratified_split(whole.labels, self.test_fraction, "test", opened.classes)
+        return ImageData(opened.classes, whole.subset(kept), whole.subset(held))
 
     def notes(self) -> list[str]:
         """Report an old copy, splits without classes, and classes without images."""
@@ -91,18 +91,15 @@ class HubDataset(Benchmark):
         labels = {_TRAIN: _labels(splits[_TRAIN], column)}
         if not _complete(labels[_TRAIN]):
             raise UserError(f"{where}: the split {_TRAIN!r} has images without a class: choose a dataset that has them")
-        side, passed_over = None, []
-        for name in (name for name in SIDES if name in splits):
-            found = _labels(splits[name], column)
-            if _complete(found):
-                _check_columns(splits[_TRAIN], splits[name], (image, column), f"{where}: the split {name!r}")
-                side, labels[name] = name, found
-                break
-            passed_over.append(name)
+        present = [name for name in SIDES if name in splits]
+        side = next((name for name in present if _complete(_labels(splits[name], column))), None)
+        if side:
+            _check_columns(splits[_TRAIN], splits[side], (image, column), f"{where}: the split {side!r}")
+            labels[side] = _labels(splits[side], column)
         instead = repr(side) if side else f"a part of {_TRAIN!r}"
         notes += [
             f"the split {name!r} of {where} has images without a class: the test set is {instead}"
-            for name in passed_over
+            for name in present[: present.index(side) if side else None]
         ]
         names = tuple(splits[_TRAIN].features[column].names)
         classes, numbered = _without_empty(names, labels, where)
@@ -136,15 +133,11 @@ def _open(where: str) -> tuple[Splits, list[str]]:
 def _quiet(datasets: Any) -> Iterator[None]:
     """Silence the package and the hub's client."""
     packages = (datasets.utils, import_module("huggingface_hub.utils"))
-    before = [(one, one.logging.get_verbosity()) for one in packages]
-    for one in packages:
-        one.logging.set_verbosity(logging.CRITICAL)
-    try:
-        with without_bars(*packages):
-            yield
-    finally:
-        for one, verbosity in before:
-            one.logging.set_verbosity(verbosity)
+    with without_bars(*packages), ExitStack() as later:
+        for one in packages:
+            later.callback(one.logging.set_verbosity, one.logging.get_verbosity())
+            one.logging.set_verbosity(logging.CRITICAL)
+        yield
 
 
 @dataclass(frozen=True)
