@@ -75,7 +75,6 @@ class Checkpoint:
     torch_file: str = ""
     obtain: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
-    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -306,7 +305,7 @@ def _load_by_name(checkpoint: Checkpoint, image_size: int | None, expected: str 
     _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
     path, place = _found(checkpoint)
     if path is not None and place == _TORCH_CACHE:
-        return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected or checkpoint.sha256)
+        return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected)
     return _load_hub_file(checkpoint, path or _download(checkpoint), image_size, expected)
 
 
@@ -332,7 +331,7 @@ def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, e
 
     sha256 = weights_file.digest(path)
     _check_hash(sha256, _hash_of_blob(path), f"{path}, which is damaged (remove it)")
-    _check_hash(sha256, expected or checkpoint.sha256, str(path))
+    _check_hash(sha256, expected, str(path))
     state = weights_file.as_float32(weights_file.read_safetensors(path))
     try:
         # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
@@ -479,7 +478,6 @@ def _freeze(
 
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H", "giant": "g"}
 _TIMM = re.compile(r"vit_(?P<size>[a-z]+)_patch(?P<patch>\d+)(?:_(?P<kind>[a-z]\w*?))?(?:_(?P<side>\d{3}))?")
-_USUAL_SIDE = "224"
 _ONLY = ("lvd142m",)  # tags of architectures that have no other weights
 
 
@@ -501,7 +499,7 @@ def _parts(backbone: Mapping[str, JsonValue]) -> tuple[str, str]:
     network, kind = architecture, ""
     found = _TIMM.fullmatch(architecture)
     if found and found["size"] in _SIZES:
-        side = "" if found["side"] in (None, _USUAL_SIDE) else f" at {found['side']}"
+        side = "" if found["side"] in (None, "224") else f" at {found['side']}"
         network, kind = f"ViT-{_SIZES[found['size']]}/{found['patch']}{side}", found["kind"] or ""
     kind = "-".join(filter(None, (kind, "" if tag in _ONLY else tag)))
     if not kind and weights:

@@ -151,14 +151,14 @@ class ImageCache:
 
     def size(self) -> int:
         """Return the size of all entries in bytes."""
-        return sum(map(_size, _inside(self.folder)))
+        return sum(map(_size, self.folder.glob("*")))
 
     def clean(self, keep_bytes: int = 0) -> int:
         """Remove the least recently used entries beyond ``keep_bytes``, and return the number of bytes freed.
 
         Runs that are using an entry are not disturbed.
         """
-        entries = [path for path in _inside(self.folder) if path.is_dir() and not path.name.startswith(".")]
+        entries = [path for path in sorted(self.folder.glob("[!.]*")) if path.is_dir()]
         taken = freed = 0
         for path in sorted(entries, key=_last_used, reverse=True):
             size = _size(path)
@@ -203,18 +203,14 @@ class Entry:
 
     def write(self, advance: Advance, note: Note, workers: int | None = None) -> Decoded:
         """Decode the files and store them; if they cannot be stored, hold them in memory."""
-        done = 0
+        done = reported = 0
 
         def count(steps: int) -> None:
-            nonlocal done
+            nonlocal done, reported
             done += steps
-            advance(steps)
-
-        def count_new(steps: int) -> None:
-            nonlocal done
-            done -= steps
-            if done < 0:
-                advance(steps)
+            if done > reported:  # not twice, should all be decoded again
+                advance(done - reported)
+                reported = done
 
         try:
             return self._fill(count, note, workers)
@@ -223,8 +219,9 @@ class Entry:
                 f"decoded images cannot be kept in {self.folder.parent} ({problem.strerror or problem}): they are held "
                 f"in memory, and will be decoded again. Make room, or name another folder with {SWITCH}"
             )
+        done = 0
         try:
-            return decode(self.files.read, len(self.files), count_new, workers)
+            return decode(self.files.read, len(self.files), count, workers)
         except MemoryError:
             raise UserError(
                 f"the images of {self.files.root} fit neither the disk of {self.folder.parent} nor the memory: "
@@ -335,10 +332,6 @@ def _versions() -> dict[str, str | None]:
     return {"pillow": PIL.__version__, **{name: features.version(name) for name in _CODECS}}
 
 
-def _inside(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
 def _last_used(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
@@ -348,7 +341,7 @@ def _last_used(path: Path) -> int:
 
 def _size(folder: Path) -> int:
     try:
-        return sum(path.stat().st_size for path in _inside(folder))
+        return sum(path.stat().st_size for path in folder.glob("*"))
     except OSError:
         return 0
 

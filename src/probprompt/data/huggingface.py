@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -160,31 +160,18 @@ def _fetch(datasets: Any, where: str) -> tuple[Splits, list[str]]:
         own = f"; class folders of your own go without {HUB}" if folder.is_dir() else ""
         raise UserError(f"{HUB}{where} is {what}: write {_FORM}{own}")
     asked = _Named(f"{HUB}{where}", found["name"], found["config"], found["revision"])
-    try:
-        name, commit = _ask(datasets, asked)
-    except _UnreachedError as problem:
-        return _fetched_before(datasets, asked, str(problem))
-    return _fetch_commit(datasets, asked, name, commit), []
-
-
-class _UnreachedError(Exception):
-    """The hub does not answer."""
-
-
-def _ask(datasets: Any, asked: _Named) -> tuple[str, str]:
-    """Return the full name of a dataset, and the commit of its revision."""
     if datasets.config.HF_HUB_OFFLINE:
-        raise _UnreachedError("HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set")
+        return _fetched_before(datasets, asked, "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set")
     errors: Any = import_module("huggingface_hub.errors")
     api = import_module("huggingface_hub").HfApi(endpoint=datasets.config.HF_ENDPOINT, library_name="probprompt")
     try:
         with asking_for("dataset", asked.name, asked.where):
-            found = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
+            about = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
     except errors.HFValidationError as problem:
         raise UserError(f"{asked.where} is no name of a dataset: {one_line(problem)}") from None
     except failures() as problem:
-        raise _UnreachedError(one_line(problem)) from None
-    return str(found.id), str(found.sha)
+        return _fetched_before(datasets, asked, one_line(problem))
+    return _fetch_commit(datasets, asked, str(about.id), str(about.sha)), []
 
 
 def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Splits:
@@ -192,7 +179,10 @@ def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Split
     try:
         builder = datasets.load_dataset_builder(name, asked.config, revision=commit)
     except Exception as problem:  # noqa: BLE001 (what others put on the hub makes the package raise anything)
-        configs = _configurations(datasets, name, commit) if isinstance(problem, ValueError) else []
+        configs: list[str] = []
+        if isinstance(problem, ValueError):
+            with suppress(Exception):  # that it cannot be loaded is said already
+                configs = list(datasets.get_dataset_config_names(name, revision=commit))
         if configs and (asked.config not in configs if asked.config else len(configs) > 1):
             at = f"@{asked.revision}" if asked.revision else ""
             raise UserError(
@@ -216,13 +206,6 @@ def _unusable(
 ) -> UserError:
     reason = one_line(problem.__cause__ if isinstance(problem.__cause__, Exception) else problem)
     return UserError(f"{asked.where} cannot be loaded: {reason}; {remedy}")
-
-
-def _configurations(datasets: Any, name: str, commit: str) -> list[str]:
-    try:
-        return list(datasets.get_dataset_config_names(name, revision=commit))
-    except Exception:  # noqa: BLE001 (that it cannot be loaded is said already)
-        return []
 
 
 def _fetched_before(datasets: Any, asked: _Named, reason: str) -> tuple[Splits, list[str]]:
