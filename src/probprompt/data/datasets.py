@@ -28,7 +28,6 @@ SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 )
 """Folders that systems and storage devices add, such as thumbnails; in lower case."""
-_PROVIDERS = ("emoji_r", "published")  # modules of benchmarks; they import this one, so it loads them late
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def benchmark(source: type[Benchmark]) -> type[Benchmark]:
 
 def registered() -> Mapping[str, type[Benchmark]]:
     """All benchmarks by name."""
-    for module in _PROVIDERS:
+    for module in ("emoji_r", "published"):  # they import this one, so it loads them late
         import_module(f"probprompt.data.{module}")
     return dict(sorted(_REGISTRY.items()))
 

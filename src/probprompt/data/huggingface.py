@@ -89,10 +89,10 @@ class HubDataset(Benchmark):
             raise UserError(f"{where} has no split {_TRAIN!r} with images, {only}: choose another dataset")
         image, column = _columns(splits[_TRAIN], self.where)
         labels = {_TRAIN: _labels(splits[_TRAIN], column)}
-        if not _complete(labels[_TRAIN]):
+        if (labels[_TRAIN] < 0).any():
             raise UserError(f"{where}: the split {_TRAIN!r} has images without a class: choose a dataset that has them")
         present = [name for name in SIDES if name in splits]
-        side = next((name for name in present if _complete(_labels(splits[name], column))), None)
+        side = next((name for name in present if (_labels(splits[name], column) >= 0).all()), None)
         if side:
             _check_columns(splits[_TRAIN], splits[side], (image, column), f"{where}: the split {side!r}")
             labels[side] = _labels(splits[side], column)
@@ -267,10 +267,6 @@ def _check_columns(train: _Split, other: _Split, columns: tuple[str, str], where
         one, two = train.features[column], other.features.get(column)
         if type(one) is not type(two) or getattr(one, "names", None) != getattr(two, "names", None):
             raise UserError(f"{where} has another column {column!r} than {_TRAIN!r}: save both with the same features")
-
-
-def _complete(labels: NDArray[np.int64]) -> bool:
-    return bool((labels >= 0).all())
 
 
 def _without_empty(

@@ -410,11 +410,7 @@ def read_list(path: Path) -> tuple[list[str], list[int] | None]:
             parts["targets"] += [number] if number else []
         else:
             raise UserError(f"{path}, line {place}: a path or a number is due, not {line!r}")
-    return _checked_list(path, parts["data"], parts["targets"])
-
-
-def _checked_list(path: Path, data: list[str], targets: list[str]) -> tuple[list[str], list[int] | None]:
-    names = ["/".join(name.split("/")[-2:]) for name in data]
+    names, targets = ["/".join(name.split("/")[-2:]) for name in parts["data"]], parts["targets"]
     wrong = [name for name in names if "/" not in name or ".." in name.split("/") or name.startswith("/")]
     if wrong or not names:
         raise UserError(f"{path} must name images as class/file, not {shorten(wrong or ['nothing'], 3)}")

@@ -18,8 +18,6 @@ from probprompt.errors import UserError, shorten
 PLACE = "PROBPROMPT_DATA"
 """Environment variable with the folder of all datasets."""
 
-_BIRDS = Path(__file__).parent / "cub200.csv"
-_SHOWN = 5
 _LISTS = (
     "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
 )
@@ -110,14 +108,14 @@ class Dataset(Benchmark):
     def miscounts(self, data: ImageData) -> list[str]:
         """Return differences from the published number of classes and images, and order of classes."""
         names, published = data.class_names, self.class_counts()
-        figures, found = self.figures, []
-        if len(names) != figures.classes:
-            found.append(f"{len(names)} classes, published are {figures.classes}")
+        found = []
+        if len(names) != self.figures.classes:
+            found.append(f"{len(names)} classes, published are {self.figures.classes}")
         elif set(names) == set(published) and names != tuple(published):
             found.append(f"the classes are in another order than published: {shorten(names, 3)}")
         for side, images, total, limits in (
-            ("train", data.train, figures.train, figures.train_per_class),
-            ("test", data.test, figures.test, figures.test_per_class),
+            ("train", data.train, self.figures.train, self.figures.train_per_class),
+            ("test", data.test, self.figures.test, self.figures.test_per_class),
         ):
             if len(images) != total:
                 found.append(f"{side}: {len(images)} images, published are {total}")
@@ -170,10 +168,10 @@ def _odd_classes(
     exact = [f"{name} has {n} instead of {due[name]}" for name, n in counts if name in due and n != due[name]]
     beyond = [f"{name} has {n}" for name, n in counts if name not in due and not least <= n <= most]
     if exact:
-        yield f"not as many images of each class as published: {shorten(exact, _SHOWN)}"
+        yield f"not as many images of each class as published: {shorten(exact)}"
     if beyond:
         each = f"{least}" if least == most else f"{least} to {most}"
-        yield f"published are {each} images of each class, but {shorten(beyond, _SHOWN)}"
+        yield f"published are {each} images of each class, but {shorten(beyond)}"
 
 
 @benchmark
@@ -226,7 +224,7 @@ class Cub200(Dataset):
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
         """By the official split."""
-        with _BIRDS.open(encoding="utf-8", newline="") as file:
+        with (Path(__file__).parent / "cub200.csv").open(encoding="utf-8", newline="") as file:
             return {row["class"]: (int(row["train"]), int(row["test"])) for row in csv.DictReader(file)}
 
 

@@ -24,7 +24,6 @@ _TIFF = {"raw", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "l
 _JPEG = {".jpg", ".jpeg"}
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError)
 _LOOKED = 64  # files of each split whose first bytes are read
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _shared(train: _Seen, test: _Seen, source: Benchmark, notes: list[str], prob
         notes += [f"{repeated} image(s) of {side} are there more than once"] if repeated else []
     if not pairs:
         return
-    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs, _SHOWN)}"
+    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs)}"
     known = source.figures.shared if isinstance(source, Dataset) else 0
     if known is None:
         notes.append(f"{text}. Whether the published data has as many is not known")
@@ -179,11 +178,14 @@ def other_differences(source: Dataset, data: ImageData, sizes: Collection[tuple[
 
     ``sizes``: widths and heights if all images were read; else a few headers are read.
     """
-    figures = source.figures
-    telling = figures.size or figures.encoding == "lossless"
+    figures, due = source.figures, source.figures.size
+    telling = due or figures.encoding == "lossless"
     headers = [header for path in _spread(data) if (header := read_header(path))] if telling else []
     seen = {header.size for header in headers} if sizes is None else set(sizes)
-    return [*_other_files(figures, data, headers), *_other_sizes(figures, seen), *_other_split(source.lists(), data)]
+    found = _other_files(figures, data, headers)
+    if due and (others := [f"{width} x {height}" for width, height in sorted(seen - {due})]):
+        found.append(f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized")
+    return found + _other_split(source.lists(), data)
 
 
 def _other_files(figures: Figures, data: ImageData, headers: Collection[Header]) -> list[str]:
@@ -196,14 +198,6 @@ def _other_files(figures: Figures, data: ImageData, headers: Collection[Header])
     others |= {header.kind for header in headers if figures.encoding == "lossless" and not header.lossless}
     kinds = ", ".join(sorted(others))
     return [f"images are {kinds} files, published are {due}: they were encoded anew"] if others else []
-
-
-def _other_sizes(figures: Figures, sizes: Collection[tuple[int, int]]) -> list[str]:
-    due = figures.size
-    others = [f"{width} x {height}" for width, height in sorted(sizes) if (width, height) != due]
-    if due is None or not others:
-        return []
-    return [f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized"]
 
 
 def _other_split(published: set[str], data: ImageData) -> list[str]:
