@@ -118,6 +118,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(download, "PAUSE", 0.0)
     made = Server()
     thread = threading.Thread(target=made.web.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -134,7 +135,7 @@ def target(tmp_path: Path) -> Path:
 
 def fetch(server: Server, target: Path, expected: bytes = CONTENT) -> Watch:
     watch = Watch()
-    download.download(f"{server.url}/data.bin", target, watch, pause=0)
+    download.download(f"{server.url}/data.bin", target, watch)
     assert target.read_bytes() == expected
     assert [path.name for path in target.parent.iterdir()] == ["data.bin"], "nothing is left beside it"
     return watch
@@ -368,7 +369,7 @@ def tree(tmp_path: Path) -> bytes:
 
 def install(kind: type[Dataset], home: Path | None, url: str | None = None, file: Path | None = None) -> list[str]:
     """Returns what lies in the place of all datasets, if it could be installed."""
-    found = get(kind, home, url, file, Watch(), pause=0)
+    found = get(kind, home, url, file, Watch())
     assert found.recognize()
     return sorted(path.name for path in found.place.parent.iterdir())
 

@@ -75,7 +75,6 @@ class Checkpoint:
     torch_file: str = ""
     obtain: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
-    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,35 +105,31 @@ class LoadedBackbone:
     sha256: str
 
 
-def _vit_base(name: str, tag: str, mean: Colour, std: Colour, description: str, torch_file: str) -> Checkpoint:
-    timm_name = f"vit_base_patch16_224.{tag}"
-    source = f"timm/{timm_name}"
-    prepared = Preprocessing(224, mean, std)
-    return Checkpoint(name, timm_name, prepared, source, "apache-2.0", description, torch_file)
+def _vit_base(name: str, tag: str, prepared: Preprocessing, pretraining: str, torch_file: str = "") -> Checkpoint:
+    timm_name, description = f"vit_base_patch16_224.{tag}", f"ViT-B/16, {pretraining}"
+    return Checkpoint(name, timm_name, prepared, f"timm/{timm_name}", "apache-2.0", description, torch_file)
 
 
-_HALF: Colour = (0.5, 0.5, 0.5)
-_IMAGENET_MEAN: Colour = (0.485, 0.456, 0.406)
-_IMAGENET_STD: Colour = (0.229, 0.224, 0.225)
-_SUP1K = "ViT-B/16, supervised on ImageNet-21K, then on ImageNet-1K"
-_SUP21K = "ViT-B/16, supervised on ImageNet-21K"
-_DINO1K = "ViT-B/16, self-supervised (DINO) on ImageNet-1K"
+_HALF = Preprocessing(224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+_IMAGENET = Preprocessing(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _AUGREG_FILE = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
 # No hash of this file is published to check a download against, so it is not fetched: the user brings it.
 _IBOT1K = Checkpoint(
     name="ibot1k",
     architecture="vit_base_patch16_224",
-    preprocessing=Preprocessing(224, _IMAGENET_MEAN, _IMAGENET_STD),
+    preprocessing=_IMAGENET,
     source="",
     licence="apache-2.0",
     description="ViT-B/16, self-supervised (iBOT) on ImageNet-1K; needs the authors' file",
     obtain="the teacher backbone of ViT-B/16 (vitb_16/checkpoint_teacher.pth), linked in the README of bytedance/ibot",
 )
 _NAMED = {
-    "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, _HALF, _SUP1K, ""),
-    "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, _HALF, _SUP21K, _AUGREG_FILE),
+    "sup1k": _vit_base("sup1k", "augreg2_in21k_ft_in1k", _HALF, "supervised on ImageNet-21K, then on ImageNet-1K"),
+    "sup21k": _vit_base("sup21k", "augreg_in21k", _HALF, "supervised on ImageNet-21K", _AUGREG_FILE),
     "ibot1k": _IBOT1K,
-    "dino1k": _vit_base("dino1k", "dino", _IMAGENET_MEAN, _IMAGENET_STD, _DINO1K, "dino_vitbase16_pretrain.pth"),
+    "dino1k": _vit_base(
+        "dino1k", "dino", _IMAGENET, "self-supervised (DINO) on ImageNet-1K", "dino_vitbase16_pretrain.pth"
+    ),
 }
 
 
@@ -144,20 +139,19 @@ def known() -> list[Listing]:
     demo = packaged[0] if all(path.is_file() for path in packaged) else None
     listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
     for name, checkpoint in _NAMED.items():
-        path, place = _cached(checkpoint)
         source = f"hub:{checkpoint.source}" if checkpoint.source else f"file for timm/{checkpoint.architecture}"
-        listings.append(_listing(name, checkpoint.description, source, checkpoint.licence, path, place))
-    for repository in _cached_repositories():
-        name, path = repository.partition("/")[2], _cached_hub_file(repository)
-        if path is not None:
-            listings.append(_listing(name, "of timm, in the cache", f"hub:{repository}", "see there", path, _HUB_CACHE))
+        listings.append(_listing(name, checkpoint.description, source, checkpoint.licence, *_cached(checkpoint)))
+    for name in _cached_names():
+        source = f"timm/{name}"
+        if path := _cached_hub_file(source):
+            listings.append(_listing(name, "of timm, in the cache", f"hub:{source}", "see there", path, _HUB_CACHE))
     return listings
 
 
 def _listing(name: str, description: str, source: str, licence: str, path: Path | None, place: str) -> Listing:
-    here = path is not None
-    size = path.stat().st_size if path is not None else None
-    return Listing(name, description, source, licence, here, place if here else "", size)
+    if path is None:
+        return Listing(name, description, source, licence, available=False)
+    return Listing(name, description, source, licence, True, place, path.stat().st_size)
 
 
 def origin(name: str) -> tuple[str, str]:
@@ -208,7 +202,7 @@ def load_backbone(
     if name == "demo":
         if weights is not None:
             raise UserError("'demo' brings its own weights: leave those away, or name a timm architecture")
-        return _load_packaged(_PACKAGED, image_size, expected_sha256)
+        return _load_packaged(image_size, expected_sha256)
     checkpoint = _by_name(name)
     if weights is None:
         return _load_by_name(checkpoint, image_size, expected_sha256)
@@ -247,10 +241,10 @@ def _find_in_timm(name: str) -> Checkpoint:
     )
 
 
-def _load_packaged(folder: Path, image_size: int | None, expected_sha256: str | None) -> LoadedBackbone:
-    description, weights = folder / "demo.json", folder / _PACKAGED_FILE
+def _load_packaged(image_size: int | None, expected_sha256: str | None) -> LoadedBackbone:
+    description, weights = _PACKAGED / "demo.json", _PACKAGED / _PACKAGED_FILE
     if not description.is_file() or not weights.is_file():
-        raise UserError(f"the demo weights are missing from {folder}: install the package again")
+        raise UserError(f"the demo weights are missing from {_PACKAGED}: install the package again")
     content = json.loads(description.read_text(encoding="utf-8"))
     prepared = _parse_preprocessing(content["preprocessing"], description)
     checkpoint = Checkpoint("demo", "", prepared, "", "apache-2.0", arguments=content["architecture"])
@@ -284,7 +278,7 @@ def _load_file(
     # Without values unless they are needed: no time is spent on weights that the file replaces.
     model = _build(checkpoint, device="cpu" if weights_file.needs_values(path) else "meta")
     weights_file.fill(model, path, beside.image_size if image_size is None and beside is not None else image_size)
-    prepared = beside or replace(checkpoint.preprocessing, image_size=_side(model))
+    prepared = beside or replace(checkpoint.preprocessing, image_size=int(model.patch_embed.img_size[0]))
     return _freeze(model, checkpoint.name, prepared, image_size, source, sha256)
 
 
@@ -311,7 +305,7 @@ def _load_by_name(checkpoint: Checkpoint, image_size: int | None, expected: str 
     _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
     path, place = _found(checkpoint)
     if path is not None and place == _TORCH_CACHE:
-        return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected or checkpoint.sha256)
+        return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected)
     return _load_hub_file(checkpoint, path or _download(checkpoint), image_size, expected)
 
 
@@ -337,7 +331,7 @@ def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, e
 
     sha256 = weights_file.digest(path)
     _check_hash(sha256, _hash_of_blob(path), f"{path}, which is damaged (remove it)")
-    _check_hash(sha256, expected or checkpoint.sha256, str(path))
+    _check_hash(sha256, expected, str(path))
     state = weights_file.as_float32(weights_file.read_safetensors(path))
     try:
         # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
@@ -354,8 +348,7 @@ def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, e
 
 def _cached(checkpoint: Checkpoint) -> tuple[Path | None, str]:
     """Return the file of a checkpoint on this machine, and its cache."""
-    found = _cached_hub_file(checkpoint.source) if checkpoint.source else None
-    if found is not None:
+    if checkpoint.source and (found := _cached_hub_file(checkpoint.source)):
         return found, _HUB_CACHE
     path = _torch_cache() / checkpoint.torch_file
     return (path, _TORCH_CACHE) if checkpoint.torch_file and path.is_file() else (None, "")
@@ -374,14 +367,14 @@ def _cached_hub_file(repository: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _cached_repositories() -> list[str]:
-    """List timm's ViTs in the hub's cache that can be prompted, except the named ones."""
+def _cached_names() -> list[str]:
+    """List timm's ViTs in the hub's cache that can be prompted, except those with a short name."""
     from huggingface_hub import constants
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--timm--*"))
     names = [folder.name.removeprefix("models--timm--") for folder in folders]
-    listed = {checkpoint.source for checkpoint in _NAMED.values()}
-    return [f"timm/{name}" for name in names if _PLAIN.fullmatch(name) and f"timm/{name}" not in listed]
+    listed = {checkpoint.architecture for checkpoint in _NAMED.values()}
+    return [name for name in names if _PLAIN.fullmatch(name) and name not in listed]
 
 
 def _hash_of_blob(path: Path) -> str | None:
@@ -441,10 +434,6 @@ def _check_hash(found: str, expected: str | None, what: str) -> None:
         )
 
 
-def _side(model: Any) -> int:
-    return int(model.patch_embed.img_size[0])
-
-
 def _preprocessing_beside(path: Path) -> Preprocessing | None:
     description = path.with_suffix(".json")
     if not description.is_file():
@@ -482,17 +471,14 @@ def _freeze(
     patch = model.patch_embed.patch_size
     if size < 1 or any(size % side for side in patch):
         raise UserError(f"{name!r} cuts images into patches of {patch} pixels: {size} is not a multiple of it")
-    if size != _side(model):
+    if size != model.patch_embed.img_size[0]:
         model.set_input_size((size, size))
-    preprocessing = Preprocessing(size, prepared.mean, prepared.std)
-    return LoadedBackbone(FrozenViT(model), preprocessing, name, source, sha256)
+    return LoadedBackbone(FrozenViT(model), replace(prepared, image_size=size), name, source, sha256)
 
 
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H", "giant": "g"}
 _TIMM = re.compile(r"vit_(?P<size>[a-z]+)_patch(?P<patch>\d+)(?:_(?P<kind>[a-z]\w*?))?(?:_(?P<side>\d{3}))?")
-_USUAL_SIDE = "224"
 _ONLY = ("lvd142m",)  # tags of architectures that have no other weights
-_PAPERS = ("sup1k", "sup21k", "ibot1k", "dino1k")  # all of them ViT-B/16
 
 
 def slug(text: str) -> str:
@@ -507,24 +493,19 @@ def slug(text: str) -> str:
 def _parts(backbone: Mapping[str, JsonValue]) -> tuple[str, str]:
     """Return the kind of network and of its pretraining, as far as the names show them."""
     name, weights = str(backbone["name"]), str(backbone.get("weights") or "")
-    if name in _PAPERS:
+    if name in _NAMED:
         return "ViT-B/16", name
     architecture, _, tag = name.partition(".")
-    network, kind = _network(architecture)
+    network, kind = architecture, ""
+    found = _TIMM.fullmatch(architecture)
+    if found and found["size"] in _SIZES:
+        side = "" if found["side"] in (None, "224") else f" at {found['side']}"
+        network, kind = f"ViT-{_SIZES[found['size']]}/{found['patch']}{side}", found["kind"] or ""
     kind = "-".join(filter(None, (kind, "" if tag in _ONLY else tag)))
     if not kind and weights:
         stem = weights if weights == RANDOM else PurePath(weights.partition("@")[0]).stem
         kind = stem.removeprefix(architecture).strip("._-")
     return network, kind
-
-
-def _network(architecture: str) -> tuple[str, str]:
-    """Return its kind, and the part of its name about pretraining."""
-    found = _TIMM.fullmatch(architecture)
-    if not found or found["size"] not in _SIZES:
-        return architecture, ""
-    side = "" if found["side"] in (None, _USUAL_SIDE) else f" at {found['side']}"
-    return f"ViT-{_SIZES[found['size']]}/{found['patch']}{side}", found["kind"] or ""
 
 
 def backbone_slug(backbone: Mapping[str, JsonValue]) -> str:

@@ -329,14 +329,12 @@ def _check_prompts(model: Any, prompts: Prompts, batch: int) -> None:
     for index, prompt in prompts.items():
         if index not in range(len(model.blocks)):
             raise ValueError(f"no block {index!r} to prompt: the backbone has 0 to {len(model.blocks) - 1}")
+        kind = type(prompt).__name__
         if not isinstance(prompt, Prefix | Tokens | ClassTokenShift):
-            raise TypeError(
-                f"block {index}: a prompt is a Prefix, Tokens or a ClassTokenShift, got a {type(prompt).__name__}"
-            )
+            raise TypeError(f"block {index}: a prompt is a Prefix, Tokens or a ClassTokenShift, got a {kind}")
         what, width = "attention", _attention_width(model.blocks[index].attn)
         if isinstance(prompt, Tokens):
             what, width = "backbone", model.embed_dim
-        kind = type(prompt).__name__
         if prompt.width != width:
             raise ValueError(f"block {index}: the {kind} has width {prompt.width}, the {what} {width}")
         if prompt.batch not in (None, batch):

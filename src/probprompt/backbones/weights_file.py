@@ -34,8 +34,7 @@ _POSITIONS = "pos_embed"
 _DECODER = "decoder"  # of a masked autoencoder: decoder_embed, decoder_blocks, ...
 _DAMAGED = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)  # of a zip of arrays
 _NUMPY_LAYOUTS = ("", "opt/target/", "params/", "params/img/")
-_NUMPY_PARTS = ("embedding/", "cls", "pos_embedding", "Transformer/")
-_NUMPY_BESIDE = ("head/", "pre_logits/")
+_NUMPY_PARTS = ("embedding/", "cls", "pos_embedding", "Transformer/", "head/", "pre_logits/")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how files of torch.save begin
 _LFS = b"version https://git-lfs"
 _HTML = (b"<!doctype", b"<html", b"<head", b"<?xml")
@@ -132,12 +131,9 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
     """The dictionary of weights inside ``{"state_dict": ...}`` and the like."""
     from torch import Tensor
 
-    while isinstance(content, Mapping):
-        inside = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
-        if not inside:
-            break
-        content = content[inside[0]]
     held = content if isinstance(content, Mapping) else {}
+    while inside := [value for name in _WRAPPERS if isinstance(value := held.get(name), Mapping)]:
+        content = held = inside[0]
     tensors = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     if not tensors:
         names = shorten(held, 8) or f"a {type(content).__name__}"
@@ -151,13 +147,13 @@ def _backbone_part(state: dict[str, Tensor], wanted: Iterable[str], path: Path) 
     """The weights under the model's own names: without what stands before these, and without heads."""
     names = set(wanted)
     prefix = _prefix(state, names, path)
-    part = {}
+    of_teacher, part = "teacher" in prefix.split("."), {}
     for name, tensor in state.items():
-        inner = name.removeprefix(prefix)
-        under = name.startswith(prefix)
-        if under and (inner in names or not _stands_beside(inner.split(".")[:1])):
-            part[inner] = tensor
-        elif not under and not _stands_beside(name.split(".")) and not _is_students(name, prefix):
+        inner, parts = name.removeprefix(prefix), name.split(".")
+        if name.startswith(prefix):
+            if inner in names or not _stands_beside(inner.split(".")[:1]):
+                part[inner] = tensor
+        elif not _stands_beside(parts) and not (of_teacher and "student" in parts):
             part[name] = tensor
     return part
 
@@ -182,10 +178,6 @@ def _prefix(state: Iterable[str], wanted: set[str], path: Path) -> str:
 
 def _stands_beside(parts: Iterable[str]) -> bool:
     return any(part in _BESIDE or part.startswith(_DECODER) for part in parts)
-
-
-def _is_students(name: str, prefix: str) -> bool:
-    return "teacher" in prefix.split(".") and "student" in name.split(".")
 
 
 def _refuse_misfits(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor], path: Path, but: str = "") -> None:
@@ -260,12 +252,13 @@ def _compare_with_numpy(model: Any, path: Path, image_size: int | None) -> None:
             if layout is None:
                 raise UserError(f"{path} is not in Google's layout of a ViT. It holds: {shorten(archive.files, 8)}")
             inner = [name.removeprefix(layout) for name in archive.files if name.startswith(layout)]
-            kernel, positions = archive[f"{layout}embedding/kernel"], _numpy_positions(archive, layout)
+            kernel = archive[f"{layout}embedding/kernel"]
+            names = (f"{layout}pos_embedding", f"{layout}Transformer/posembed_input/pos_embedding")
+            positions: tuple[int, ...] = next((archive[name].shape for name in names if name in archive), ())
             heads, blocks = _numpy_heads_and_blocks(archive, layout)
     except (*_DAMAGED, TypeError) as error:  # an array alone is no context
         raise UserError(f"{path} cannot be read as an npz of arrays: {error}") from error
-    known = (*_NUMPY_PARTS, *_NUMPY_BESIDE)
-    _refuse({"unexpected": sorted(name for name in inner if not name.startswith(known))}, path)
+    _refuse({"unexpected": sorted(name for name in inner if not name.startswith(_NUMPY_PARTS))}, path)
     own_heads, patch = model.blocks[0].attn.num_heads, tuple(model.patch_embed.patch_size)
     pairs = {
         "blocks": (blocks, len(model.blocks)),
@@ -276,13 +269,6 @@ def _compare_with_numpy(model: Any, path: Path, image_size: int | None) -> None:
     differing = [f"{name} {found} instead of {own}" for name, (found, own) in pairs.items() if found != own]
     _refuse({"of another shape": differing}, path)
     _take_grid(model, positions, path, image_size)
-
-
-def _numpy_positions(archive: Mapping[str, NDArray[Any]], layout: str) -> tuple[int, ...]:
-    for name in (f"{layout}pos_embedding", f"{layout}Transformer/posembed_input/pos_embedding"):
-        if name in archive:
-            return tuple(archive[name].shape)
-    return ()
 
 
 def _numpy_heads_and_blocks(archive: Mapping[str, NDArray[Any]], layout: str) -> tuple[int | None, int]:

@@ -98,12 +98,7 @@ class Decoded:
 def decode(read: Read, count: int, advance: Advance, workers: int | None = None) -> Decoded:
     """Decode images into memory."""
     pixels = bytearray()  # grows in place, so that no image is held twice
-
-    def extend(data: memoryview) -> None:
-        nonlocal pixels
-        pixels += data
-
-    sizes, failed = _decode_into(extend, read, count, advance, workers)
+    sizes, failed = _decode_into(pixels.extend, read, count, advance, workers)
     flat = np.frombuffer(pixels, np.uint8) if pixels else np.empty(0, np.uint8)
     return Decoded(flat, sizes, {row: str(problem) for row, problem in failed.items()})
 
@@ -156,25 +151,24 @@ class ImageCache:
 
     def size(self) -> int:
         """Return the size of all entries in bytes."""
-        return sum(_size(path) for path in _inside(self.folder) if path.is_dir())
+        return sum(map(_size, self.folder.glob("*")))
 
     def clean(self, keep_bytes: int = 0) -> int:
         """Remove the least recently used entries beyond ``keep_bytes``, and return the number of bytes freed.
 
         Runs that are using an entry are not disturbed.
         """
-        entries = [path for path in _inside(self.folder) if path.is_dir() and not path.name.startswith(".")]
+        entries = [path for path in sorted(self.folder.glob("[!.]*")) if path.is_dir()]
         taken = freed = 0
         for path in sorted(entries, key=_last_used, reverse=True):
             size = _size(path)
             taken += size
             if taken > keep_bytes and _discard(path):
                 freed += size
-        for path in _inside(self.folder):
-            if path.suffix == ".lock":
-                with suppress(BlockingIOError), lock(path) or nullcontext() as held:
-                    if held:
-                        _remove_parts(path.with_suffix(""))
+        for path in self.folder.glob("*.lock"):
+            with suppress(BlockingIOError), lock(path) or nullcontext() as held:
+                if held:
+                    _remove_parts(path.with_suffix(""))
         return freed
 
 
@@ -194,14 +188,14 @@ class Entry:
             passing = [int(row) for row, _, passing in index["unreadable"] if passing]
             if not self._whole(index, sizes, unreadable):
                 return None
-            if verify and self._hash() != index["sha256"]:
+            sha256 = str(index["sha256"])
+            if verify and self._hash() != sha256:
                 _discard(self.folder)  # nothing else shows that it is damaged
                 return None
             pixels = np.memmap(self.folder / _PIXELS, np.uint8, "r") if sizes.any() else np.empty(0, np.uint8)
-            sha256 = str(index["sha256"])
         except _DAMAGE:
             return None
-        if any(self._readable(row) for row in passing):
+        if any(not isinstance(image, UnreadableImageError) for _, image in read_ahead(self.files.read, passing)):
             return None
         with suppress(OSError):
             os.utime(self.folder)  # what was used last is removed last
@@ -209,18 +203,14 @@ class Entry:
 
     def write(self, advance: Advance, note: Note, workers: int | None = None) -> Decoded:
         """Decode the files and store them; if they cannot be stored, hold them in memory."""
-        done = 0
+        done = reported = 0
 
         def count(steps: int) -> None:
-            nonlocal done
+            nonlocal done, reported
             done += steps
-            advance(steps)
-
-        def count_new(steps: int) -> None:
-            nonlocal done
-            done -= steps
-            if done < 0:
-                advance(steps)
+            if done > reported:  # not twice, should all be decoded again
+                advance(done - reported)
+                reported = done
 
         try:
             return self._fill(count, note, workers)
@@ -229,8 +219,9 @@ class Entry:
                 f"decoded images cannot be kept in {self.folder.parent} ({problem.strerror or problem}): they are held "
                 f"in memory, and will be decoded again. Make room, or name another folder with {SWITCH}"
             )
+        done = 0
         try:
-            return decode(self.files.read, len(self.files), count_new, workers)
+            return decode(self.files.read, len(self.files), count, workers)
         except MemoryError:
             raise UserError(
                 f"the images of {self.files.root} fit neither the disk of {self.folder.parent} nor the memory: "
@@ -320,13 +311,6 @@ class Entry:
         with (self.folder / _PIXELS).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    def _readable(self, row: int) -> bool:
-        try:
-            self.files.read(row)
-        except UnreadableImageError:
-            return False
-        return True
-
 
 def _fingerprint(files: ImageFiles) -> tuple[str, int]:
     """Return the key of the files, and their size in bytes."""
@@ -348,10 +332,6 @@ def _versions() -> dict[str, str | None]:
     return {"pillow": PIL.__version__, **{name: features.version(name) for name in _CODECS}}
 
 
-def _inside(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
 def _last_used(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
@@ -361,7 +341,7 @@ def _last_used(path: Path) -> int:
 
 def _size(folder: Path) -> int:
     try:
-        return sum(path.stat().st_size for path in _inside(folder))
+        return sum(path.stat().st_size for path in folder.glob("*"))
     except OSError:
         return 0
 

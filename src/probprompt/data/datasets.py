@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information"}
 )
 """Folders that systems and storage devices add, such as thumbnails; in lower case."""
-_PROVIDERS = ("emoji_r", "published")  # modules of benchmarks; they import this one, so it loads them late
 
 
 @dataclass(frozen=True)
@@ -50,25 +49,24 @@ class ImageSet:
     """Names for the fingerprint of a split, if ``names`` depend on the layout on this disk."""
 
     @classmethod
-    def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> "ImageSet":
+    def of_files(cls, files: ImageFiles, labels: NDArray[np.int64]) -> Self:
         """All images of a folder."""
         return cls(files.names, labels, files.read, files, np.arange(len(files)), short_side=files.short_side)
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def subset(self, indices: Sequence[int]) -> "ImageSet":
+    def subset(self, indices: Sequence[int]) -> Self:
         """Some of the images, in this order."""
         chosen = list(indices)
-        return ImageSet(
-            tuple(self.names[index] for index in chosen),
-            self.labels[chosen],
-            lambda index: self.read(chosen[index]),
-            self.files,
-            None if self.rows is None else self.rows[chosen],
-            None if self.pixels is None else self.pixels[chosen],
-            self.short_side,
-            None if self.known_as is None else tuple(self.known_as[index] for index in chosen),
+        return replace(
+            self,
+            names=tuple(self.names[index] for index in chosen),
+            labels=self.labels[chosen],
+            read=lambda index: self.read(chosen[index]),
+            rows=None if self.rows is None else self.rows[chosen],
+            pixels=None if self.pixels is None else self.pixels[chosen],
+            known_as=self.known_as and tuple(self.known_as[index] for index in chosen),
         )
 
 
@@ -134,7 +132,7 @@ def benchmark(source: type[Benchmark]) -> type[Benchmark]:
 
 def registered() -> Mapping[str, type[Benchmark]]:
     """All benchmarks by name."""
-    for module in _PROVIDERS:
+    for module in ("emoji_r", "published"):  # they import this one, so it loads them late
         import_module(f"probprompt.data.{module}")
     return dict(sorted(_REGISTRY.items()))
 
@@ -209,9 +207,8 @@ def class_folders(root: Path) -> tuple[str, ...]:
     """Return the names of class folders: at least two, all distinct."""
     names = [path.name for path in subfolders(root)]
     if len(names) < 2:
-        loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
-        hint = f"; its {loose} image(s) must lie in one folder per class" if loose else ""
-        raise UserError(f"{root} holds {len(names)} class folder(s), at least 2 are needed{hint}")
+        hint = loose_images(root)
+        raise UserError(f"{root} holds {len(names)} class folder(s), at least 2 are needed{hint and '; ' + hint}")
     seen: dict[str, str] = {}
     for name in names:
         same = unicodedata.normalize("NFC", name).casefold().strip()
@@ -219,6 +216,12 @@ def class_folders(root: Path) -> tuple[str, ...]:
             raise UserError(f"{root} has two classes of one name, {seen[same]!r} and {name!r}: rename or merge one")
         seen[same] = name
     return tuple(names)
+
+
+def loose_images(root: Path) -> str:
+    """Return a hint at image files outside of class folders, empty if there are none."""
+    loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
+    return f"its {loose} image(s) must lie in one folder per class" if loose else ""
 
 
 def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[tuple[str, int]]:
@@ -231,6 +234,12 @@ def list_classes(root: Path, classes: Sequence[str], within: str = "") -> list[t
             raise UserError(f"the class folder {folder} holds no image: fill it or remove it")
         found += [(path.relative_to(root).as_posix(), label) for path in files]
     return found
+
+
+def listed_images(root: Path, listed: Sequence[tuple[str, int]], short_side: int | None) -> ImageSet:
+    """Return images of one folder, listed by their paths below it with labels."""
+    files = ImageFiles(root, tuple(name for name, _ in listed), short_side)
+    return ImageSet.of_files(files, np.array([label for _, label in listed], dtype=np.int64))
 
 
 def is_image(path: Path, root: Path) -> bool:
@@ -262,11 +271,11 @@ class Folder(Benchmark):
         """List the class folders and split the images."""
         if self.test is None:
             classes = class_folders(self.root)
-            every = _list_images(self.root, classes, short_side)
+            every = listed_images(self.root, list_classes(self.root, classes), short_side)
             kept, held = stratified_split(every.labels, self.test_fraction, "test", classes)
             return ImageData(classes, every.subset(kept), every.subset(held))
         classes = same_classes(self.root, self.test)
-        train, test = (_list_images(root, classes, short_side) for root in (self.root, self.test))
+        train, test = (listed_images(root, list_classes(root, classes), short_side) for root in (self.root, self.test))
         return ImageData(classes, train, test)
 
     def notes(self) -> list[str]:
@@ -285,12 +294,6 @@ def _holds_folders_only(folder: Path) -> bool:
     return len(subfolders(folder)) > 1 and not any(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
 
 
-def _list_images(root: Path, classes: tuple[str, ...], short_side: int | None) -> ImageSet:
-    listed = list_classes(root, classes)
-    files = ImageFiles(root, tuple(name for name, _ in listed), short_side)
-    return ImageSet.of_files(files, np.array([label for _, label in listed], dtype=np.int64))
-
-
 def _find_splits(root: Path, test: Path | None) -> tuple[Path, Path | None]:
     """Use ``train/`` and ``test/`` (or ``val/``, ``validation/``) inside the folder where they are all it holds."""
     if test is not None:
@@ -298,9 +301,7 @@ def _find_splits(root: Path, test: Path | None) -> tuple[Path, Path | None]:
             raise UserError(f"the test folder {test} is not a folder")
         return root, test
     inside = {path.name.casefold(): path for path in subfolders(root)}
-    train = next((name for name in TRAINING if name in inside), None)
-    if train is not None and set(inside) - {train} <= set(SIDES):
-        for other in SIDES:
-            if other in inside:
-                return inside[train], inside[other]
+    train, side = (next((name for name in names if name in inside), None) for names in (TRAINING, SIDES))
+    if train and side and set(inside) <= {train, *SIDES}:
+        return inside[train], inside[side]
     return root, None

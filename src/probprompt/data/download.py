@@ -29,6 +29,8 @@ from probprompt.progress import ProgressCallback
 
 ATTEMPTS = 5
 """Number of attempts in a row without progress."""
+PAUSE = 1.0
+"""Seconds before the second attempt; each later one waits twice as long."""
 TIMEOUT = 30.0
 """Seconds without a byte after which a connection counts as interrupted."""
 SLACK = 64 * 2**20
@@ -73,7 +75,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0, room: float = 1.0) -> None:
+def download(url: str, target: Path, watch: ProgressCallback, room: float = 1.0) -> None:
     """Download a file, or resume its download if it is unchanged on the server.
 
     ``room`` times its size must be free on the disk. The incomplete file is next to the target, as ``.part``.
@@ -91,35 +93,23 @@ def download(url: str, target: Path, watch: ProgressCallback, pause: float = 1.0
         except (_IncompleteDownloadError, OSError, http.client.HTTPException) as problem:
             if isinstance(problem, urllib.error.HTTPError) and problem.code not in _LATER:
                 raise UserError(f"{url} answers {problem.code} {problem.reason}: try a mirror with --url") from None
-            if problem.__class__ is not _IncompleteDownloadError and getattr(problem, "errno", None) in _OWN_DISK:
+            if getattr(problem, "errno", None) in _OWN_DISK:
                 raise UserError(f"{part.path} cannot be written: {problem}") from None
-            nobody = failures == 0 and _nobody_there(problem)
-            failures = 1 if part.size > before else failures + 1
+            cause = problem.reason if isinstance(problem, urllib.error.URLError) else problem
+            reason = getattr(cause, "strerror", None) or cause
+            lost = isinstance(cause, _NOBODY) or getattr(cause, "errno", None) in _NO_WAY
+            nobody = failures == 0 and cause is not problem and lost  # no connection at all: waiting is in vain
+            failures, megabytes = 1 if part.size > before else failures + 1, f"{part.size / 1e6:.1f} MB"
             if nobody or failures >= ATTEMPTS:
-                raise UserError(_gave_up(url, problem, part.size)) from None
-            watch.note(f"cut after {part.size / 1e6:.1f} MB ({_reason(problem)}): going on")
-            time.sleep(pause * 2 ** (failures - 1))
+                kept = f"{megabytes} are kept, and the same command goes on from there"
+                raise UserError(
+                    f"{url} cannot be reached ({reason}): {kept if part.size else 'nothing was fetched'}. See that the "
+                    "network is there; a mirror can be named with --url, an archive on this machine with --file"
+                ) from None
+            watch.note(f"cut after {megabytes} ({reason}): going on")
+            time.sleep(PAUSE * 2 ** (failures - 1))
     part.path.replace(target)
     part.forget()
-
-
-def _nobody_there(problem: Exception) -> bool:
-    """Return True if no connection was possible, for a reason that waiting does not change."""
-    reason = problem.reason if isinstance(problem, urllib.error.URLError) else None
-    return isinstance(reason, _NOBODY) or getattr(reason, "errno", None) in _NO_WAY
-
-
-def _reason(problem: Exception) -> str:
-    reason = problem.reason if isinstance(problem, urllib.error.URLError) else problem
-    return str(getattr(reason, "strerror", None) or reason)
-
-
-def _gave_up(url: str, problem: Exception, size: int) -> str:
-    kept = f"{size / 1e6:.1f} MB are kept, and the same command goes on from there" if size else "nothing was fetched"
-    return (
-        f"{url} cannot be reached ({_reason(problem)}): {kept}. See that the network is there; a mirror can be named "
-        "with --url, an archive on this machine with --file"
-    )
 
 
 class _Part:
@@ -170,13 +160,16 @@ def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
             raise _IncompleteDownloadError("the server has another file now") from None
         raise
     with response:
-        if response.status == 206:
-            total = _length(response.headers, start)
-            if known is None or _first_byte(response.headers) != start or known.get("total") != total:
+        resumes = response.status == 206
+        start = start if resumes else 0
+        length = response.headers.get("Content-Length") or ""  # of what is still to come
+        total = start + int(length) if length.isdecimal() else None
+        if resumes:
+            first = (response.headers.get("Content-Range") or "").removeprefix("bytes ").partition("-")[0]
+            if known is None or first != str(start) or known.get("total") != total:
                 part.forget()
                 raise _IncompleteDownloadError("the server has another file now")
         else:
-            start, total = 0, _length(response.headers, 0)
             part.begin(url, response.headers, total)
         if total is not None:
             check_space(part.path.parent, round(room * total) - start + SLACK, part.path.stem)
@@ -188,27 +181,13 @@ def _fetch(url: str, part: _Part, watch: ProgressCallback, room: float) -> None:
 
 
 def _pour(response: http.client.HTTPResponse, out: IO[bytes], advance: Callable[[int], None]) -> None:
-    while True:
-        try:
-            piece = response.read1(_CHUNK)
-        except http.client.IncompleteRead as cut:
-            out.write(cut.partial)
-            raise _IncompleteDownloadError("the connection was closed") from None
-        if not piece:
-            return
-        out.write(piece)
-        advance(len(piece))
-
-
-def _first_byte(headers: Message) -> int | None:
-    span = (headers.get("Content-Range") or "").removeprefix("bytes ").partition("-")[0]
-    return int(span) if span.isdecimal() else None
-
-
-def _length(headers: Message, start: int) -> int | None:
-    """Return the size of the whole file; None if the server does not state it."""
-    length = headers.get("Content-Length") or ""
-    return start + int(length) if length.isdecimal() else None
+    try:
+        while piece := response.read1(_CHUNK):
+            out.write(piece)
+            advance(len(piece))
+    except http.client.IncompleteRead as cut:
+        out.write(cut.partial)
+        raise _IncompleteDownloadError("the connection was closed") from None
 
 
 def check_space(folder: Path, needed: int, purpose: str) -> None:
@@ -263,14 +242,7 @@ def unpack(archive: Path, target: Path, watch: ProgressCallback) -> None:
         raise ArchiveError(f"{archive} cannot be unpacked: {one_line(problem)}") from None
 
 
-def get(
-    kind: type[Dataset],
-    to: Path | None,
-    url: str | None,
-    file: Path | None,
-    watch: ProgressCallback,
-    pause: float = 1.0,
-) -> Dataset:
+def get(kind: type[Dataset], to: Path | None, url: str | None, file: Path | None, watch: ProgressCallback) -> Dataset:
     """Install a dataset in ``to``/its name, from its publisher, a mirror (``url``) or an archive on disk (``file``).
 
     A dataset that exists already stays unchanged.
@@ -282,20 +254,18 @@ def get(
     found = dataset.recognize()
     if found is None:
         try:
-            _install(dataset, home, url, file, watch, pause)
+            _install(dataset, home, url, file, watch)
         except OSError as problem:
             raise UserError(f"{kind.name} cannot be written to {home}: {problem.strerror or problem}") from None
         return dataset
     watch.note(f"{kind.name} is in {found[0]} already")
     if found[1] is LISTED and find_lists(found[0]) is None:
         for source in kind.sources[1:]:
-            _add_list(source, dataset.place, watch, pause, file)
+            _add_list(source, dataset.place, watch, file)
     return dataset
 
 
-def _install(
-    dataset: Dataset, home: Path, url: str | None, file: Path | None, watch: ProgressCallback, pause: float
-) -> None:
+def _install(dataset: Dataset, home: Path, url: str | None, file: Path | None, watch: ProgressCallback) -> None:
     """Download and unpack next to the target, then move everything to its place with one rename."""
     target, (source, *lists) = dataset.place, dataset.sources
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -305,8 +275,8 @@ def _install(
     part = home / f".{dataset.name}.{secrets.token_hex(4)}"
     try:
         part.mkdir(parents=True)
-        notes = [_add_list(one, part, watch, pause, file) for one in lists]  # small: trouble shows early
-        notes.insert(0, _add_archive(source, type(dataset)(part), home, url, file, watch, pause))
+        notes = [_add_list(one, part, watch, file) for one in lists]  # small: trouble shows early
+        notes.insert(0, _add_archive(source, type(dataset)(part), home, url, file, watch))
         (part / NOTE).write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
         if target.exists():
             target.rmdir()  # empty, as was seen before
@@ -318,7 +288,7 @@ def _install(
 
 
 def _add_archive(
-    source: Source, part: Dataset, home: Path, url: str | None, file: Path | None, watch: ProgressCallback, pause: float
+    source: Source, part: Dataset, home: Path, url: str | None, file: Path | None, watch: ProgressCallback
 ) -> dict[str, str]:
     """Download, check and unpack the images; return what ``source.json`` records of them."""
     path, origin = file or home / source.file, url or source.url
@@ -330,7 +300,7 @@ def _add_archive(
         remedy = "Name the right archive"
     elif not present:
         remedy = "It was removed: try again, or name a mirror with --url"
-        download(origin, path, watch, pause, _SPACE)
+        download(origin, path, watch, _SPACE)
     try:
         hashes = check_hash(path, source, watch)
         unpack(path, part.place, watch)
@@ -343,19 +313,18 @@ def _add_archive(
     return {"file": source.file, "from": str(path) if present else origin, **hashes}
 
 
-def _add_list(source: Source, folder: Path, watch: ProgressCallback, pause: float, file: Path | None) -> dict[str, str]:
+def _add_list(source: Source, folder: Path, watch: ProgressCallback, file: Path | None) -> dict[str, str]:
     """Add a file that is stored with the images, from its publisher or from the folder of the archive ``file``."""
     path = folder / source.file
-    unchecked = path.with_name(f".{path.name}")
-    near = file.parent / source.file if file else None
-    present = near is not None and near.is_file()
+    unchecked, origin = path.with_name(f".{path.name}"), source.url
     try:
-        if near and present:
+        if file and (near := file.parent / source.file).is_file():
             shutil.copyfile(near, unchecked)
+            origin = str(near)
         else:
-            download(source.url, unchecked, watch, pause)
+            download(source.url, unchecked, watch)
         hashes = check_hash(unchecked, source, watch)
         unchecked.replace(path)
     finally:
         unchecked.unlink(missing_ok=True)
-    return {"file": source.file, "from": str(near) if present else source.url, **hashes}
+    return {"file": source.file, "from": origin, **hashes}

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -71,10 +71,10 @@ class HubDataset(Benchmark):
         """Download the dataset unless it is cached, and read its columns."""
         opened = self._opened
         whole = _images(opened, _TRAIN, short_side)
-        if opened.side is None:
-            kept, held = stratified_split(whole.labels, self.test_fraction, "test", opened.classes)
-            return ImageData(opened.classes, whole.subset(kept), whole.subset(held))
-        return ImageData(opened.classes, whole, _images(opened, opened.side, short_side))
+        if opened.side:
+            return ImageData(opened.classes, whole, _images(opened, opened.side, short_side))
+        kept, held = stratified_split(whole.labels, self.test_fraction, "test", opened.classes)
+        return ImageData(opened.classes, whole.subset(kept), whole.subset(held))
 
     def notes(self) -> list[str]:
         """Report an old copy, splits without classes, and classes without images."""
@@ -89,20 +89,17 @@ class HubDataset(Benchmark):
             raise UserError(f"{where} has no split {_TRAIN!r} with images, {only}: choose another dataset")
         image, column = _columns(splits[_TRAIN], self.where)
         labels = {_TRAIN: _labels(splits[_TRAIN], column)}
-        if not _complete(labels[_TRAIN]):
+        if (labels[_TRAIN] < 0).any():
             raise UserError(f"{where}: the split {_TRAIN!r} has images without a class: choose a dataset that has them")
-        side, passed_over = None, []
-        for name in (name for name in SIDES if name in splits):
-            found = _labels(splits[name], column)
-            if _complete(found):
-                _check_columns(splits[_TRAIN], splits[name], (image, column), f"{where}: the split {name!r}")
-                side, labels[name] = name, found
-                break
-            passed_over.append(name)
+        present = [name for name in SIDES if name in splits]
+        side = next((name for name in present if (_labels(splits[name], column) >= 0).all()), None)
+        if side:
+            _check_columns(splits[_TRAIN], splits[side], (image, column), f"{where}: the split {side!r}")
+            labels[side] = _labels(splits[side], column)
         instead = repr(side) if side else f"a part of {_TRAIN!r}"
         notes += [
             f"the split {name!r} of {where} has images without a class: the test set is {instead}"
-            for name in passed_over
+            for name in present[: present.index(side) if side else None]
         ]
         names = tuple(splits[_TRAIN].features[column].names)
         classes, numbered = _without_empty(names, labels, where)
@@ -136,15 +133,11 @@ def _open(where: str) -> tuple[Splits, list[str]]:
 def _quiet(datasets: Any) -> Iterator[None]:
     """Silence the package and the hub's client."""
     packages = (datasets.utils, import_module("huggingface_hub.utils"))
-    before = [(one, one.logging.get_verbosity()) for one in packages]
-    for one in packages:
-        one.logging.set_verbosity(logging.CRITICAL)
-    try:
-        with without_bars(*packages):
-            yield
-    finally:
-        for one, verbosity in before:
-            one.logging.set_verbosity(verbosity)
+    with without_bars(*packages), ExitStack() as later:
+        for one in packages:
+            later.callback(one.logging.set_verbosity, one.logging.get_verbosity())
+            one.logging.set_verbosity(logging.CRITICAL)
+        yield
 
 
 @dataclass(frozen=True)
@@ -167,31 +160,18 @@ def _fetch(datasets: Any, where: str) -> tuple[Splits, list[str]]:
         own = f"; class folders of your own go without {HUB}" if folder.is_dir() else ""
         raise UserError(f"{HUB}{where} is {what}: write {_FORM}{own}")
     asked = _Named(f"{HUB}{where}", found["name"], found["config"], found["revision"])
-    try:
-        name, commit = _ask(datasets, asked)
-    except _UnreachedError as problem:
-        return _fetched_before(datasets, asked, str(problem))
-    return _fetch_commit(datasets, asked, name, commit), []
-
-
-class _UnreachedError(Exception):
-    """The hub does not answer."""
-
-
-def _ask(datasets: Any, asked: _Named) -> tuple[str, str]:
-    """Return the full name of a dataset, and the commit of its revision."""
     if datasets.config.HF_HUB_OFFLINE:
-        raise _UnreachedError("HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set")
+        return _fetched_before(datasets, asked, "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set")
     errors: Any = import_module("huggingface_hub.errors")
     api = import_module("huggingface_hub").HfApi(endpoint=datasets.config.HF_ENDPOINT, library_name="probprompt")
     try:
         with asking_for("dataset", asked.name, asked.where):
-            found = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
+            about = api.dataset_info(asked.name, revision=asked.revision, timeout=TIMEOUT)
     except errors.HFValidationError as problem:
         raise UserError(f"{asked.where} is no name of a dataset: {one_line(problem)}") from None
     except failures() as problem:
-        raise _UnreachedError(one_line(problem)) from None
-    return str(found.id), str(found.sha)
+        return _fetched_before(datasets, asked, one_line(problem))
+    return _fetch_commit(datasets, asked, str(about.id), str(about.sha)), []
 
 
 def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Splits:
@@ -199,7 +179,10 @@ def _fetch_commit(datasets: Any, asked: _Named, name: str, commit: str) -> Split
     try:
         builder = datasets.load_dataset_builder(name, asked.config, revision=commit)
     except Exception as problem:  # noqa: BLE001 (what others put on the hub makes the package raise anything)
-        configs = _configurations(datasets, name, commit) if isinstance(problem, ValueError) else []
+        configs: list[str] = []
+        if isinstance(problem, ValueError):
+            with suppress(Exception):  # that it cannot be loaded is said already
+                configs = list(datasets.get_dataset_config_names(name, revision=commit))
         if configs and (asked.config not in configs if asked.config else len(configs) > 1):
             at = f"@{asked.revision}" if asked.revision else ""
             raise UserError(
@@ -223,13 +206,6 @@ def _unusable(
 ) -> UserError:
     reason = one_line(problem.__cause__ if isinstance(problem.__cause__, Exception) else problem)
     return UserError(f"{asked.where} cannot be loaded: {reason}; {remedy}")
-
-
-def _configurations(datasets: Any, name: str, commit: str) -> list[str]:
-    try:
-        return list(datasets.get_dataset_config_names(name, revision=commit))
-    except Exception:  # noqa: BLE001 (that it cannot be loaded is said already)
-        return []
 
 
 def _fetched_before(datasets: Any, asked: _Named, reason: str) -> tuple[Splits, list[str]]:
@@ -291,10 +267,6 @@ def _check_columns(train: _Split, other: _Split, columns: tuple[str, str], where
         one, two = train.features[column], other.features.get(column)
         if type(one) is not type(two) or getattr(one, "names", None) != getattr(two, "names", None):
             raise UserError(f"{where} has another column {column!r} than {_TRAIN!r}: save both with the same features")
-
-
-def _complete(labels: NDArray[np.int64]) -> bool:
-    return bool((labels >= 0).all())
 
 
 def _without_empty(

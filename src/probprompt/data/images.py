@@ -63,7 +63,9 @@ def read_image(source: Path | IO[bytes], short_side: int | None = None, formats:
     """
     try:
         with _open(source, formats) as opened:
-            _refuse_giant(opened)
+            limit = Image.MAX_IMAGE_PIXELS
+            if limit and opened.width * opened.height > limit:
+                raise UnreadableImageError(f"{opened.width} x {opened.height} pixels are more than {limit}")
             image = to_rgb(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise UnreadableImageError("no image format that can be read") from None
@@ -104,12 +106,6 @@ def _is_heic(source: Path | IO[bytes]) -> bool:
     head = source.read(12)
     source.seek(0)
     return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
-
-
-def _refuse_giant(image: Image.Image) -> None:
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit and image.width * image.height > limit:
-        raise UnreadableImageError(f"{image.width} x {image.height} pixels are more than {limit}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from probprompt.data.datasets import ImageSet, is_hidden, list_classes, subfolders
+from probprompt.data.datasets import ImageSet, is_hidden, list_classes, listed_images, loose_images, subfolders
 from probprompt.data.images import SUFFIXES, Pixels, UnreadableImageError, read_ahead, read_image, reduce_to, to_rgb
 from probprompt.errors import UserError, shorten
 
-_AHEAD = 4  # images per decoder that may be read before they are needed
 _JOINING = dict.fromkeys([0x200C, 0x200D, *range(0xE0020, 0xE0080)])
 """Invisible characters of words (Persian, Hindi) and emoji (families, flags)."""
 ALLOWED = "a path, a PIL image or an array of pixels"
@@ -53,13 +52,10 @@ def to_pixels(image: object, short_side: int | None = None) -> Pixels:
     return np.asarray(reduce_to(Image.fromarray(_plain_array(image)), short_side))
 
 
-def _plain_array(image: object) -> Pixels:
+def _plain_array(image: Any) -> Pixels:
+    _check_kind(image)
     tensor = isinstance(image, torch.Tensor)
-    if isinstance(image, torch.Tensor):
-        image = image.detach().cpu().numpy()
-    if not isinstance(image, np.ndarray):
-        raise _other_kind(image)
-    found = image
+    image = found = image.detach().cpu().numpy() if tensor else image
     if found.ndim == 3 and (tensor or found.shape[2] not in (1, 3, 4)) and found.shape[0] in (1, 3, 4):
         found = found.transpose(1, 2, 0)  # tensors have their colours first
     if found.ndim == 2:
@@ -116,14 +112,12 @@ def same_name(name: str) -> str:
 def _distinct(names: Iterable[object], where: str) -> tuple[str, ...]:
     """Normalize the names of classes; two equal ones are an error."""
     seen: dict[str, str] = {}
-    found = []
-    for given in names:
-        name = clean_name(given)
-        if same_name(name) in seen:
-            raise UserError(f"{where} has two classes of one name, {seen[same_name(name)]!r} and {name!r}: merge them")
-        seen[same_name(name)] = name
-        found.append(name)
-    return tuple(found)
+    for name in map(clean_name, names):
+        key = same_name(name)
+        if key in seen:
+            raise UserError(f"{where} has two classes of one name, {seen[key]!r} and {name!r}: merge them")
+        seen[key] = name
+    return tuple(seen.values())
 
 
 def _class_folders(root: Path, short_side: int | None) -> LabeledImages:
@@ -132,14 +126,11 @@ def _class_folders(root: Path, short_side: int | None) -> LabeledImages:
         raise UserError(f"{root} {kind}: give a folder with one folder of images per class")
     folders = [path.name for path in subfolders(root)]
     if not folders:
-        loose = sum(path.suffix.lower() in SUFFIXES for path in root.iterdir() if path.is_file())
-        hint = f": its {loose} image(s) must lie in one folder per class" if loose else ""
-        raise UserError(f"{root} holds no class folder{hint or ': put the images of each class into a folder there'}")
+        hint = loose_images(root) or "put the images of each class into a folder there"
+        raise UserError(f"{root} holds no class folder: {hint}")
     classes = _distinct(folders, str(root))
-    listed = list_classes(root, folders)
-    names = tuple(name for name, _ in listed)
-    labels = np.array([label for _, label in listed], dtype=np.int64)
-    return LabeledImages(classes, ImageSet(names, labels, lambda row: read_image(root / names[row], short_side)))
+    found = listed_images(root, list_classes(root, folders), short_side)
+    return LabeledImages(classes, ImageSet(found.names, found.labels, found.read))  # without files: never cached
 
 
 def _by_class(groups: Mapping[Any, Any], short_side: int | None) -> LabeledImages:
@@ -193,11 +184,9 @@ def _dataset(dataset: Any, short_side: int | None) -> LabeledImages:
             raise UserError(f"item {index} of the dataset is no image with its label: {problem}") from None
     if not labels:
         raise UserError("the dataset is empty")
-    present = sorted(set(labels))
-    place = {label: index for index, label in enumerate(present)}
-    names = [f"item {index}" for index in range(len(labels))]
-    classes = tuple(every[label] for label in present)
-    return _set_of(classes, names, [place[label] for label in labels], pixels, short_side)
+    present, places = np.unique(labels, return_inverse=True)
+    classes = tuple(every[label] for label in present.tolist())
+    return _set_of(classes, [f"item {index}" for index in range(len(labels))], places.tolist(), pixels, short_side)
 
 
 def _set_of(
@@ -211,17 +200,13 @@ def _set_of(
 
 def _check_kind(item: object) -> None:
     if not isinstance(item, str | os.PathLike | Image.Image | np.ndarray | torch.Tensor):
-        raise _other_kind(item)
-
-
-def _other_kind(item: object) -> UserError:
-    return UserError(f"an image must be {ALLOWED}, not {type(item).__name__} ({item!r:.60})")
+        raise UserError(f"an image must be {ALLOWED}, not {type(item).__name__} ({item!r:.60})")
 
 
 def _called(item: object, otherwise: str) -> str:
     """Return the file name of an image, if it has one."""
     if isinstance(item, str | os.PathLike):
-        return os.fspath(item) if isinstance(os.fspath(item), str) else os.fsdecode(item)
+        return os.fsdecode(item)
     named = getattr(item, "filename", "")
     return str(named) if isinstance(item, Image.Image) and named else otherwise
 

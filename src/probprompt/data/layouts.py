@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -25,11 +25,12 @@ from probprompt.data.datasets import (
     in_order,
     is_image,
     list_classes,
+    listed_images,
     same_classes,
     stratified_split,
     subfolders,
 )
-from probprompt.data.images import ImageFiles, Pixels, reduce_to
+from probprompt.data.images import Pixels, reduce_to
 from probprompt.errors import UserError, one_line, shorten
 
 Listed = Sequence[tuple[str, int]]
@@ -64,23 +65,18 @@ class Layout:
 
 def assemble(root: Path, short_side: int | None, classes: Sequence[str], train: Listed, test: Listed) -> ImageData:
     """Make a training and a test set of one folder, whose images share one cache entry."""
-    names = tuple(name for name, _ in chain(train, test))
-    labels = np.array([label for _, label in chain(train, test)], dtype=np.int64)
-    every = ImageSet.of_files(ImageFiles(root, names, short_side), labels)
-    cut = len(train)
-    return ImageData(tuple(classes), every.subset(range(cut)), every.subset(range(cut, len(names))))
+    every, cut = listed_images(root, [*train, *test], short_side), len(train)
+    return ImageData(tuple(classes), every.subset(range(cut)), every.subset(range(cut, len(every))))
 
 
 def _side(root: Path) -> str | None:
     """Return the folder of test images: the first with the classes of ``train``, else the first with any."""
-    train = root / "train"
-    if not train.is_dir() or len(subfolders(train)) < 2:
-        return None
-    found = {side: {path.name for path in subfolders(root / side)} for side in SIDES if (root / side).is_dir()}
-    classes = {path.name for path in subfolders(train)}
+    sides = [side for side in ("train", *SIDES) if (root / side).is_dir()]
+    found = {side: {path.name for path in subfolders(root / side)} for side in sides}
+    classes = found.pop("train", set())
     same = [side for side in found if found[side] == classes]
     some = [side for side in found if len(found[side]) > 1]
-    return next(iter(same + some), None)
+    return next(iter(same + some), None) if len(classes) > 1 else None
 
 
 def tree(rename: Rename) -> Layout:
@@ -132,10 +128,8 @@ def numbered_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
 
 def wordnet_names(root: Path, folders: Sequence[str]) -> tuple[str, ...]:
     """Return the words for WordNet's numbers, from ``words.txt`` or ``README.txt`` next to the images."""
-    words: dict[str, str] = {}
-    for folder in (root, root.parent):
-        for file in ("words.txt", "README.txt"):
-            words = words or _words(folder / file)
+    files = (folder / file for folder in (root, root.parent) for file in ("words.txt", "README.txt"))
+    words = next(filter(None, map(_words, files)), {})
     return _distinct([words.get(name, name) for name in folders], folders)
 
 
@@ -321,7 +315,7 @@ def load_cub(root: Path, short_side: int | None) -> ImageData:
             raise UserError(f"{root / 'train_test_split.txt'} says nothing of image {number}: get the lists anew")
         sides[training[number]].append((int(labels[number]) - 1, PurePosixPath(path)))
     train, test = ([(f"images/{path}", label) for label, path in sorted(side)] for side in sides.values())
-    _refuse_missing(root, {root / "images.txt": [name for name, _ in chain(train, test)]})
+    _refuse_missing(root, {root / "images.txt": [name for name, _ in train + test]})
     data = assemble(root, short_side, numbered_names(root, folders), train, test)
     return replace(data, train=_as_in("train", data.train), test=_as_in("test", data.test))
 
@@ -336,9 +330,10 @@ def _cub_folders(paths: Mapping[str, str], labels: Mapping[str, str], root: Path
         label, folder = labels.get(number, "none"), path.split("/")[0]
         if not label.isdecimal() or folders.setdefault(label, folder) != folder:
             raise UserError(f"{root / 'image_class_labels.txt'} gives image {number} the class {label}: get it anew")
-    if set(folders) != {str(label) for label in range(1, len(folders) + 1)}:
+    due = [str(label) for label in range(1, len(folders) + 1)]
+    if set(folders) != set(due):
         raise UserError(f"{root / 'image_class_labels.txt'} leaves out classes: get it anew")
-    return [folders[str(label)] for label in range(1, len(folders) + 1)]
+    return [folders[label] for label in due]
 
 
 def _table(path: Path) -> dict[str, str]:
@@ -368,13 +363,11 @@ def _refuse_missing(root: Path, lists: Mapping[Path, Sequence[str]]) -> None:
     for folder, _, files in os.walk(root):
         within = Path(folder).relative_to(root).as_posix()
         there.update(file if within == "." else f"{within}/{file}" for file in files)
-    messages = []
-    for source, names in lists.items():
-        missing = [name for name in names if name not in there]
-        if missing:
-            messages.append(
-                f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}"
-            )
+    messages = [
+        f"{len(missing)} of {len(names)} images of {source} are not in {root}: {shorten(missing, 3)}"
+        for source, names in lists.items()
+        if (missing := [name for name in names if name not in there])
+    ]
     if messages:
         raise UserError("; ".join(messages))
 
@@ -389,13 +382,11 @@ CUB = Layout(
 
 def find_lists(root: Path) -> tuple[Path, Path] | None:
     """Return the lists of training and test images."""
-    places = (root, root.parent, root / "splits", root.parent / "splits")
-    for folder in places:
-        for name in ("imagenet-r_{}", "{}"):
-            for ending in (".yaml", ".yml", ".txt"):
-                train, test = (folder / (name.format(side) + ending) for side in ("train", "test"))
-                if train.is_file() and test.is_file():
-                    return train, test
+    folders = (root, root.parent, root / "splits", root.parent / "splits")
+    for folder, name, ending in product(folders, ("imagenet-r_", ""), (".yaml", ".yml", ".txt")):
+        train, test = (folder / f"{name}{side}{ending}" for side in ("train", "test"))
+        if train.is_file() and test.is_file():
+            return train, test
     return None
 
 
@@ -419,11 +410,7 @@ def read_list(path: Path) -> tuple[list[str], list[int] | None]:
             parts["targets"] += [number] if number else []
         else:
             raise UserError(f"{path}, line {place}: a path or a number is due, not {line!r}")
-    return _checked_list(path, parts["data"], parts["targets"])
-
-
-def _checked_list(path: Path, data: list[str], targets: list[str]) -> tuple[list[str], list[int] | None]:
-    names = ["/".join(name.split("/")[-2:]) for name in data]
+    names, targets = ["/".join(name.split("/")[-2:]) for name in parts["data"]], parts["targets"]
     wrong = [name for name in names if "/" not in name or ".." in name.split("/") or name.startswith("/")]
     if wrong or not names:
         raise UserError(f"{path} must name images as class/file, not {shorten(wrong or ['nothing'], 3)}")
@@ -437,7 +424,7 @@ def load_listed(root: Path, short_side: int | None) -> ImageData:
     lists = find_lists(root)
     if lists is None:
         raise UserError(f"{root} has no lists of training and test images: put them there, as train.txt and test.txt")
-    (train, train_labels), (test, test_labels) = (read_list(path) for path in lists)
+    (train, train_labels), (test, test_labels) = map(read_list, lists)
     twice = set(train) & set(test)
     if twice or len(set(train)) != len(train) or len(set(test)) != len(test):
         raise UserError(f"{lists[0]} and {lists[1]} name images twice: {shorten(sorted(twice) or ['in one list'], 3)}")
@@ -451,8 +438,8 @@ def load_listed(root: Path, short_side: int | None) -> ImageData:
     folders = _numbered_folders(train + test, labels, lists)
     _refuse_missing(root, {lists[0]: train, lists[1]: test})
     number = {folder: label for label, folder in enumerate(folders)}
-    sides = [[(name, number[name.split("/")[0]]) for name in side] for side in (train, test)]
-    data = assemble(root, short_side, wordnet_names(root, folders), sides[0], sides[1])
+    sides = ([(name, number[name.split("/")[0]]) for name in side] for side in (train, test))
+    data = assemble(root, short_side, wordnet_names(root, folders), *sides)
     return replace(data, lists=tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in lists))
 
 
@@ -461,11 +448,9 @@ def _numbered_folders(names: Sequence[str], labels: Sequence[int] | None, lists:
     folders = [name.split("/")[0] for name in names]
     if labels is None:
         return in_order(set(folders))
-    pairs = sorted(set(zip(labels, folders, strict=True)))
-    if [label for label, _ in pairs] != list(range(len(set(folders)))):
-        raise UserError(
-            f"{lists[0]} and {lists[1]} give a class two numbers, or leave out one of 0 to {len(set(folders)) - 1}"
-        )
+    pairs, classes = sorted(set(zip(labels, folders, strict=True))), len(set(folders))
+    if [label for label, _ in pairs] != list(range(classes)):
+        raise UserError(f"{lists[0]} and {lists[1]} give a class two numbers, or leave out one of 0 to {classes - 1}")
     return [folder for _, folder in pairs]
 
 
@@ -493,16 +478,14 @@ LISTED = Layout(
 
 def load_tiny(root: Path, short_side: int | None) -> ImageData:
     """Load Tiny-ImageNet as published; validation images are the test set, since test/ has no labels."""
-    folders = class_folders(root / "train")
+    folders, annotations = class_folders(root / "train"), root / "val" / "val_annotations.txt"
     number = {folder: label for label, folder in enumerate(folders)}
     test = []
-    annotations = root / "val" / "val_annotations.txt"
     for place, line in _lines(annotations):
         file, *rest = line.split("\t")
         if not rest or rest[0] not in number or "/" in file:
-            raise UserError(
-                f"{annotations}, line {place}: a file and one of the classes of train/ are due, not {line!r}"
-            )
+            due = "a file and one of the classes of train/ are due"
+            raise UserError(f"{annotations}, line {place}: {due}, not {line!r}")
         test.append((f"val/images/{file}", number[rest[0]]))
     _refuse_missing(root / "val", {annotations: [name.removeprefix("val/") for name, _ in test]})
     train = list_classes(root, folders, "train")

@@ -18,8 +18,6 @@ from probprompt.errors import UserError, shorten
 PLACE = "PROBPROMPT_DATA"
 """Environment variable with the folder of all datasets."""
 
-_BIRDS = Path(__file__).parent / "cub200.csv"
-_SHOWN = 5
 _LISTS = (
     "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
 )
@@ -103,11 +101,9 @@ class Dataset(Benchmark):
 
     def recognize(self) -> tuple[Path, Layout] | None:
         """Return the same, or None without such a dataset."""
-        for folder in self._candidates():
-            for layout in self.layouts:
-                if folder.is_dir() and layout.fits(folder):
-                    return folder, layout
-        return None
+        bases = (self.place / self.name, self.place) if self.root else (self.place,)
+        folders = (base / name for base in bases for name in (*self.folders, ""))
+        return next(((path, one) for path in folders for one in self.layouts if path.is_dir() and one.fits(path)), None)
 
     def miscounts(self, data: ImageData) -> list[str]:
         """Return differences from the published number of classes and images, and order of classes."""
@@ -141,12 +137,6 @@ class Dataset(Benchmark):
         """The folder in which it is expected."""
         return self.root.absolute() if self.root else data_folder() / self.name
 
-    def _candidates(self) -> Iterator[Path]:
-        bases = (self.place / self.name, self.place) if self.root else (self.place,)
-        for base in bases:
-            yield from (base / folder for folder in self.folders)
-            yield base
-
     def _missing(self) -> str:
         forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
         if self.root and self.place.is_dir():
@@ -173,19 +163,15 @@ def _odd_classes(
     names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
 ) -> Iterator[str]:
     """Report classes whose number of images differs from the published one, or is outside its limits."""
-    counts = np.bincount(images.labels, minlength=len(names)).tolist()
+    counts = list(zip(names, np.bincount(images.labels, minlength=len(names)).tolist(), strict=True))
     least, most = limits
-    exact, beyond = [], []
-    for name, count in zip(names, counts, strict=True):
-        if name in due and count != due[name]:
-            exact.append(f"{name} has {count} instead of {due[name]}")
-        elif name not in due and not least <= count <= most:
-            beyond.append(f"{name} has {count}")
+    exact = [f"{name} has {n} instead of {due[name]}" for name, n in counts if name in due and n != due[name]]
+    beyond = [f"{name} has {n}" for name, n in counts if name not in due and not least <= n <= most]
     if exact:
-        yield f"not as many images of each class as published: {shorten(exact, _SHOWN)}"
+        yield f"not as many images of each class as published: {shorten(exact)}"
     if beyond:
         each = f"{least}" if least == most else f"{least} to {most}"
-        yield f"published are {each} images of each class, but {shorten(beyond, _SHOWN)}"
+        yield f"published are {each} images of each class, but {shorten(beyond)}"
 
 
 @benchmark
@@ -238,7 +224,7 @@ class Cub200(Dataset):
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
         """By the official split."""
-        with _BIRDS.open(encoding="utf-8", newline="") as file:
+        with (Path(__file__).parent / "cub200.csv").open(encoding="utf-8", newline="") as file:
             return {row["class"]: (int(row["train"]), int(row["test"])) for row in csv.DictReader(file)}
 
 
@@ -291,12 +277,7 @@ def recognize(path: Path) -> Dataset | None:
         raise UserError(f"{path} holds {len(inside)} datasets: name one of {shorten(places)}")
     if inside:
         return inside[0](path)
-    for source in known:
-        found = source(path).recognize()
-        if found and found[1].telling(found[0]):
-            return source(path)
-    for source in known:
-        names = {source.name, *source.folders}
-        if path.name in names and source(path).recognize():
-            return source(path)
-    return None
+    fitting = [(source, found) for source in known if (found := source(path).recognize())]
+    telling = [source for source, (folder, layout) in fitting if layout.telling(folder)]
+    named = [source for source, _ in fitting if path.name in (source.name, *source.folders)]
+    return next((source(path) for source in telling + named), None)

@@ -18,8 +18,6 @@ from typing import TypeGuard
 
 from probprompt.errors import UserError, shorten, suggest
 
-__all__ = ["Task", "build_stream", "class_order", "order_hash", "parse_tasks", "split_sizes"]
-
 _ALLOWED = (
     "allowed are a number of tasks (5), the number of classes of each task (4,4,2), or a file of class names "
     'as JSON such as [["cat", "dog"], ["owl"]] or as text with one line per task, commas between the names'
@@ -90,9 +88,20 @@ def build_stream(
     (Task(index=0, classes=(2,), first=0), Task(index=1, classes=(1, 0), first=1))
     """
     ids = _ids(class_names)
-    groups = _cut(ids, tasks, seed)
-    ends = list(accumulate(len(group) for group in groups))
-    return tuple(Task(index, group, ends[index] - len(group)) for index, group in enumerate(groups))
+    if _is_number(tasks):
+        return _cut(class_order(len(ids), seed), split_sizes(len(ids), tasks))
+    items: list[object] = list(tasks) if _is_list(tasks) else []
+    numbers = [item for item in items if _is_number(item)]
+    lists = [item for item in items if _is_list(item)]
+    if items and len(numbers) == len(items):
+        if min(numbers) < 1:
+            raise UserError(f"every task needs at least 1 class, got the sizes {numbers}")
+        if sum(numbers) != len(ids):
+            raise UserError(f"the sizes {numbers} add up to {sum(numbers)}, but there are {len(ids)} classes")
+        return _cut(class_order(len(ids), seed), numbers)
+    if items and len(lists) == len(items):
+        return _cut(_named(ids, lists), [len(group) for group in lists])
+    raise UserError(f"the tasks cannot be {tasks!r}: {_ALLOWED}")
 
 
 def parse_tasks(text: str) -> int | tuple[int, ...] | tuple[tuple[str, ...], ...]:
@@ -115,9 +124,8 @@ def parse_tasks(text: str) -> int | tuple[int, ...] | tuple[tuple[str, ...], ...
             raise UserError(f"the tasks {text!r} hold a number below 1: {_ALLOWED}")
         return numbers if len(numbers) > 1 else numbers[0]
     content = _read(Path(text))
-    if Path(text).suffix.lower() == ".json" or content.lstrip().startswith("["):
-        return _parse_json(content, text)
-    return _parse_lines(content, text)
+    as_json = Path(text).suffix.lower() == ".json" or content.lstrip().startswith("[")
+    return _parse_json(content, text) if as_json else _parse_lines(content, text)
 
 
 def order_hash(tasks: Sequence[Task], class_names: Sequence[str]) -> str:
@@ -142,31 +150,17 @@ def _ids(class_names: Sequence[str]) -> dict[str, int]:
     return ids
 
 
-def _cut(ids: dict[str, int], tasks: object, seed: int) -> list[tuple[int, ...]]:
-    """Make the groups of class ids, whichever way the tasks are given."""
-    if _is_number(tasks):
-        return _chunks(class_order(len(ids), seed), split_sizes(len(ids), tasks))
-    items = list(tasks) if _is_list(tasks) else []
-    numbers = [item for item in items if _is_number(item)]
-    lists = [item for item in items if _is_list(item)]
-    if items and len(numbers) == len(items):
-        if min(numbers) < 1:
-            raise UserError(f"every task needs at least 1 class, got the sizes {numbers}")
-        if sum(numbers) != len(ids):
-            raise UserError(f"the sizes {numbers} add up to {sum(numbers)}, but there are {len(ids)} classes")
-        return _chunks(class_order(len(ids), seed), numbers)
-    if items and len(lists) == len(items):
-        return _named(ids, lists)
-    raise UserError(f"the tasks cannot be {tasks!r}: {_ALLOWED}")
+def _cut(order: Sequence[int], sizes: Sequence[int]) -> tuple[Task, ...]:
+    """Cut class ids in their order into tasks of these sizes."""
+    firsts = accumulate(sizes, initial=0)
+    return tuple(
+        Task(index, tuple(order[first : first + size]), first)
+        for index, (size, first) in enumerate(zip(sizes, firsts, strict=False))
+    )
 
 
-def _chunks(order: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    ends = list(accumulate(sizes))
-    return [tuple(order[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-
-def _named(ids: dict[str, int], groups: Sequence[Sequence[object]]) -> list[tuple[int, ...]]:
-    """Look up the classes of each task; each class must be in exactly one. Messages count tasks from 1."""
+def _named(ids: dict[str, int], groups: Sequence[Sequence[object]]) -> list[int]:
+    """Return the classes of all tasks; each class must be in exactly one. Messages count tasks from 1."""
     home: dict[str, int] = {}
     spelled = {unicodedata.normalize("NFC", name): name for name in ids}  # a Mac writes é as two characters
     for task, group in enumerate(groups, start=1):
@@ -184,7 +178,7 @@ def _named(ids: dict[str, int], groups: Sequence[Sequence[object]]) -> list[tupl
     missing = [name for name in ids if name not in home]
     if missing:
         raise UserError(f"{len(missing)} of {len(ids)} classes are in no task: {shorten(missing, 5)}")
-    return _chunks([ids[name] for name in home], [len(group) for group in groups])
+    return [ids[name] for name in home]
 
 
 def _is_number(value: object) -> TypeGuard[int]:

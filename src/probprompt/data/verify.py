@@ -1,9 +1,8 @@
 """Check a dataset on disk against its publication: counts, encodings, unreadable files, duplicates."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import IO
@@ -25,7 +24,6 @@ _TIFF = {"raw", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "l
 _JPEG = {".jpg", ".jpeg"}
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError)
 _LOOKED = 64  # files of each split whose first bytes are read
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,10 @@ def check(source: Benchmark, watch: ProgressCallback, quick: bool = False) -> Re
     problems = source.miscounts(data) if isinstance(source, Dataset) else []
     if quick:
         return Report(tuple(facts), tuple(_notes(source, data)), tuple(problems))
+    roots = [images.files.root if images.files else None for images in (data.train, data.test)]
+    within = [f"{root.name}/" if root and roots[0] != roots[1] else "" for root in roots]
     with watch.stage("reading images", len(data.train) + len(data.test)):
-        train, test = (_look(images, within, watch) for images, within in _sides(data))
+        train, test = _look(data.train, within[0], watch), _look(data.test, within[1], watch)
     notes = _notes(source, data, train.sizes | test.sizes)
     damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
     problems += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
@@ -82,24 +82,16 @@ def _counts(data: ImageData) -> list[str]:
 class _Seen:
     """The contents of the images of one split."""
 
-    names: dict[bytes, list[str]]
+    names: dict[bytes, list[str]] = field(default_factory=dict)
     """By the hash of their pixels."""
-    unreadable: dict[str, str]
-    sizes: set[tuple[int, int]]
+    unreadable: dict[str, str] = field(default_factory=dict)
+    sizes: set[tuple[int, int]] = field(default_factory=set)
     """Widths and heights."""
 
 
-def _sides(data: ImageData) -> Iterator[tuple[ImageSet, str]]:
-    """Return both splits, each with the folder to put before its names."""
-    roots = [images.files.root if images.files else None for images in (data.train, data.test)]
-    for images, root in zip((data.train, data.test), roots, strict=True):
-        yield images, f"{root.name}/" if root and roots[0] != roots[1] else ""
-
-
 def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
-    names: dict[bytes, list[str]] = {}
-    unreadable: dict[str, str] = {}
-    sizes: set[tuple[int, int]] = set()
+    """Read all images, whose names get ``within`` before them."""
+    seen = _Seen()
 
     def digest(index: int) -> tuple[bytes, tuple[int, int]]:
         pixels = images.read(index)
@@ -111,26 +103,23 @@ def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
     for index, result in read_ahead(digest, range(len(images))):
         name = within + images.names[index]
         if isinstance(result, UnreadableImageError):
-            unreadable[name] = str(result)
+            seen.unreadable[name] = str(result)
         else:
-            names.setdefault(result[0], []).append(name)
-            sizes.add(result[1])
+            seen.names.setdefault(result[0], []).append(name)
+            seen.sizes.add(result[1])
         watch.advance(1)
-    return _Seen(names, unreadable, sizes)
+    return seen
 
 
 def _shared(train: _Seen, test: _Seen, source: Benchmark, notes: list[str], problems: list[str]) -> None:
-    pairs = [
-        f"{name} = {train.names[content][0]}"
-        for content in test.names
-        if content in train.names
-        for name in test.names[content]
-    ]
-    within = Counter({"train": _repeated(train), "test": _repeated(test)})
-    notes += [f"{count} image(s) of {side} are there more than once" for side, count in within.items() if count]
+    shared = [content for content in test.names if content in train.names]
+    pairs = [f"{name} = {train.names[content][0]}" for content in shared for name in test.names[content]]
+    for side, seen in (("train", train), ("test", test)):
+        repeated = sum(len(names) - 1 for names in seen.names.values())
+        notes += [f"{repeated} image(s) of {side} are there more than once"] if repeated else []
     if not pairs:
         return
-    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs, _SHOWN)}"
+    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs)}"
     known = source.figures.shared if isinstance(source, Dataset) else 0
     if known is None:
         notes.append(f"{text}. Whether the published data has as many is not known")
@@ -138,10 +127,6 @@ def _shared(train: _Seen, test: _Seen, source: Benchmark, notes: list[str], prob
         notes.append(f"{text}. The published data has {known} of them")
     else:
         problems.append(f"{text}. " + (f"The published data has {known} of them" if known else "Remove them from one"))
-
-
-def _repeated(seen: _Seen) -> int:
-    return sum(len(names) - 1 for names in seen.names.values())
 
 
 def source_at(path: Path) -> Benchmark:
@@ -167,13 +152,8 @@ def read_header(path: Path) -> Header | None:
     try:
         with path.open("rb") as file, Image.open(file) as image:
             kind = image.format or ""
-            if kind == "WEBP":
-                lossless = _whole_webp(file)
-            elif kind == "TIFF":
-                lossless = image.info.get("compression") in _TIFF
-            else:
-                lossless = kind in _FORMATS
-            return Header(kind, lossless, image.size)
+            lossless = kind in _FORMATS or (kind == "TIFF" and image.info.get("compression") in _TIFF)
+            return Header(kind, lossless or (kind == "WEBP" and _whole_webp(file)), image.size)
     except _BROKEN:
         return None
 
@@ -198,33 +178,26 @@ def other_differences(source: Dataset, data: ImageData, sizes: Collection[tuple[
 
     ``sizes``: widths and heights if all images were read; else a few headers are read.
     """
-    figures = source.figures
-    telling = figures.size or figures.encoding == "lossless"
+    figures, due = source.figures, source.figures.size
+    telling = due or figures.encoding == "lossless"
     headers = [header for path in _spread(data) if (header := read_header(path))] if telling else []
     seen = {header.size for header in headers} if sizes is None else set(sizes)
-    return [*_other_files(figures, data, headers), *_other_sizes(figures, seen), *_other_split(source.lists(), data)]
+    found = _other_files(figures, data, headers)
+    if due and (others := [f"{width} x {height}" for width, height in sorted(seen - {due})]):
+        found.append(f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized")
+    return found + _other_split(source.lists(), data)
 
 
 def _other_files(figures: Figures, data: ImageData, headers: Collection[Header]) -> list[str]:
     names = chain.from_iterable(images.names for images in (data.train, data.test) if images.pixels is None)
     endings = {PurePath(name).suffix.lower() for name in names}
-    if figures.encoding == "jpeg":
-        due, others = "JPEG files", {_kind(ending) for ending in endings - _JPEG}
-    elif figures.encoding == "lossless":
-        due = "images without loss"
-        others = {_kind(ending) for ending in endings - LOSSLESS} | {h.kind for h in headers if not h.lossless}
-    else:
+    if figures.encoding is None:
         return []
+    due, allowed = {"jpeg": ("JPEG files", _JPEG), "lossless": ("images without loss", LOSSLESS)}[figures.encoding]
+    others = {"JPEG" if ending in _JPEG else ending.lstrip(".").upper() for ending in endings - allowed}
+    others |= {header.kind for header in headers if figures.encoding == "lossless" and not header.lossless}
     kinds = ", ".join(sorted(others))
     return [f"images are {kinds} files, published are {due}: they were encoded anew"] if others else []
-
-
-def _other_sizes(figures: Figures, sizes: Collection[tuple[int, int]]) -> list[str]:
-    due = figures.size
-    others = [f"{width} x {height}" for width, height in sorted(sizes) if (width, height) != due]
-    if due is None or not others:
-        return []
-    return [f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized"]
 
 
 def _other_split(published: set[str], data: ImageData) -> list[str]:
@@ -247,7 +220,3 @@ def _spread(data: ImageData) -> Iterator[Path]:
         if images.files:
             for place in np.linspace(0, len(images) - 1, min(len(images), _LOOKED)).astype(int).tolist():
                 yield images.files.root / images.names[place]
-
-
-def _kind(ending: str) -> str:
-    return "JPEG" if ending in _JPEG else ending.lstrip(".").upper()
