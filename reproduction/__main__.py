@@ -10,9 +10,8 @@ import typer
 from probprompt import cli, distributed
 from probprompt.bench.results import BenchRecord, Curve, make_record, read_record, refuse_unwritable, write_record
 from probprompt.cli.cmd_bench import SECONDS_OF_MANY, bench_config, show_ratios
-from probprompt.cli.console import Screen
+from probprompt.cli.console import Device, Screen
 from probprompt.cli.grid_screen import GridScreen
-from probprompt.cli.options import Device
 from probprompt.config import apply_assignments, flatten
 from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import chip_words, hardware, machine_name

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from probprompt.cli.console import Screen
-from probprompt.cli.options import Device, Precision
+from probprompt.cli.console import Device, Precision, Screen
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from probprompt.cli.console import Screen
-from probprompt.cli.options import Assignments, Device, Precision, Preset
+from probprompt.cli.console import PLAIN, Assignments, Device, Precision, Preset, Screen
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,8 +105,6 @@ def _machine(record: "BenchRecord") -> str:
 
 def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
     from rich.table import Table
-
-    from probprompt.cli.console import PLAIN
 
     screen.title(f"\n{entry['method']} on {entry['backbone']}, {entry['precision']}, {_machine(record)}")
     screen.say(

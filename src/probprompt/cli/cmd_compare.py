@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-import probprompt.cli.options as shared
+import probprompt.cli.console as shared
 from probprompt.cli.console import Screen
 from probprompt.errors import Interrupted, UserError
 
@@ -64,14 +64,7 @@ def compare(
     from probprompt.runs.grid import ExecutionOptions, Grid, RunActions
 
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
-    named = {
-        "data.tasks": tasks,
-        "data.test": str(test) if test else None,
-        "backbone.name": backbone,
-        "backbone.weights": weights,
-        "data.validation": shared.VALIDATION if validate else None,
-        "data.skip_unreadable": skip_unreadable or None,
-    }
+    named = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
     options = {name: value for name, value in named.items() if value is not None}
     distributed.refuse_several("a comparison")
     screen, where = GridScreen(), ExecutionOptions(workers, on, gpus_per_cell, cpus_per_cell)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-import probprompt.cli.options as shared
+import probprompt.cli.console as shared
 from probprompt.cli.console import Screen
 from probprompt.errors import Interrupted, UserError
 
@@ -93,14 +93,9 @@ def train(
     from probprompt.config import parse_config
 
     seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
-    given: dict[str, Any] = {
-        "data": {"benchmark": benchmark, "tasks": tasks, "test": str(test) if test else None},
-        "backbone": {"name": backbone, "weights": weights},
-        "method": {"name": method},
-        "training": {"epochs": epochs, "batch": batch},
-        "seeds": {name: seed if value is None else value for name, value in seeds.items()},
-    }
-    given["data"] |= {"validation": shared.VALIDATION if validate else None, "skip_unreadable": skip_unreadable or None}
+    given = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
+    given |= {"data.benchmark": benchmark, "method.name": method, "training.epochs": epochs, "training.batch": batch}
+    given |= {f"seeds.{name}": seed if value is None else value for name, value in seeds.items()}
     parsed = None
     with _one_voice():
         if resume:
@@ -154,10 +149,10 @@ def _gather(
     """Settings from the file, over them the options, over them the assignments."""
     from probprompt.config import apply_assignments, merge, read_toml
     from probprompt.data.stream import parse_tasks
+    from probprompt.runs.grid import nest
 
     settings = merge(base, read_toml(config)) if config else base
-    options = {name: {k: v for k, v in group.items() if v is not None} for name, group in given.items()}
-    settings = merge(settings, {name: group for name, group in options.items() if group})
+    settings = merge(settings, nest({name: value for name, value in given.items() if value is not None}))
     settings = apply_assignments(settings, assignments)
     tasks = settings.get("data", {}).get("tasks")
     return merge(settings, {"data": {"tasks": parse_tasks(tasks)}}) if isinstance(tasks, str) else settings
