@@ -1,12 +1,11 @@
 """The record of a benchmark: one JSON file, and how a later one compares with it."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, TypedDict, cast
+from statistics import geometric_mean
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -221,15 +220,11 @@ def _entry_ratios(old: Entry, new: Entry) -> Iterator[Ratio]:
 
 def _curve_ratios(old: Curve, new: Curve) -> Iterator[Ratio]:
     """Yield geometric means over the values that both curves have."""
-    before, now = ({point["value"]: point for point in curve["points"]} for curve in (old, new))
+    before, now = ({point["value"]: cast(Mapping[str, Any], point) for point in c["points"]} for c in (old, new))
     values, subject = [value for value in now if value in before], f"{new['method']}, {new['axis']} growing"
-    keys: dict[str, Literal["training_images_per_s", "inference_images_per_s"]] = {
-        "training": "training_images_per_s",
-        "inference": "inference_images_per_s",
-    }
-    for words, key in keys.items():
-        pairs = [(before[value][key], now[value][key]) for value in values]
-        known = [(math.log(first), math.log(second)) for first, second in pairs if first and second]
+    for name in ("training", "inference"):
+        pairs = [tuple(curve[value][f"{name}_images_per_s"] for curve in (before, now)) for value in values]
+        known = [pair for pair in pairs if all(pair)]
         if known:
-            means = [math.exp(fmean(logs)) for logs in zip(*known, strict=True)]
-            yield Ratio(subject, f"{words}, images/s, mean", means[0], means[1], True)
+            first, second = map(geometric_mean, zip(*known, strict=True))
+            yield Ratio(subject, f"{name}, images/s, mean", first, second, True)
