@@ -201,7 +201,6 @@ def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressC
 
 
 def _memory(setup: BenchSetup, trained: Training | None) -> Memory:
-    """Return the bytes."""
     return {
         "training_peak": trained.peak if trained else None,
         "training_reserved": trained.reserved if trained else None,

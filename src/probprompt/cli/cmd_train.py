@@ -46,10 +46,9 @@ def demo(
     runs = []
     for method, preset in presets.DEMO:
         screen.title(f"{method}: {methods.find(method).summary}")
-        target = folder / method
-        with _resumable(target):
-            run = api.train("emoji-r", method, preset=preset, out=target, seed=seed, device=device, progress=screen)
-        runs.append(run)
+        out = folder / method
+        with _resumable(out):
+            runs.append(api.train("emoji-r", method, preset=preset, out=out, seed=seed, device=device, progress=screen))
     folders = [run.folder for run in runs]
     picture = save_overview(folders, folder / "overview.png")
     page = write_report(folders, folder / "report.html")
@@ -172,7 +171,6 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 
 def _way_on(folder: Path, options: str = "") -> str:
-    """Say how to go on with a run that was stopped."""
     if not (folder / "run.json").exists():
         return "nothing was written yet"
     return f"go on with: probprompt train --resume {quote(str(folder))}{options}"
@@ -223,11 +221,11 @@ def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
     else:
         from probprompt.backbones import pretrained
 
-        listings = []
-        for item in pretrained.known():
-            place = f"{(item.size or 0) / 1e6:.1f} MB, {item.place}" if item.available else "no"
-            listings.append((item.name, item.description, place))
-        screen.listing(("backbone", "what it is", "on this machine"), listings)
+        listed = [
+            (one.name, one.description, f"{(one.size or 0) / 1e6:.1f} MB, {one.place}" if one.available else "no")
+            for one in pretrained.known()
+        ]
+        screen.listing(("backbone", "what it is", "on this machine"), listed)
         screen.say(
             "Any other plain timm ViT by its arch.tag, fetched unless it is in the cache of the hub or of torch.hub; a "
             "local file with --weights FILE (safetensors, npz, pth)."

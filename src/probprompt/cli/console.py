@@ -136,9 +136,7 @@ class Screen(ProgressCallback):
         if self._progress:
             self._progress.update(self._bar, remark=text)
 
-    def note(self, text: str) -> None:
-        """Print a remark of its own."""
-        self.say(text)
+    note = say
 
     def figures(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table of names and numbers."""
@@ -194,7 +192,11 @@ class Screen(ProgressCallback):
         """The outcomes of several runs."""
         for run in runs:
             self._matrix(run)
-        self._summary(runs)
+        keys = ("FAA", "CAA", "forgetting")
+        rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
+        self.say("")
+        self.figures(("", *keys), rows)
+        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
     def _matrix(self, run: Run) -> None:
         record, matrix = run.record, run.matrix
@@ -208,13 +210,6 @@ class Screen(ProgressCallback):
             return
         ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
         self.figures(("", "when learned", "in the end"), ends)
-
-    def _summary(self, runs: Sequence[Run]) -> None:
-        keys = ("FAA", "CAA", "forgetting")
-        rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
-        self.say("")
-        self.figures(("", *keys), rows)
-        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
 
 def _cell(value: float) -> str:

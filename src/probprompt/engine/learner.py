@@ -240,7 +240,14 @@ class Learner:
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
         loss, correct, finite = torch.cat([step.tally / self.steps(task), sound[None]]).tolist()  # the only wait
-        self._refuse_divergence(loss if finite else math.nan, task, epoch)
+        loss = loss if finite else math.nan
+        if not math.isfinite(loss):
+            raise UserError(
+                f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
+                f"Lower training.head_rate ({settings.head_rate}) or "
+                f"training.prompt_rate_factor ({settings.prompt_rate_factor}); "
+                "the checkpoint before this epoch is kept"
+            )
         return EpochResult(loss, 100 * correct, rate)
 
     def _step(self, task: TaskImages, optimizer: AdamW) -> Step:
@@ -354,15 +361,6 @@ class Learner:
         if rows is not None:
             with torch.no_grad():
                 weight[task.first :] = rows
-
-    def _refuse_divergence(self, loss: float, task: TaskImages, epoch: int) -> None:
-        if not math.isfinite(loss):
-            raise UserError(
-                f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
-                f"Lower training.head_rate ({self.config.training.head_rate}) or "
-                f"training.prompt_rate_factor ({self.config.training.prompt_rate_factor}); "
-                "the checkpoint before this epoch is kept"
-            )
 
 
 def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
