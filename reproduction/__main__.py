@@ -29,7 +29,7 @@ from reproduction.reproduce import (
     requested_runs,
     run_missing,
 )
-from reproduction.scaling import COSTS, find_axes, measure_curve
+from reproduction.scaling import COSTS, curve_ratios, find_axes, measure_curve
 
 app = typer.Typer(
     name="python -m reproduction",
@@ -245,7 +245,7 @@ def scaling(
     for curve in curves:
         _show_curve(screen, record, curve)
     if before:
-        show_ratios(screen, before, record)
+        show_ratios(screen, before, record, list(curve_ratios(before, record)))
     if out:
         screen.say(f"record: {out}")
     if plot:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any, TypedDict, cast
 
 import torch
@@ -169,13 +168,13 @@ def refuse_unwritable(path: Path | None) -> None:
 
 
 def ratios(before: BenchRecord, now: BenchRecord) -> list[Ratio]:
-    """Every figure of methods that both records hold, and the speed of growing settings at values that both hold."""
-    found = [ratio for old, new in matched(before, now) for ratio in _entry_ratios(old, new)]
-    curves = {(curve["axis"], curve["method"]): curve for curve in before["growth"]}
-    for curve in now["growth"]:
-        old = curves.get((curve["axis"], curve["method"]))
-        found += _curve_ratios(old, curve) if old else []
-    return found
+    """Every figure of methods that both records hold."""
+    return [
+        Ratio(new["method"], words, first, second, more_is_better)
+        for old, new in matched(before, now)
+        for (words, first, more_is_better), (_, second, _) in zip(_figures(old), _figures(new), strict=True)
+        if first and second
+    ]
 
 
 def matched(before: BenchRecord, now: BenchRecord) -> Iterator[tuple[Entry, Entry]]:
@@ -210,21 +209,3 @@ def _figures(entry: Entry) -> Iterator[tuple[str, float | None, bool]]:
     yield "latency of one image, median, ms", entry["latency"]["median_ms"], False
     yield "latency of one image, 99 %, ms", entry["latency"]["p99_ms"], False
     yield "peak memory in training, bytes", entry["memory"]["training_peak"], False
-
-
-def _entry_ratios(old: Entry, new: Entry) -> Iterator[Ratio]:
-    for (words, first, more_is_better), (_, second, _) in zip(_figures(old), _figures(new), strict=True):
-        if first and second:
-            yield Ratio(new["method"], words, first, second, more_is_better)
-
-
-def _curve_ratios(old: Curve, new: Curve) -> Iterator[Ratio]:
-    """Yield geometric means over the values that both curves have."""
-    before, now = ({point["value"]: cast(Mapping[str, Any], point) for point in c["points"]} for c in (old, new))
-    values, subject = [value for value in now if value in before], f"{new['method']}, {new['axis']} growing"
-    for name in ("training", "inference"):
-        pairs = [tuple(curve[value][f"{name}_images_per_s"] for curve in (before, now)) for value in values]
-        known = [pair for pair in pairs if all(pair)]
-        if known:
-            first, second = map(geometric_mean, zip(*known, strict=True))
-            yield Ratio(subject, f"{name}, images/s, mean", first, second, True)

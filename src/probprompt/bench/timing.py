@@ -173,32 +173,27 @@ class Stopwatch:
         return counted
 
 
-def _calls(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, str]]:
-    """Return the owner, name and stage of each call that is timed."""
-    learner, model = setup.learner, setup.model
-    return [
-        (type(learner.viewer), "random", "data"),  # itself it is frozen
-        (learner.loader, "_random_views", "data"),
-        (model.backbone, "embed", "query"),
-        (model.backbone, "query", "query"),
-        (model.method, "prompts", "prompts"),
-        (model.backbone, "features", "prompted forward"),
-        (torch.autograd, "backward", "backward"),
-        (optimizer, "zero_grad", "optimiser"),
-        (model.method, "before_step", "optimiser"),
-        (optimizer, "step", "optimiser"),
-    ]
-
-
 def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
     """Return the share of each stage in this many training steps."""
-    learner, device, task = setup.learner, setup.device, setup.steps_of(steps)
+    learner, model, device, task = setup.learner, setup.model, setup.device, setup.steps_of(steps)
     watch = Stopwatch(device)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # a replayed step cannot be timed by call
         optimizer = learner.optimiser(task)  # a new one, so that the engine makes a new step
         learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
-        for owner, name, stage in _calls(setup, optimizer):
+        calls: tuple[tuple[Any, str, str], ...] = (
+            (type(learner.viewer), "random", "data"),  # itself it is frozen
+            (learner.loader, "_random_views", "data"),
+            (model.backbone, "embed", "query"),
+            (model.backbone, "query", "query"),
+            (model.method, "prompts", "prompts"),
+            (model.backbone, "features", "prompted forward"),
+            (torch.autograd, "backward", "backward"),
+            (optimizer, "zero_grad", "optimiser"),
+            (model.method, "before_step", "optimiser"),
+            (optimizer, "step", "optimiser"),
+        )
+        for owner, name, stage in calls:
             stack.enter_context(mock.patch.object(owner, name, watch.around(stage, getattr(owner, name))))
         whole = timed(lambda: learner.train_epoch(task, 0, optimizer, lambda _: None), device)
     found = {stage: seconds / whole for stage, seconds in watch.seconds.items()}

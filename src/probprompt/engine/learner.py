@@ -269,7 +269,10 @@ class Learner:
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
-            seen = self._look_at_views(task, advance)  # (n, V, D or more)
+            seen = self.look(task, advance)[:, None]  # (n, V, D or more)
+            if self.views > 1:  # the mirror image after the image itself
+                mirrored = self.model.head_input(*self.loader.compute(task, advance, mirrored=True))
+                seen = torch.cat([seen, mirrored[:, None]], dim=1)
             if self.before is not None:
                 self.model.head.follow(self.before, seen[:, 0], task.index)
                 self.before = None
@@ -301,13 +304,6 @@ class Learner:
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""
         return self.model.head_input(*self.loader.evaluation(task, advance))
-
-    def _look_at_views(self, task: TaskImages, advance: Advance) -> Tensor:
-        """The same of all views that it learns, the mirror image after the image itself: (n, V, D or more)."""
-        own = self.look(task, advance)
-        if self.views == 1:
-            return own[:, None]
-        return torch.stack([own, self.model.head_input(*self.loader.compute(task, advance, mirrored=True))], dim=1)
 
     def _agree(self) -> None:
         """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
