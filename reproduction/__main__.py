@@ -10,9 +10,8 @@ import typer
 from probprompt import cli, distributed
 from probprompt.bench.results import BenchRecord, Curve, make_record, read_record, refuse_unwritable, write_record
 from probprompt.cli.cmd_bench import SECONDS_OF_MANY, bench_config, show_ratios
-from probprompt.cli.console import Screen
+from probprompt.cli.console import Device, Screen
 from probprompt.cli.grid_screen import GridScreen
-from probprompt.cli.options import Device
 from probprompt.config import apply_assignments, flatten
 from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import chip_words, hardware, machine_name
@@ -30,7 +29,7 @@ from reproduction.reproduce import (
     requested_runs,
     run_missing,
 )
-from reproduction.scaling import COSTS, find_axes, measure_curve
+from reproduction.scaling import COSTS, curve_ratios, find_axes, measure_curve
 
 app = typer.Typer(
     name="python -m reproduction",
@@ -246,7 +245,7 @@ def scaling(
     for curve in curves:
         _show_curve(screen, record, curve)
     if before:
-        show_ratios(screen, before, record)
+        show_ratios(screen, before, record, list(curve_ratios(before, record)))
     if out:
         screen.say(f"record: {out}")
     if plot:

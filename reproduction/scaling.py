@@ -1,14 +1,15 @@
 """How cost grows: one setting after another is increased, all else equal, and the figures of a bench are measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
+from statistics import geometric_mean
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from probprompt.bench import measure, timing
-from probprompt.bench.results import Curve
+from probprompt.bench.results import BenchRecord, Curve, Ratio
 from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.engine.build import default_precision, release
@@ -218,3 +219,18 @@ def fit_power(points: Sequence[tuple[float, float]]) -> float:
     """
     places, values = (np.log([pair[axis] for pair in points]) for axis in (0, 1))
     return float(np.polyfit(places, values, 1)[0])
+
+
+def curve_ratios(before: BenchRecord, now: BenchRecord) -> Iterator[Ratio]:
+    """Yield the speed of each setting that grows in both records: geometric means over the values that both have."""
+    earlier = {(curve["axis"], curve["method"]): curve for curve in before["growth"]}
+    for new in now["growth"]:
+        curves = (earlier.get((new["axis"], new["method"])), new)
+        first, second = ({p["value"]: cast(Mapping[str, Any], p) for p in c["points"]} if c else {} for c in curves)
+        for name in ("training", "inference"):
+            key = f"{name}_images_per_s"
+            pairs = [(first[value][key], point[key]) for value, point in second.items() if value in first]
+            known = [pair for pair in pairs if all(pair)]
+            if known:
+                old, later = map(geometric_mean, zip(*known, strict=True))
+                yield Ratio(f"{new['method']}, {new['axis']} growing", f"{name}, images/s, mean", old, later, True)

@@ -391,8 +391,8 @@ def empty_record() -> results.BenchRecord:
     return results.make_record([], [], {"fp32": PEAK}, CPU, 1.0)
 
 
-def made(*results: Any, growth: tuple[Any, ...] = ()) -> results.BenchRecord:
-    return {**empty_record(), "results": list(results), "growth": list(growth)}
+def made(*results: Any) -> results.BenchRecord:
+    return {**empty_record(), "results": list(results)}
 
 
 def test_a_record_says_all_and_is_read_again(tmp_path: Path) -> None:
@@ -423,18 +423,6 @@ def test_the_most_similar_entry_is_compared_with_and_what_differs_is_said() -> N
     mirrored = entry("apt", 5.0, config={"head": {"mirrored": True}, "method": {"evaluation_draws": 3}})
     assert results.differences(new, mirrored) == ["mirrored False before, True now", "evaluation_draws 1 before, 3 now"]
     assert results.ratios(before, now)[0].ratio == pytest.approx(1)
-
-
-def test_growing_settings_are_compared_where_both_were_measured() -> None:
-    def curve(*speeds: float | None) -> dict[str, Any]:
-        points = [
-            {"value": 2**place, "training_images_per_s": speed, "inference_images_per_s": None}
-            for place, speed in enumerate(speeds)
-        ]
-        return {"axis": "batch", "method": "apt", "points": points}
-
-    (found,) = results.ratios(made(growth=(curve(1.0, 2.0, None),)), made(growth=(curve(2.0, 16.0, 7.0),)))
-    assert found.ratio == pytest.approx(4.0)  # the geometric mean of 2 and 8
 
 
 # The command ----------------------------------------------------------------------------------------------------

@@ -152,3 +152,16 @@ def test_growth_is_recorded_drawn_and_compared(
         assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     text = page.read_text(encoding="utf-8")
     assert text.index("| samples N_s") < text.index("| batch"), "in the order of the axes"
+
+
+def test_growing_settings_are_compared_where_both_were_measured() -> None:
+    def grown(*speeds: float | None) -> Any:
+        points = [
+            {"value": 2**place, "training_images_per_s": speed, "inference_images_per_s": None}
+            for place, speed in enumerate(speeds)
+        ]
+        curve: Any = {"axis": "batch", "method": "apt", "points": points}
+        return results.make_record([], [curve], {}, torch.device("cpu"), 1.0)
+
+    (found,) = scaling.curve_ratios(grown(1.0, 2.0, None), grown(2.0, 16.0, 7.0))
+    assert found.ratio == pytest.approx(4.0)  # the geometric mean of 2 and 8

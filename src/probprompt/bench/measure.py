@@ -49,14 +49,17 @@ def training(setup: BenchSetup, seconds: float) -> Training | None:
     """Epochs of the engine: data path, both passes, the backward pass, the optimizer. None where nothing is trained."""
     if setup.learner.epochs(setup.task) == 0:
         return None
-    epochs, found = Epochs(setup), list[Rate]()
-    used: tuple[int, int | None]
-    if setup.device.type == "cuda":
-        used = watched(setup, lambda: found.append(_epochs_per_s(epochs, seconds)))
-    else:
-        found.append(_epochs_per_s(epochs, seconds))
-        used = followed(setup, epochs.optimizer, lambda: epochs(epochs.shortest))
-    return Training(found[0], *used)
+    epochs, device = Epochs(setup), setup.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        rate, without = _epochs_per_s(epochs, seconds), setup.held_before + setup.images_bytes
+        peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return Training(rate, peak - without, reserved - without)
+    rate = _epochs_per_s(epochs, seconds)
+    with LiveTensors() as live:  # there is no allocator to ask
+        epochs(epochs.shortest)
+    return Training(rate, held(setup, epochs.optimizer) + live.peak, None)
 
 
 def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
@@ -198,7 +201,6 @@ def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressC
 
 
 def _memory(setup: BenchSetup, trained: Training | None) -> Memory:
-    """Return the bytes."""
     return {
         "training_peak": trained.peak if trained else None,
         "training_reserved": trained.reserved if trained else None,
@@ -275,24 +277,6 @@ def held(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> int:
 def size_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of these tensors; what two of them share is counted once."""
     return sum({_address(one): one.untyped_storage().nbytes() for one in tensors}.values())
-
-
-def watched(setup: BenchSetup, train: Callable[[], Any]) -> tuple[int, int]:
-    """Return the peak and what is reserved on a GPU, from its allocator, while something trains from its first step."""
-    device = setup.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    train()
-    without = setup.held_before + setup.images_bytes
-    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return peak - without, reserved - without
-
-
-def followed(setup: BenchSetup, optimizer: torch.optim.Optimizer, train: Callable[[], Any]) -> tuple[int, None]:
-    """Return the peak on a CPU, which has no allocator to ask, while something trains that has made a step."""
-    with LiveTensors() as live:
-        train()
-    return held(setup, optimizer) + live.peak, None
 
 
 # Operations

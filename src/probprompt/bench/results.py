@@ -1,12 +1,10 @@
 """The record of a benchmark: one JSON file, and how a later one compares with it."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -170,13 +168,13 @@ def refuse_unwritable(path: Path | None) -> None:
 
 
 def ratios(before: BenchRecord, now: BenchRecord) -> list[Ratio]:
-    """Every figure of methods that both records hold, and the speed of growing settings at values that both hold."""
-    found = [ratio for old, new in matched(before, now) for ratio in _entry_ratios(old, new)]
-    curves = {(curve["axis"], curve["method"]): curve for curve in before["growth"]}
-    for curve in now["growth"]:
-        old = curves.get((curve["axis"], curve["method"]))
-        found += _curve_ratios(old, curve) if old else []
-    return found
+    """Every figure of methods that both records hold."""
+    return [
+        Ratio(new["method"], words, first, second, more_is_better)
+        for old, new in matched(before, now)
+        for (words, first, more_is_better), (_, second, _) in zip(_figures(old), _figures(new), strict=True)
+        if first and second
+    ]
 
 
 def matched(before: BenchRecord, now: BenchRecord) -> Iterator[tuple[Entry, Entry]]:
@@ -211,25 +209,3 @@ def _figures(entry: Entry) -> Iterator[tuple[str, float | None, bool]]:
     yield "latency of one image, median, ms", entry["latency"]["median_ms"], False
     yield "latency of one image, 99 %, ms", entry["latency"]["p99_ms"], False
     yield "peak memory in training, bytes", entry["memory"]["training_peak"], False
-
-
-def _entry_ratios(old: Entry, new: Entry) -> Iterator[Ratio]:
-    for (words, first, more_is_better), (_, second, _) in zip(_figures(old), _figures(new), strict=True):
-        if first and second:
-            yield Ratio(new["method"], words, first, second, more_is_better)
-
-
-def _curve_ratios(old: Curve, new: Curve) -> Iterator[Ratio]:
-    """Yield geometric means over the values that both curves have."""
-    before, now = ({point["value"]: point for point in curve["points"]} for curve in (old, new))
-    values, subject = [value for value in now if value in before], f"{new['method']}, {new['axis']} growing"
-    keys: dict[str, Literal["training_images_per_s", "inference_images_per_s"]] = {
-        "training": "training_images_per_s",
-        "inference": "inference_images_per_s",
-    }
-    for words, key in keys.items():
-        pairs = [(before[value][key], now[value][key]) for value in values]
-        known = [(math.log(first), math.log(second)) for first, second in pairs if first and second]
-        if known:
-            means = [math.exp(fmean(logs)) for logs in zip(*known, strict=True)]
-            yield Ratio(subject, f"{words}, images/s, mean", means[0], means[1], True)

@@ -94,11 +94,9 @@ def random_images(count: int, short_side: int) -> list[Pixels]:
     side = math.ceil(1.5 * short_side)
     noise = randomness.stream(0, "bench", "images").bytes(3 * (side + count) * side)
     canvas = np.frombuffer(noise, dtype=np.uint8).reshape(side + count, side, 3)
-    found = []
-    for index in range(count):
-        height, width = (round(short_side * part) for part in ASPECTS[index % len(ASPECTS)])
-        found.append(np.ascontiguousarray(canvas[index : index + height, :width]))
-    return found
+    shapes = [(round(short_side * height), round(short_side * width)) for height, width in ASPECTS]
+    shapes = [shapes[index % len(shapes)] for index in range(count)]
+    return [np.ascontiguousarray(canvas[row : row + height, :width]) for row, (height, width) in enumerate(shapes)]
 
 
 @dataclass(frozen=True)
@@ -172,11 +170,10 @@ def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -
 
 def _tasks(scale: Scale, stored: int, device: torch.device) -> list[TaskImages]:
     """Every task with an image for each of its classes."""
-    found, first = [], 0
+    found = []
     for index, classes in enumerate(scale.sizes):
-        places = torch.arange(classes, device=device)
+        first, places = sum(scale.sizes[:index]), torch.arange(classes, device=device)
         found.append(TaskImages(index, first, classes, places % stored, first + places))
-        first += classes
     return found
 
 

@@ -9,8 +9,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, TypedDict
 from unittest import mock
@@ -84,13 +84,11 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 def rate(work: Work, seconds: float, device: torch.device, warm_ups: int = 3) -> Rate:
     """Repeat the work for about this many seconds, after some calls that are not counted."""
-    first = timed(work, device)
     # As much as a fifth of the time is spent on warming up; one call more than the first is the least.
-    warm, last = [first], first
+    warm = [timed(work, device)]
     while len(warm) < warm_ups and (len(warm) < 2 or sum(warm[1:]) < seconds / 5):
-        last = timed(work, device)
-        warm.append(last)
-    calls = max(2, math.ceil(seconds / max(last, 1e-6)))
+        warm.append(timed(work, device))
+    calls = max(2, math.ceil(seconds / max(warm[-1], 1e-6)))
     counts = [len(part) for part in np.array_split(range(calls), min(ROUNDS, calls))]
     rounds = [_round(work, count, device) for count in counts]
     speeds = [images / seconds for images, _, seconds in rounds]
@@ -100,7 +98,7 @@ def rate(work: Work, seconds: float, device: torch.device, warm_ups: int = 3) ->
         steps=sum(steps for _, steps, _ in rounds),
         seconds=sum(seconds for _, _, seconds in rounds),
         rounds=speeds,
-        first_s=first,
+        first_s=warm[0],
         warm_up_s=sum(warm),
     )
 
@@ -175,52 +173,28 @@ class Stopwatch:
         return counted
 
 
-def _calls(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, str]]:
-    """Return the owner, name and stage of each call that is timed."""
-    learner, model = setup.learner, setup.model
-    return [
-        (learner.viewer, "random", "data"),
-        (learner.loader, "_random_views", "data"),
-        (model.backbone, "embed", "query"),
-        (model.backbone, "query", "query"),
-        (model.method, "prompts", "prompts"),
-        (model.backbone, "features", "prompted forward"),
-        (torch.autograd, "backward", "backward"),
-        (optimizer, "zero_grad", "optimiser"),
-        (model.method, "before_step", "optimiser"),
-        (optimizer, "step", "optimiser"),
-    ]
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object or a module inside the block."""
-    own = vars(owner)
-    before = own.get(name)
-    own[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del own[name]
-        else:
-            own[name] = before
-
-
 def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
     """Return the share of each stage in this many training steps."""
-    learner, device, task = setup.learner, setup.device, setup.steps_of(steps)
+    learner, model, device, task = setup.learner, setup.model, setup.device, setup.steps_of(steps)
     watch = Stopwatch(device)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # a replayed step cannot be timed by call
         optimizer = learner.optimiser(task)  # a new one, so that the engine makes a new step
         learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
-        for owner, name, stage in _calls(setup, optimizer):
-            stack.enter_context(_replaced(owner, name, watch.around(stage, getattr(owner, name))))
-        synchronize(device)
-        begun = time.perf_counter()
-        learner.train_epoch(task, 0, optimizer, lambda _: None)
-        synchronize(device)
-        whole = time.perf_counter() - begun
+        calls: tuple[tuple[Any, str, str], ...] = (
+            (type(learner.viewer), "random", "data"),  # itself it is frozen
+            (learner.loader, "_random_views", "data"),
+            (model.backbone, "embed", "query"),
+            (model.backbone, "query", "query"),
+            (model.method, "prompts", "prompts"),
+            (model.backbone, "features", "prompted forward"),
+            (torch.autograd, "backward", "backward"),
+            (optimizer, "zero_grad", "optimiser"),
+            (model.method, "before_step", "optimiser"),
+            (optimizer, "step", "optimiser"),
+        )
+        for owner, name, stage in calls:
+            stack.enter_context(mock.patch.object(owner, name, watch.around(stage, getattr(owner, name))))
+        whole = timed(lambda: learner.train_epoch(task, 0, optimizer, lambda _: None), device)
     found = {stage: seconds / whole for stage, seconds in watch.seconds.items()}
     return {**found, STAGES[-1]: 1 - sum(found.values())}

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from probprompt.cli.console import Screen
-from probprompt.cli.options import Device, Precision
+from probprompt.cli.console import Device, Precision, Screen
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
     from probprompt.evaluation.audit import Audit, Check
     from probprompt.runs.leak_audit import AuditReport
 
-LEAK = 1  # exit code
 _WORDS = {
     "batch size": "size",
     "batch mates": "mates",
@@ -73,7 +71,11 @@ def audit(
         given = {name: apply_assignments({"method": {"name": name}}, assignments or []) for name in names}
         configs = [leak_audit.quick_config(name, target or "emoji-r", given[name]) for name in names]
         proofs = [leak_audit.audit_method(config, where, precision.value, count, screen) for config in configs]
-    _show(screen, proofs)
+    _show_overview(screen, proofs) if len(proofs) > 1 else _show_checks(screen, proofs[0])
+    for proof in proofs:
+        for mark in proof.about["marks"]:
+            screen.say(f"{proof.subject}: {mark}")
+    screen.say(_statement(proofs[0].audit))
     for proof in proofs:
         if proof.written:
             screen.say(f"proof: {proof.written}")
@@ -81,15 +83,7 @@ def audit(
         write_json(out, [proof.to_json() for proof in proofs] if len(proofs) > 1 else proofs[0].to_json())
         screen.say(f"proof: {out}")
     if not all(proof.audit.passed for proof in proofs):
-        raise typer.Exit(LEAK)
-
-
-def _show(screen: Screen, proofs: "Sequence[AuditReport]") -> None:
-    _show_overview(screen, proofs) if len(proofs) > 1 else _show_checks(screen, proofs[0])
-    for proof in proofs:
-        for mark in proof.about["marks"]:
-            screen.say(f"{proof.subject}: {mark}")
-    screen.say(_statement(proofs[0].audit))
+        raise typer.Exit(1)
 
 
 def _show_checks(screen: Screen, proof: "AuditReport") -> None:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from probprompt.cli.console import Screen
-from probprompt.cli.options import Assignments, Device, Precision, Preset
+from probprompt.cli.console import PLAIN, Assignments, Device, Precision, Preset, Screen
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
-    from probprompt.bench.results import BenchRecord, Entry
+    from probprompt.bench.results import BenchRecord, Entry, Ratio
     from probprompt.bench.timing import Rate
     from probprompt.config import RunConfig
 
@@ -46,7 +45,7 @@ def bench(
 ) -> None:
     """Measure what training and prediction cost on this machine."""
     from probprompt.bench.measure import Peaks, measure_each
-    from probprompt.bench.results import make_record, read_record, refuse_unwritable, write_record
+    from probprompt.bench.results import make_record, ratios, read_record, refuse_unwritable, write_record
     from probprompt.engine.build import pick_device
     from probprompt.methods import registered
 
@@ -74,7 +73,7 @@ def bench(
     else:
         _show_costs(screen, record)
     if before:
-        show_ratios(screen, before, record)
+        show_ratios(screen, before, record, ratios(before, record))
     if out:
         screen.say(f"record: {out}")
 
@@ -106,8 +105,6 @@ def _machine(record: "BenchRecord") -> str:
 
 def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
     from rich.table import Table
-
-    from probprompt.cli.console import PLAIN
 
     screen.title(f"\n{entry['method']} on {entry['backbone']}, {entry['precision']}, {_machine(record)}")
     screen.say(
@@ -179,13 +176,13 @@ def _show_costs(screen: Screen, record: "BenchRecord") -> None:
         screen.say("Where features never change they are computed once: training is then that of the head alone.")
 
 
-def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord") -> None:
+def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord", found: "Sequence[Ratio]") -> None:
     """Show every figure relative to the earlier one, and which settings differ."""
-    from probprompt.bench.results import differences, matched, ratios
+    from probprompt.bench.results import differences, matched
 
     rows = [
         (f"{r.subject}: {r.words}", f"{r.before:,.5g}", f"{r.now:,.5g}", f"{r.ratio:.2f}", "" if r.better else "worse")
-        for r in ratios(before, now)
+        for r in found
     ]
     if not rows:
         screen.say("\nnothing in the earlier record can be compared with this one: other methods were measured")

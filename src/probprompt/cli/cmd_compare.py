@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-import probprompt.cli.options as shared
+import probprompt.cli.console as shared
 from probprompt.cli.console import Screen
 from probprompt.errors import Interrupted, UserError
 
@@ -64,14 +64,7 @@ def compare(
     from probprompt.runs.grid import ExecutionOptions, Grid, RunActions
 
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
-    named = {
-        "data.tasks": tasks,
-        "data.test": str(test) if test else None,
-        "backbone.name": backbone,
-        "backbone.weights": weights,
-        "data.validation": shared.VALIDATION if validate else None,
-        "data.skip_unreadable": skip_unreadable or None,
-    }
+    named = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
     options = {name: value for name, value in named.items() if value is not None}
     distributed.refuse_several("a comparison")
     screen, where = GridScreen(), ExecutionOptions(workers, on, gpus_per_cell, cpus_per_cell)
@@ -97,7 +90,6 @@ def compare(
 
 
 def _present(screen: Screen, comparison: "Comparison", out: Path, book: Path | None, page: Path | None) -> None:
-    """Write the tables, and show them."""
     from probprompt.cli.grid_screen import show_table
     from probprompt.report.pages import write_comparison, write_page
     from probprompt.runs.run import write_book
@@ -144,12 +136,10 @@ def read_spec(
     from probprompt.runs.grid import parse_spec
 
     entries = read_toml(file) if file else {}
-    named = {name: [part for text in texts for part in _split(text)] for name, texts in given.items() if texts}
-    if "seeds" in named:
-        entries["seeds"] = [seed for text in named.pop("seeds") for seed in _seeds(text)]
-    entries |= named
-    settings, varied = (dict(_table(entries, name)) for name in ("settings", "vary"))
-    settings = dict(flatten(settings)) | dict(options or {})
+    entries |= {name: [part for text in texts for part in _split(text)] for name, texts in given.items() if texts}
+    if given.get("seeds"):
+        entries["seeds"] = [seed for text in entries["seeds"] for seed in _seeds(text)]
+    settings, varied = flatten(_table(entries, "settings")) | dict(options or {}), dict(_table(entries, "vary"))
     for assignment in assignments:
         key, text = _assigned("--set", assignment)
         settings[key] = parse_value(text)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from probprompt.cli.console import Screen
-from probprompt.cli.options import Device
+from probprompt.cli.console import Device, Screen
 from probprompt.errors import Interrupted, UserError, shorten
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from probprompt.cli.console import Screen
-from probprompt.cli.options import Device
+from probprompt.cli.console import Device, Screen
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-import probprompt.cli.options as shared
+import probprompt.cli.console as shared
 from probprompt.cli.console import Screen
 from probprompt.errors import Interrupted, UserError
 
@@ -47,10 +47,9 @@ def demo(
     runs = []
     for method, preset in presets.DEMO:
         screen.title(f"{method}: {methods.find(method).summary}")
-        target = folder / method
-        with _resumable(target):
-            run = api.train("emoji-r", method, preset=preset, out=target, seed=seed, device=device, progress=screen)
-        runs.append(run)
+        out = folder / method
+        with _resumable(out):
+            runs.append(api.train("emoji-r", method, preset=preset, out=out, seed=seed, device=device, progress=screen))
     folders = [run.folder for run in runs]
     picture = save_overview(folders, folder / "overview.png")
     page = write_report(folders, folder / "report.html")
@@ -95,14 +94,9 @@ def train(
     from probprompt.config import parse_config
 
     seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
-    given: dict[str, Any] = {
-        "data": {"benchmark": benchmark, "tasks": tasks, "test": str(test) if test else None},
-        "backbone": {"name": backbone, "weights": weights},
-        "method": {"name": method},
-        "training": {"epochs": epochs, "batch": batch},
-        "seeds": {name: seed if value is None else value for name, value in seeds.items()},
-    }
-    given["data"] |= {"validation": shared.VALIDATION if validate else None, "skip_unreadable": skip_unreadable or None}
+    given = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
+    given |= {"data.benchmark": benchmark, "method.name": method, "training.epochs": epochs, "training.batch": batch}
+    given |= {f"seeds.{name}": seed if value is None else value for name, value in seeds.items()}
     parsed = None
     with _one_voice():
         if resume:
@@ -156,10 +150,10 @@ def _gather(
     """Settings from the file, over them the options, over them the assignments."""
     from probprompt.config import apply_assignments, merge, read_toml
     from probprompt.data.stream import parse_tasks
+    from probprompt.runs.grid import nest
 
     settings = merge(base, read_toml(config)) if config else base
-    options = {name: {k: v for k, v in group.items() if v is not None} for name, group in given.items()}
-    settings = merge(settings, {name: group for name, group in options.items() if group})
+    settings = merge(settings, nest({name: value for name, value in given.items() if value is not None}))
     settings = apply_assignments(settings, assignments)
     tasks = settings.get("data", {}).get("tasks")
     return merge(settings, {"data": {"tasks": parse_tasks(tasks)}}) if isinstance(tasks, str) else settings
@@ -179,7 +173,6 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 
 def _way_on(folder: Path, options: str = "") -> str:
-    """Say how to go on with a run that was stopped."""
     if not (folder / "run.json").exists():
         return "nothing was written yet"
     return f"go on with: probprompt train --resume {quote(str(folder))}{options}"
@@ -230,11 +223,11 @@ def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
     else:
         from probprompt.backbones import pretrained
 
-        listings = []
-        for item in pretrained.known():
-            place = f"{(item.size or 0) / 1e6:.1f} MB, {item.place}" if item.available else "no"
-            listings.append((item.name, item.description, place))
-        screen.listing(("backbone", "what it is", "on this machine"), listings)
+        listed = [
+            (one.name, one.description, f"{(one.size or 0) / 1e6:.1f} MB, {one.place}" if one.available else "no")
+            for one in pretrained.known()
+        ]
+        screen.listing(("backbone", "what it is", "on this machine"), listed)
         screen.say(
             "Any other plain timm ViT by its arch.tag, fetched unless it is in the cache of the hub or of torch.hub; a "
             "local file with --weights FILE (safetensors, npz, pth)."

@@ -1,11 +1,18 @@
-"""What the user sees in the terminal: progress bars and tables. Rich is imported inside, so that help comes at once."""
+"""What commands share: their options, and what the user sees in the terminal, which are progress bars and tables.
+
+Rich is imported inside, so that help comes at once.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from probprompt.progress import ProgressCallback
 
@@ -14,6 +21,48 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from probprompt.runs.run import Run
+
+
+class Precision(StrEnum):
+    """What the backbone computes in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one by default.")]
+Preset = Annotated[str | None, Option(help="published, matched, ridge or flagship.")]
+Backbone = Annotated[str | None, Option(help="A named checkpoint or any timm arch.tag.")]
+Weights = Annotated[str | None, Option(help="A file of weights for that architecture.")]
+Tasks = Annotated[str | None, Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")]
+TestFolder = Annotated[Path | None, Option(help="A separate test folder; else a part is held out.")]
+Validate = Annotated[
+    bool, Option("--validate", help="Hold out 20 % of the training images and report on them, not on test.")
+]
+SkipUnreadable = Annotated[
+    bool, Option("--skip-unreadable", help="Go on without images that cannot be read; they are listed.")
+]
+Assignments = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")]
+
+
+def named_settings(
+    tasks: str | None,
+    test: Path | None,
+    backbone: str | None,
+    weights: str | None,
+    validate: bool,
+    skip_unreadable: bool,
+) -> dict[str, Any]:
+    """Return the settings of these options by their dotted names; None where one is not given."""
+    return {
+        "data.tasks": tasks,
+        "data.test": str(test) if test else None,
+        "data.validation": 0.2 if validate else None,  # the share of the training images
+        "data.skip_unreadable": skip_unreadable or None,
+        "backbone.name": backbone,
+        "backbone.weights": weights,
+    }
+
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
 WIDE = 10_000  # columns: more than any table has
@@ -47,18 +96,25 @@ class Screen(ProgressCallback):
         return Progress(*first, *columns, console=self.console, disable=not self.console.is_terminal)
 
     @contextmanager
+    def _bar_of(self, bars: Progress, description: str, total: int | None, done: int = 0) -> Iterator[None]:
+        self._remark = ""
+        with bars as self._progress:
+            self._bar = bars.add_task(description, total=total, completed=done, remark="")
+            try:
+                yield
+            finally:
+                self._progress = None
+        if not self.console.is_terminal:
+            self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
+
+    @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
         """A bar for this stage."""
         from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-        self._remark = ""
         timer = TimeRemainingColumn(elapsed_when_finished=True)
-        with self._bars(14, MofNCompleteColumn(), timer, REMARK) as self._progress:
-            self._bar = self._progress.add_task(description, total=total, remark="")
+        with self._bar_of(self._bars(14, MofNCompleteColumn(), timer, REMARK), description, total):
             yield
-            if not self.console.is_terminal:
-                self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
-        self._progress = None
 
     @contextmanager
     def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
@@ -66,14 +122,8 @@ class Screen(ProgressCallback):
         from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
         timer = TimeRemainingColumn(elapsed_when_finished=True)
-        with self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer) as self._progress:
-            self._bar = self._progress.add_task(description, total=total, completed=done)
-            try:
-                yield
-            finally:
-                self._progress = None
-        if not self.console.is_terminal:
-            self.say(f"{description}: done")
+        with self._bar_of(self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer), description, total, done):
+            yield
 
     def advance(self, steps: int) -> None:
         """Move the bar."""
@@ -86,9 +136,7 @@ class Screen(ProgressCallback):
         if self._progress:
             self._progress.update(self._bar, remark=text)
 
-    def note(self, text: str) -> None:
-        """Print a remark of its own."""
-        self.say(text)
+    note = say
 
     def figures(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table of names and numbers."""
@@ -144,7 +192,11 @@ class Screen(ProgressCallback):
         """The outcomes of several runs."""
         for run in runs:
             self._matrix(run)
-        self._summary(runs)
+        keys = ("FAA", "CAA", "forgetting")
+        rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
+        self.say("")
+        self.figures(("", *keys), rows)
+        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
     def _matrix(self, run: Run) -> None:
         record, matrix = run.record, run.matrix
@@ -158,13 +210,6 @@ class Screen(ProgressCallback):
             return
         ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
         self.figures(("", "when learned", "in the end"), ends)
-
-    def _summary(self, runs: Sequence[Run]) -> None:
-        keys = ("FAA", "CAA", "forgetting")
-        rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
-        self.say("")
-        self.figures(("", *keys), rows)
-        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
 
 def _cell(value: float) -> str:

@@ -26,13 +26,11 @@ class _Left(TimeRemainingColumn):
 class GridScreen(Screen, GridCallback):
     """A bar for the whole grid over one for the stage of its cell; where there is no terminal, a line per cell."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._whole: Progress | None = None
-        self._number = self._total = 0
-        self._expected: float | None = None
-        self._rest: float | None = None
-        self._begun = 0.0
+    _whole: Progress | None = None
+    _number = _total = 0
+    _expected: float | None = None
+    _rest: float | None = None
+    _begun = 0.0
 
     @contextmanager
     def grid(self, total: int, finished: int) -> Iterator[None]:
@@ -98,8 +96,7 @@ def show_table(screen: Screen, table: Table) -> bool:
         chosen = [index for index, (where, _) in enumerate(table.columns) if where == place]
         rows = [(row, [cells[index] for index in chosen]) for row, cells in table.rows]
         columns = [table.columns[index] for index in chosen]
-        present = [(row, cells) for row, cells in rows if _has_runs(columns, cells)]
-        part = Table(place.label, columns, present)
+        part = Table(place.label, columns, [(row, cells) for row, cells in rows if _has_runs(columns, cells)])
         if len(table.places) > 1:
             screen.say(place.label)
         whole &= _show_place(screen, part)
@@ -139,9 +136,6 @@ def _plain(table: Table, spread: bool = True, fold: int | None = None) -> RichTa
         made.add_column(heading, justify="right", no_wrap=True)
     for row, cells in table.rows:
         numbers = (shown if spread else replace(shown, std="") for shown in cells)
-        made.add_row(Text(_label(row)), *map(_styled, numbers))
+        styled = (Text.assemble((shown.text, ("", "bold", "underline")[shown.rank]), shown.sign) for shown in numbers)
+        made.add_row(Text(_label(row)), *styled)
     return made
-
-
-def _styled(shown: FormattedCell) -> Text:
-    return Text.assemble((shown.text, {1: "bold", 2: "underline", 0: ""}[shown.rank]), shown.sign)

@@ -59,19 +59,14 @@ def chip_words(found: Mapping[str, Any]) -> str:
     return str(found.get("gpu") or f"{found['threads']} of {found['cores']} cores, {machine_name(found)}")
 
 
-def _processor() -> str:
-    """Its name, where torch knows it, and by what it computes in bf16."""
-    name = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or platform.machine()
-    unit = kernels.bf16_unit()
-    return f"{name} with {unit}" if unit else name
-
-
 def hardware(device: torch.device) -> dict[str, str | int]:
     """The machine, in words, and the switches that change how long it takes."""
+    machine, unit = platform.machine(), kernels.bf16_unit()
+    processor = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or machine
     found: dict[str, str | int] = {
         "device": device.type,
-        "machine": platform.machine(),
-        "processor": _processor(),
+        "machine": machine,
+        "processor": f"{processor} with {unit}" if unit else processor,
         "system": platform.system(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),

@@ -240,7 +240,14 @@ class Learner:
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
         loss, correct, finite = torch.cat([step.tally / self.steps(task), sound[None]]).tolist()  # the only wait
-        self._refuse_divergence(loss if finite else math.nan, task, epoch)
+        loss = loss if finite else math.nan
+        if not math.isfinite(loss):
+            raise UserError(
+                f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
+                f"Lower training.head_rate ({settings.head_rate}) or "
+                f"training.prompt_rate_factor ({settings.prompt_rate_factor}); "
+                "the checkpoint before this epoch is kept"
+            )
         return EpochResult(loss, 100 * correct, rate)
 
     def _step(self, task: TaskImages, optimizer: AdamW) -> Step:
@@ -262,7 +269,10 @@ class Learner:
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
-            seen = self._look_at_views(task, advance)  # (n, V, D or more)
+            seen = self.look(task, advance)[:, None]  # (n, V, D or more)
+            if self.views > 1:  # the mirror image after the image itself
+                mirrored = self.model.head_input(*self.loader.compute(task, advance, mirrored=True))
+                seen = torch.cat([seen, mirrored[:, None]], dim=1)
             if self.before is not None:
                 self.model.head.follow(self.before, seen[:, 0], task.index)
                 self.before = None
@@ -294,13 +304,6 @@ class Learner:
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""
         return self.model.head_input(*self.loader.evaluation(task, advance))
-
-    def _look_at_views(self, task: TaskImages, advance: Advance) -> Tensor:
-        """The same of all views that it learns, the mirror image after the image itself: (n, V, D or more)."""
-        own = self.look(task, advance)
-        if self.views == 1:
-            return own[:, None]
-        return torch.stack([own, self.model.head_input(*self.loader.compute(task, advance, mirrored=True))], dim=1)
 
     def _agree(self) -> None:
         """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
@@ -354,15 +357,6 @@ class Learner:
         if rows is not None:
             with torch.no_grad():
                 weight[task.first :] = rows
-
-    def _refuse_divergence(self, loss: float, task: TaskImages, epoch: int) -> None:
-        if not math.isfinite(loss):
-            raise UserError(
-                f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
-                f"Lower training.head_rate ({self.config.training.head_rate}) or "
-                f"training.prompt_rate_factor ({self.config.training.prompt_rate_factor}); "
-                "the checkpoint before this epoch is kept"
-            )
 
 
 def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -70,8 +70,11 @@ class Queries:
 
     def keep(self, task: int, epoch: int, queries: Tensor) -> None:
         """Take note of an epoch's queries (n, D), as long as there is room for them."""
-        known = self._held.get((task, epoch))
-        if (known is None or len(known) < len(queries)) and queries.nbytes + _held_by_all() <= _room(queries.device):
+        known, device, room = self._held.get((task, epoch)), queries.device, float(ROOM)
+        if device.type == "cuda":
+            room = SHARE * torch.cuda.get_device_properties(device).total_memory
+        held = sum(kept.nbytes for kept in _OF.values())
+        if (known is None or len(known) < len(queries)) and queries.nbytes + held <= room:
             self._held[task, epoch] = queries
 
     @property
@@ -91,14 +94,6 @@ def queries_of(stream: Hashable) -> Queries | None:
 def forget_queries() -> None:
     """Give all the memory back."""
     _OF.clear()
-
-
-def _held_by_all() -> int:
-    return sum(queries.nbytes for queries in _OF.values())
-
-
-def _room(device: torch.device) -> float:
-    return SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else ROOM
 
 
 @dataclass(frozen=True, eq=False)

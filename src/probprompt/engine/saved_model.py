@@ -34,14 +34,9 @@ class LoadedModel:
 
 def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: bool = True) -> None:
     """Write prompts and head, and beside them what only further learning needs, which may be large."""
-    tensors = saved_tensors(learner)
-    later = learning_only(learner)
-    needed = {
-        name: value
-        for name, value in tensors.items()
-        if not name.startswith(("statistics.", "trained.")) and name not in later
-    }
-    rest = {name: value for name, value in tensors.items() if name not in needed}
+    tensors, later = saved_tensors(learner), learning_only(learner)
+    later |= {name for name in tensors if name.startswith(("statistics.", "trained."))}
+    needed, rest = ({name: tensors[name] for name in tensors if (name in later) is part} for part in (False, True))
     files = {
         "tensors": write_named_by_contents(folder, "model", needed),
         "statistics": write_named_by_contents(folder, "statistics", rest) if learning else None,

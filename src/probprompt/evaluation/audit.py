@@ -11,11 +11,11 @@ prompts are compared as well, from queries that are the same to the bit: a metho
 what it answers is held to the tolerance of fp32 always.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -132,7 +132,13 @@ def audit(
     """
     if len(images) < 2:
         raise UserError(f"an audit needs at least 2 images, got {len(images)}")
-    with _watched(model.method) as told:
+    told, prompts = list[Context](), model.method.prompts
+
+    def watched(query: Tensor | None, context: Context) -> Prompted:
+        told.append(context)
+        return prompts(query, context)
+
+    with mock.patch.object(model.method, "prompts", watched):
         subject = _Subject(model, images, tasks, TOLERANCES[model.precision])
         made: tuple[Callable[[], Check], ...] = (
             partial(_outputs, subject, classes),
@@ -238,11 +244,9 @@ class _Subject:
 
 
 def _outputs(subject: _Subject, classes: int) -> Check:
-    found = subject.alone.shape[1]
+    question, found = "a logit per class learned, none more", subject.alone.shape[1]
     note = f"{found} logits for {classes} classes"
-    return Check(
-        "outputs", "a logit per class learned, none more", len(subject.rows), passed=found == classes, note=note
-    )
+    return Check("outputs", question, len(subject.rows), passed=found == classes, note=note)
 
 
 def _batch_size(subject: _Subject) -> Check:
@@ -294,18 +298,18 @@ def _unseen_classes(subject: _Subject, strangers: Tensor | None) -> Check:
 def _prompts(subject: _Subject) -> Check:
     """Ask the method alone, in batches of queries that are the same to the bit."""
     name, question = "prompts", "of the same queries: alone, in batches, in another order, beside their opposites"
-    if not subject.model.method.needs_query:
+    method = subject.model.method
+    if not method.needs_query:
         return Check(name, question, note="not applicable: the method is asked without queries")
-    queries = torch.cat(
-        [subject.model.backbone.query(image, subject.model.method.query_readout) for image in subject.images.split(1)]
-    )  # (n, D)
-    expected = _injected(subject.model.method, queries.split(1))  # (n, P)
+    backbone = subject.model.backbone
+    queries = torch.cat([backbone.query(image, method.query_readout) for image in subject.images.split(1)])  # (n, D)
+    expected = _injected(method, queries.split(1))  # (n, P)
     if not expected.numel():
         return Check(name, question, note="not applicable: nothing is injected")
-    found = [_injected(subject.model.method, queries.split(size)) for size in (BATCH, ODD_BATCH)]
-    found.append(_injected(subject.model.method, queries.flip(0).split(BATCH)).flip(0))
+    found = [_injected(method, queries.split(size)) for size in (BATCH, ODD_BATCH)]
+    found.append(_injected(method, queries.flip(0).split(BATCH)).flip(0))
     crowds = [torch.cat([query, -query, -query]) for query in queries.split(1)]
-    found.append(_injected(subject.model.method, crowds)[::3])
+    found.append(_injected(method, crowds)[::3])
     return replace(compare(name, question, found, expected, spread_of(expected), TOLERANCES["fp32"]), changed=None)
 
 
@@ -335,20 +339,3 @@ def _told(contexts: Sequence[Context]) -> Check:
     note = f"the method was told: {', '.join(sorted(given))}" if given else ""
     question = "neither task, labels nor noise are given to the method"
     return Check("nothing told", question, len(contexts), passed=bool(contexts) and not given, note=note)
-
-
-@contextmanager
-def _watched(method: Method) -> Iterator[list[Context]]:
-    """Note what the method is told while it makes prompts."""
-    contexts: list[Context] = []
-    original = method.prompts
-
-    def watched(query: Tensor | None, context: Context) -> Prompted:
-        contexts.append(context)
-        return original(query, context)
-
-    vars(method)["prompts"] = watched  # shadows the method of the class
-    try:
-        yield contexts
-    finally:
-        del vars(method)["prompts"]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from probprompt.methods import EVALUATION, Method
-from probprompt.prompts import ClassTokenShift, Prompt, Tokens
+from probprompt.prompts import ClassTokenShift, Tokens
 
 QUERIES = 128  # looked at together: a query meets every component in float64
 POINTS = 300  # queries embedded at most: exact t-SNE grows with their square
@@ -23,17 +23,14 @@ def injected_tokens(method: Method, queries: Tensor) -> dict[int, Tensor]:
     prompts = method.prompts(queries if method.needs_query else None, EVALUATION).prompts
     tokens = {}
     for block, prompt in prompts.items():
-        both = _slots(prompt)  # (B, slots, W), or (slots, W) when shared
+        if isinstance(prompt, Tokens):
+            both = prompt.tokens  # (B, slots, W), or (slots, W) when shared
+        elif isinstance(prompt, ClassTokenShift):
+            both = torch.stack([prompt.key, prompt.value], dim=-2)
+        else:
+            both = torch.cat([prompt.key, prompt.value], dim=-2)
         tokens[block] = both.expand(len(queries), *both.shape[-2:]).transpose(0, 1)
     return tokens
-
-
-def _slots(prompt: Prompt) -> Tensor:
-    if isinstance(prompt, Tokens):
-        return prompt.tokens
-    if isinstance(prompt, ClassTokenShift):
-        return torch.stack([prompt.key, prompt.value], dim=-2)
-    return torch.cat([prompt.key, prompt.value], dim=-2)
 
 
 def similarity(tokens: dict[int, Tensor]) -> Tensor:
