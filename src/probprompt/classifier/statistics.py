@@ -87,23 +87,9 @@ class Statistics:
         """Moments that a closed-form head is solved from."""
         return list(self.of.values())[-1]
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """Widths of the transformed features, by name."""
-        return {name: moments.totals.shape[1] for name, moments in self.of.items()}
-
     def grown(self, classes: int) -> "Statistics":
         """Append more classes without images."""
         return Statistics({name: moments.grown(classes) for name, moments in self.of.items()})
-
-    def copy(self) -> "Statistics":
-        """Copy all tensors."""
-        return Statistics(
-            {
-                name: Moments(moments.counts.clone(), moments.totals.clone(), moments.moment.clone())
-                for name, moments in self.of.items()
-            }
-        )
 
     def add_rows(self, label: int, rows: Tensor, views: Views) -> None:
         """Add images of one class by their features (n, D)."""
@@ -121,13 +107,15 @@ class Statistics:
         for name, moments in self.of.items():
             moments.counts[label] += kept["count"].to(moments.counts)[0]
             moments.totals[label] += kept[f"{name}.totals"].to(moments.totals)[0]
-            moments.moment.add_(_unpacked(kept[f"{name}.moment"], moments.moment))
+            moments.moment.add_(_symmetric(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to store; of symmetric matrices one half."""
         found = {"count": self.solved.counts}
         for name, moments in self.of.items():
-            found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, _packed(moments.moment)
+            # The lower half, which alone a solve reads: a product of a matrix with itself need not be symmetric to the
+            # last bit on every processor.
+            found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, upper(moments.moment.T)
         return found
 
     @classmethod
@@ -137,7 +125,7 @@ class Statistics:
         for name, moments in found.of.items():
             moments.counts.copy_(kept["count"])
             moments.totals.copy_(kept[f"{name}.totals"])
-            moments.moment.copy_(_unpacked(kept[f"{name}.moment"].to(device), moments.moment))
+            moments.moment.copy_(_symmetric(kept[f"{name}.moment"], moments.moment))
         return found
 
 
@@ -170,17 +158,20 @@ def add_up(kept: Iterable[Mapping[str, Tensor]], sums: Statistics, views: Views)
     return sums
 
 
-def _packed(matrix: Tensor) -> Tensor:
-    """Half of a symmetric matrix (L, L), (L (L + 1) / 2,), column by column: the lower one, which alone a solve reads.
-
-    A product of a matrix with itself need not be symmetric to the last bit on every processor.
-    """
+def upper(matrix: Tensor) -> Tensor:
+    """Return the upper triangle (L (L + 1) / 2,) of a matrix (L, L), row by row."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[columns, rows]
+    return matrix[rows, columns]
 
 
-def _unpacked(half: Tensor, like: Tensor) -> Tensor:
-    whole = torch.zeros_like(like)
-    rows, columns = torch.triu_indices(*like.shape, device=like.device)
-    whole[rows, columns] = half.to(like)
+def from_upper(half: Tensor, width: int) -> Tensor:
+    """Restore an upper triangular matrix from the result of :func:`upper`."""
+    whole = half.new_zeros(width, width)
+    rows, columns = torch.triu_indices(width, width, device=half.device)
+    whole[rows, columns] = half
+    return whole
+
+
+def _symmetric(half: Tensor, like: Tensor) -> Tensor:
+    whole = from_upper(half.to(like), len(like))
     return whole + whole.triu(1).T
