@@ -349,20 +349,17 @@ def changing(
     Where none is saved, one is made with the arguments ``create``, if these are given. While another process changes
     it, ``busy`` is called until that is over; without that it is an error.
     """
-    store = Store(Path(folder).expanduser())
+    store, made = Store(Path(folder).expanduser()), None
     if create is None or store.exists:
         store.head()
-        with store.locked(busy):
-            made = ContinualClassifier._load(store, None, device)
-            before = made.version
-            yield made
-            if made.version != before:
-                made._save(store)
-        return
-    made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
+    else:
+        made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
     with store.locked(busy):
+        made = made or ContinualClassifier._load(store, None, device)
+        before = made.version
         yield made
-        made._save(store)
+        if not before or made.version != before:
+            made._save(store)
 
 
 def _answers(batch: JudgedBatch, names: tuple[str, ...], top_k: int) -> Iterator[Prediction]:

@@ -141,7 +141,7 @@ def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tens
         own = lesson.labels == label
         rest, held = features[own & ~lesson.held], dict(zip(VIEWS, features[own & lesson.held].unbind(1), strict=False))
         before = classes[label] if label < len(classes) else None
-        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else None, engine.views, engine.widths)
+        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else {}, engine.views, engine.widths)
         if before is not None:
             held = {view: torch.cat([before.held.tensors[view].to(rows), rows]) for view, rows in held.items()}
         known = KnownClass(

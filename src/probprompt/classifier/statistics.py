@@ -129,17 +129,14 @@ class Statistics:
         return found
 
 
-def compact(
-    rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, widths: Mapping[str, int]
-) -> dict[str, Tensor]:
+def compact(rows: Tensor, before: Mapping[str, Tensor], views: Views, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
-    if before and "rows" in before:
-        rows = torch.cat([before["rows"].to(rows), rows])
-    summed = before is not None and "rows" not in before
-    if not summed and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
+    if "rows" in before:
+        rows, before = torch.cat([before["rows"].to(rows), rows]), {}
+    if not before and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
         return {"rows": rows.float()}
     sums = Statistics.zero(1, widths, rows.device)
-    if before is not None and summed:
+    if before:
         sums.add_class(0, before, views)
     sums.add_rows(0, rows, views)
     return sums.tensors()
