@@ -42,7 +42,14 @@ def evaluate(
     progress: ProgressCallback,
 ) -> Evaluation:
     """Measure the current version on labeled images, and its novelty on images of no known class."""
-    rows = _class_rows(predictor, given)
+    names = predictor.state.names
+    foreign = [name for name in given.classes if name not in names]
+    if foreign:
+        raise UserError(
+            f"{len(foreign)} class(es) are not known: {shorten(foreign)} ({suggest(foreign[0], names)}). Leave them "
+            "out, or give them as images of no known class (unknown, --unknown)"
+        )
+    rows = [names.index(name) for name in given.classes]
     labels = iter(given.images.labels.tolist())
     earlier = list(_earlier(engine, predictor, kept))
     images = (InputImage(name, partial(given.images.read, row)) for row, name in enumerate(given.images.names))
@@ -80,17 +87,6 @@ def evaluate(
         unknown_images=len(far),
         unknown_flagged=100 * float((far > 1).double().mean()),
     )
-
-
-def _class_rows(predictor: Predictor, given: LabeledImages) -> list[int]:
-    names = predictor.state.names
-    foreign = [name for name in given.classes if name not in names]
-    if foreign:
-        raise UserError(
-            f"{len(foreign)} class(es) are not known: {shorten(foreign)} ({suggest(foreign[0], names)}). Leave them "
-            "out, or give them as images of no known class (unknown, --unknown)"
-        )
-    return [names.index(name) for name in given.classes]
 
 
 def _earlier(engine: ModelFactory, predictor: Predictor, kept: Sequence[SavedVersion]) -> Iterator[Earlier]:
@@ -185,9 +181,7 @@ def held_out_accuracy(engine: ModelFactory, state: State, logits: Tensor, labels
 
 def accuracy_matrix(kept: Sequence[SavedVersion]) -> AccuracyMatrix:
     """What versions on the way to the current one recognised of each task's held-out images."""
-    if not kept:
-        return AccuracyMatrix((), (), ())
-    tasks = kept[-1].state.tasks
+    tasks = kept[-1].state.tasks if kept else ()
     steps = [one for one in kept if one.version.what not in _SAME_KNOWLEDGE]
     steps = [one for one in steps if one.state.tasks == tasks[: len(one.state.tasks)]]  # on the way to the current one
     values = tuple(

@@ -47,8 +47,7 @@ class Part:
         """Keep the tensors in a folder of files named by their contents; returns that name."""
         if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
             self.digest = store_by_contents(folder, self.tensors)
-        if self._path is None:
-            self._path = folder / f"{self.digest}.safetensors"
+        self._path = self._path or folder / f"{self.digest}.safetensors"
         return self.digest
 
     @classmethod

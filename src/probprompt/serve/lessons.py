@@ -175,11 +175,11 @@ class LessonRunner:
             return _done(learned)
         self._store.update(job.id, before=before.version)
         answer = self._learn(job)
-        if isinstance(answer, Message) and answer.report:
+        if isinstance(answer, Message):
+            if answer.report is None:
+                raise UserError(answer.error)
             warnings = [*job.warnings, *answer.report.warnings]
             return {**_done(answer.report.version), "report": _report(answer.report), "warnings": warnings}
-        if isinstance(answer, Message):
-            raise UserError(answer.error)
         learned = version_of(self._load(), job)
         if learned is not None:  # it was saved, but the process ended before it could report
             return _done(learned)

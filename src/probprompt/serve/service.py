@@ -83,7 +83,7 @@ class Service:
         self.metrics, self.capacity = Metrics(), Capacity(WAITING_IMAGES, WAITING_BYTES)
         self._first = ContinualClassifier.load(folder, device=device)
         warm_up(self._first)
-        self._lock = lock_service(folder)
+        self._lock = hold(folder)
         self.jobs = JobStore(folder / "serve" / "jobs")
         self.accuracy, self.prompts = once_per_version(draw_matrix), once_per_version(draw_prompts)
         self._begun = time.time()
@@ -144,8 +144,8 @@ class Service:
 
     async def predict(self, uploads: list[Upload], top_k: int) -> Predictions:
         """Classify the images of one request; an unreadable file gets the reason."""
-        with self.capacity.reserve(len(uploads)) as hold:
-            decoded = await decode_each(self.decoders, uploads, hold)
+        with self.capacity.reserve(len(uploads)) as take:
+            decoded = await decode_each(self.decoders, uploads, take)
             readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
             empty = Answer(self.classifier.version, ())
             answer = await self.batcher.predict(readable, top_k) if readable else empty
@@ -235,7 +235,7 @@ def warm_up(classifier: ContinualClassifier) -> None:
         classifier.predict([blank])
 
 
-def lock_service(folder: Path) -> IO[str] | None:
+def hold(folder: Path) -> IO[str] | None:
     """Lock a model's folder against a second service; None if files cannot be locked."""
     until = time.monotonic() + LOCK_SECONDS
 
