@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from probprompt.classifier.statistics import Moments, from_upper, upper
+from probprompt.classifier.statistics import Moments
+from probprompt.storage import from_upper, upper
 
 BINS = 10
 UNFITTED = 0.1

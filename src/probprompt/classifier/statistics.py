@@ -14,6 +14,7 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.heads.closed_form import symmetric
+from probprompt.storage import from_upper, upper
 
 CHUNK = 4096  # images that are added up at a time
 VIEWS = ("rows", "mirrors")
@@ -153,20 +154,6 @@ def add_up(kept: Iterable[Mapping[str, Tensor]], sums: Statistics, views: Views)
     for label, tensors in enumerate(kept):
         sums.add_class(label, tensors, views)
     return sums
-
-
-def upper(matrix: Tensor) -> Tensor:
-    """Return the upper triangle (L (L + 1) / 2,) of a matrix (L, L), row by row."""
-    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[rows, columns]
-
-
-def from_upper(half: Tensor, width: int) -> Tensor:
-    """Restore an upper triangular matrix from the result of :func:`upper`."""
-    whole = half.new_zeros(width, width)
-    rows, columns = torch.triu_indices(width, width, device=half.device)
-    whole[rows, columns] = half
-    return whole
 
 
 def _symmetric(half: Tensor, like: Tensor) -> Tensor:
