@@ -532,7 +532,7 @@ def test_sums_that_are_kept_are_those_that_are_solved() -> None:
         made.add_rows(label, rows[4 * label : 4 * label + 4], views)
     moments = made.of["unit"]
     moments.moment.add_(1e-9 * torch.ones(3, 3).triu(1))  # the half that no solve reads
-    (again,) = statistics.Statistics.from_tensors(made.tensors(), made.widths, torch.device("cpu")).of.values()
+    (again,) = statistics.Statistics.from_tensors(made.tensors(), {"unit": 3}, torch.device("cpu")).of.values()
     assert torch.equal(again.within, moments.within)
     assert torch.equal(again.total[1].tril(), moments.total[1].tril())
     head = RidgeHead(3, 0, projections=0, ridge=1.0).grow(2)

@@ -237,13 +237,13 @@ def test_closing_answers_those_who_wait() -> None:
 
 def test_capacity_counts_images_and_bytes() -> None:
     capacity = Capacity(images=4, size=100)
-    with capacity.reserve(3) as place:
+    with capacity.reserve(3) as hold:
         with pytest.raises(OverloadedError), capacity.reserve(2):
             pass
-        place.hold(grey(1))  # 48 bytes
-        place.hold(grey(1))
+        hold(grey(1))  # 48 bytes
+        hold(grey(1))
         with pytest.raises(OverloadedError):
-            place.hold(grey(1))
+            hold(grey(1))
         assert (capacity.images, capacity.bytes) == (3, 96)
     assert (capacity.images, capacity.bytes) == (0, 0)
 

@@ -192,6 +192,20 @@ def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], d
     return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(text)
 
 
+def upper(matrix: Tensor) -> Tensor:
+    """Return the upper triangle (L (L + 1) / 2,) of a matrix (L, L), row by row."""
+    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[rows, columns]
+
+
+def from_upper(half: Tensor, width: int) -> Tensor:
+    """Restore an upper triangular matrix from the result of :func:`upper`."""
+    whole = half.new_zeros(width, width)
+    rows, columns = torch.triu_indices(width, width, device=half.device)
+    whole[rows, columns] = half
+    return whole
+
+
 def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
     digest = hashlib.sha256(note.encode())
     for name in sorted(tensors):

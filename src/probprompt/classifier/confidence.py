@@ -9,6 +9,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from probprompt.classifier.statistics import Moments
+from probprompt.storage import from_upper, upper
 
 BINS = 10
 UNFITTED = 0.1
@@ -76,11 +77,8 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     confidence, chosen = probabilities.double().max(dim=1)  # (n,)
     right = (chosen == labels).double()
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
-    error = 0.0
-    for number in bins.unique().tolist():
-        inside = bins == number
-        error += abs(float((confidence[inside] - right[inside]).sum()))
-    return error / len(labels)
+    gaps = (abs(float((confidence - right)[bins == number].sum())) for number in bins.unique().tolist())
+    return sum(gaps) / len(labels)
 
 
 KNOWN = 0.95
@@ -119,24 +117,14 @@ class Gaussians:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Gaussians":
         """Restore the result of :meth:`tensors`."""
-        means, centre = (tensors[name].to(device).double() for name in ("means", "centre"))
-        within, whole = (
-            torch.zeros(means.shape[1], means.shape[1], dtype=torch.float64, device=device) for _ in range(2)
-        )
-        rows, columns = torch.triu_indices(*within.shape, device=device)
-        for matrix, name in ((within, "within"), (whole, "whole")):
-            matrix[rows, columns] = tensors[name].to(device).double()
-        return cls(within, means, whole, centre)
+        wide = {name: value.to(device).double() for name, value in tensors.items()}
+        within, whole = (from_upper(wide[name], wide["means"].shape[1]) for name in ("within", "whole"))
+        return cls(within, wide["means"], whole, wide["centre"])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to store, in float32 and without the zeros."""
-        rows, columns = torch.triu_indices(*self.within.shape, device=self.within.device)
-        return {
-            "means": self.means.float(),
-            "centre": self.centre.float(),
-            "within": self.within[rows, columns].float(),
-            "whole": self.whole[rows, columns].float(),
-        }
+        halves = {"within": upper(self.within), "whole": upper(self.whole)}
+        return {name: value.float() for name, value in {"means": self.means, "centre": self.centre, **halves}.items()}
 
     def score(self, features: Tensor) -> Tensor:
         """Score unit features (n, D): large values belong to no class (n,)."""

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from probprompt import presets
 from probprompt.classifier.evaluate import AccuracyMatrix, accuracy_matrix, diversity, evaluate
@@ -27,11 +25,11 @@ from probprompt.classifier.lesson import (
     with_lesson,
 )
 from probprompt.classifier.outputs import Evaluation, LearnReport, Prediction, Version
-from probprompt.classifier.predictor import ModelFactory, Predictor
+from probprompt.classifier.predictor import JudgedBatch, ModelFactory, Predictor
 from probprompt.classifier.store import Busy, SavedVersion, State, Store
 from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
-from probprompt.data.images import Pixels, UnreadableImageError
-from probprompt.data.inputs import InputImage, clean_name, decode_ahead, labeled, pictures, same_name
+from probprompt.data.images import UnreadableImageError
+from probprompt.data.inputs import clean_name, labeled, pictures, same_name
 from probprompt.engine.build import pick_device
 from probprompt.errors import UserError, suggest
 from probprompt.heads.closed_form import ClosedFormSettings
@@ -147,9 +145,8 @@ class ContinualClassifier:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise UserError(f"top_k must be a number of at least 1, not {top_k!r}")
         size = batch or self._engine.config.images_at_a_time(self._engine.device.type)
-        stream = decode_ahead(pictures(images, self._engine.short_side))
-        while group := list(islice(stream, size)):
-            yield from _answers(predictor, group, top_k)
+        for judged in predictor.judge_each(pictures(images, self._engine.short_side), size):
+            yield from _answers(judged, predictor.state.names, top_k)
 
     def evaluate(self, images: object, unknown: object = None, progress: ProgressCallback = SILENT) -> Evaluation:
         """Measure accuracy on images with known classes: overall, per task, and what was forgotten.
@@ -238,20 +235,19 @@ class ContinualClassifier:
             for other in self.classes:
                 if other != old and same_name(other) == same_name(name):
                     raise UserError(f"there is a class {other!r} already: {old!r} cannot become {name!r}")
-            state = self._state
-            classes = tuple(replace(one, name=name) if one.name == old else one for one in state.classes)
-            self._append("renamed", (name,), 0, f"was {old}", replace(state, classes=classes))
+            classes = tuple(replace(one, name=name) if one.name == old else one for one in self._state.classes)
+            self._append("renamed", (name,), 0, f"was {old}", replace(self._state, classes=classes))
 
     def rollback(self, to: int) -> None:
         """Make a version that is kept the current one again; it gets a new number, and none is lost."""
         with self._changing:
-            found = {one.version.number: one for one in self._kept}
+            found = {one.version.number: one.state for one in self._kept}
             if to not in found:
-                kept = ", ".join(str(number) for number in found) or "none"
+                kept = ", ".join(map(str, found)) or "none"
                 raise UserError(f"there is no version {to} to go back to; kept are: {kept}")
             if to == self.version:
                 raise UserError(f"version {to} is the current one already")
-            self._append("rolled back", found[to].state.names, 0, f"to version {to}", found[to].state)
+            self._append("rolled back", found[to].names, 0, f"to version {to}", found[to])
 
     def _find(self, name: str) -> None:
         if not self._kept:
@@ -260,13 +256,7 @@ class ContinualClassifier:
             raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
 
     def _append(
-        self,
-        what: str,
-        classes: tuple[str, ...],
-        images: int,
-        note: str,
-        state: State,
-        predictor: Predictor | None = None,
+        self, what: str, classes: tuple[str, ...], images: int, note: str, state: State, ready: Predictor | None = None
     ) -> None:
         """Put a new version in its place, at once; what was is kept without what can be made again."""
         when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -274,7 +264,7 @@ class ContinualClassifier:
         older = tuple(replace(one, state=replace(one.state, sums=None)) for one in self._kept)
         newest = SavedVersion(version, state, secrets.token_hex(8))
         self._ancestors[version.number] = newest.token
-        self._kept, self._predictor = (*older, newest)[-self.keep_versions :], predictor
+        self._kept, self._predictor = (*older, newest)[-self.keep_versions :], ready
 
     # On disk --------------------------------------------------------------------------------------------------------
 
@@ -325,13 +315,12 @@ class ContinualClassifier:
         numbers = store.numbers(head["version"])
         wanted = head["version"] if version is None else version
         if wanted not in numbers:
-            kept = ", ".join(map(str, numbers))
-            raise UserError(f"{store.folder} has no version {wanted}; kept are: {kept}")
-        every = [store.read(wanted)]
+            raise UserError(f"{store.folder} has no version {wanted}; kept are: {', '.join(map(str, numbers))}")
+        note, newest = store.read(wanted)
+        every = [newest]
         for number in reversed(numbers[: numbers.index(wanted)]):
             with suppress(UserError):  # one that was pruned just now, or is damaged, keeps no other from being used
-                every.insert(0, store.read(number))
-        note = every[-1][0]
+                every.insert(0, store.read(number)[1])
         try:
             config = parse_config(note["config"])
             place, own_epochs = pick_device(device), bool(note["own_epochs"])
@@ -343,9 +332,8 @@ class ContinualClassifier:
             raise UserError(f"version {wanted} in {store.folder} is damaged: {problem!r}") from problem
         made = cls.__new__(cls)
         made._begin(engine, keep, head["model"])
-        made._settings_note = note
-        made._kept = tuple(kept for _, kept in every)
-        made._ancestors = {kept.version.number: kept.token for kept in made._kept}
+        made._settings_note, made._kept = note, tuple(every)
+        made._ancestors = {kept.version.number: kept.token for kept in every}
         return made
 
 
@@ -361,40 +349,30 @@ def changing(
     Where none is saved, one is made with the arguments ``create``, if these are given. While another process changes
     it, ``busy`` is called until that is over; without that it is an error.
     """
-    store = Store(Path(folder).expanduser())
+    store, made = Store(Path(folder).expanduser()), None
     if create is None or store.exists:
         store.head()
-        with store.locked(busy):
-            made = ContinualClassifier._load(store, None, device)
-            before = made.version
-            yield made
-            if made.version != before:
-                made._save(store)
-        return
-    made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
+    else:
+        made = ContinualClassifier(**{**create, **({"device": device} if device else {})})
     with store.locked(busy):
+        made = made or ContinualClassifier._load(store, None, device)
+        before = made.version
         yield made
-        made._save(store)
+        if not before or made.version != before:
+            made._save(store)
 
 
-def _answers(
-    predictor: Predictor, group: list[tuple[InputImage, Pixels | UnreadableImageError]], top_k: int
-) -> Iterator[Prediction]:
+def _answers(batch: JudgedBatch, names: tuple[str, ...], top_k: int) -> Iterator[Prediction]:
     """Predictions of a batch, in its order."""
-    readable = [found for _, found in group if not isinstance(found, UnreadableImageError)]
-    rows: Iterator[tuple[Tensor, Tensor, float]] = iter(())
-    if readable:
-        probabilities, novelty = predictor.judge(predictor.look(readable))
-        best, places = (part.cpu() for part in probabilities.topk(min(top_k, probabilities.shape[1]), dim=1))
-        rows = zip(best, places, novelty.tolist(), strict=True)
-    names = predictor.state.names
-    for picture, found in group:
+    best, places = (part.tolist() for part in batch.probabilities.topk(min(top_k, len(names)), dim=1))
+    rows = zip(best, places, batch.novelty.tolist(), strict=True)
+    for picture, found in batch.images:
         if isinstance(found, UnreadableImageError):
             yield Prediction(picture.source, None, 0.0, (), False, 0.0, str(found))
             continue
         chances, labels, far = next(rows)
-        top = tuple((names[label], chance) for label, chance in zip(labels.tolist(), chances.tolist(), strict=True))
-        yield Prediction(picture.source, top[0][0], top[0][1], top, far > 1, far)
+        top = tuple(zip((names[label] for label in labels), chances, strict=True))
+        yield Prediction(picture.source, *top[0], top, far > 1, far)
 
 
 SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -416,8 +394,10 @@ def make_config(
     Without a preset: ``flagship`` for ProbPrompt, ``ridge`` for other methods with prompts, ``matched`` for the rest.
     They are those that were chosen for small sets of images (:mod:`probprompt.presets`).
     """
-    chosen = preset or _usual_preset(method)
-    base = presets.settings(chosen, method, "emoji-r")
+    if not preset:
+        others = "ridge" if presets.has_prompts(find(method)) else "matched"
+        preset = "flagship" if method == "probprompt" else others
+    base = presets.settings(preset, method, "emoji-r")
     base = {name: part for name, part in base.items() if name not in ("data", "backbone")}
     usual = "sup1k" if device.type == "cuda" else SMALL_VIT
     named: dict[str, Any] = {"seeds": dict.fromkeys(("order", "init", "data"), seed), "method": {"name": method}}
@@ -429,13 +409,6 @@ def make_config(
     if find(parsed.method.name).joint:
         raise UserError(f"{parsed.method.name!r} learns everything at once: choose a method that learns task by task")
     return with_absolute_paths(parsed), "epochs" not in given.get("training", {})
-
-
-def _usual_preset(method: str) -> str:
-
-    if method == "probprompt":
-        return "flagship"
-    return "ridge" if presets.has_prompts(find(method)) else "matched"
 
 
 def _refuse_run_settings(config: RunConfig) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from probprompt.classifier.confidence import auroc, expected_calibration_error, false_positive_rate
 from probprompt.classifier.outputs import Evaluation, TaskScore
 from probprompt.classifier.predictor import ModelFactory, Predictor
-from probprompt.classifier.store import LearnedTask, SavedVersion, State
+from probprompt.classifier.store import Part, SavedVersion, State
 from probprompt.data.images import UnreadableImageError
 from probprompt.data.inputs import InputImage, LabeledImages, pictures
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation.diagnostics import prompt_diversity
+from probprompt.heads.closed_form import ClosedFormSettings
 from probprompt.progress import ProgressCallback
 
 
@@ -41,20 +42,26 @@ def evaluate(
     progress: ProgressCallback,
 ) -> Evaluation:
     """Measure the current version on labeled images, and its novelty on images of no known class."""
-    rows = _class_rows(predictor, given)
+    names = predictor.state.names
+    foreign = [name for name in given.classes if name not in names]
+    if foreign:
+        raise UserError(
+            f"{len(foreign)} class(es) are not known: {shorten(foreign)} ({suggest(foreign[0], names)}). Leave them "
+            "out, or give them as images of no known class (unknown, --unknown)"
+        )
+    rows = [names.index(name) for name in given.classes]
     labels = iter(given.images.labels.tolist())
     earlier = list(_earlier(engine, predictor, kept))
     images = (InputImage(name, partial(given.images.read, row)) for row, name in enumerate(given.images.names))
     size = engine.config.images_at_a_time(engine.device.type)
     truth: list[int] = []
-    probabilities, novelty, strange = list[Tensor](), list[Tensor](), list[Tensor]()
+    answers, strange = list[tuple[Tensor, Tensor]](), list[Tensor]()
     unreadable: list[tuple[str, str]] = []
     with progress.stage("evaluating", len(given.images)):
         for batch in predictor.judge_each(images, size):
             pairs = zip(batch.images, labels, strict=False)  # labels go on in the next batch
             truth += [rows[label] for (_, found), label in pairs if not isinstance(found, UnreadableImageError)]
-            probabilities.append(batch.probabilities.cpu())
-            novelty.append(batch.novelty.cpu())
+            answers.append((batch.probabilities.cpu(), batch.novelty.cpu()))
             for one in earlier if batch.pixels else ():
                 features = batch.features if one.same_features else one.predictor.look(batch.pixels)
                 one.answers.append(one.predictor.judge(features)[0].argmax(dim=1).cpu())
@@ -67,54 +74,41 @@ def evaluate(
         unreadable += batch.unreadable
     if unknown is not None and not sum(map(len, strange)):
         raise UserError("none of the unknown images can be read: give a folder, or a list, of images")
-    known = _measure(predictor, earlier, torch.tensor(truth), torch.cat(probabilities), torch.cat(novelty))
+    probabilities, novelty = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    known = _measure(predictor.state, earlier, torch.tensor(truth), probabilities, novelty)
     known = replace(known, unreadable=tuple(unreadable))
     if not strange:
         return known
-    familiar, far = torch.cat(novelty), torch.cat(strange)
+    far = torch.cat(strange)
     return replace(
         known,
-        auroc=auroc(familiar, far),
-        fpr_at_95=false_positive_rate(familiar, far),
+        auroc=auroc(novelty, far),
+        fpr_at_95=false_positive_rate(novelty, far),
         unknown_images=len(far),
         unknown_flagged=100 * float((far > 1).double().mean()),
     )
 
 
-def _class_rows(predictor: Predictor, given: LabeledImages) -> list[int]:
-    names = predictor.state.names
-    foreign = [name for name in given.classes if name not in names]
-    if foreign:
-        raise UserError(
-            f"{len(foreign)} class(es) are not known: {shorten(foreign)} ({suggest(foreign[0], names)}). Leave them "
-            "out, or give them as images of no known class (unknown, --unknown)"
-        )
-    return [names.index(name) for name in given.classes]
-
-
 def _earlier(engine: ModelFactory, predictor: Predictor, kept: Sequence[SavedVersion]) -> Iterator[Earlier]:
     """Return the kept versions that had just learned a task, except the last task."""
     state, found = predictor.state, {one.version.number: one.state for one in kept}
-    last = len(state.tasks) - 1
-    for index, task in enumerate(state.tasks):
+    for index, task in enumerate(state.tasks[:-1]):
         then = found.get(task.version)
-        if then is None or index == last or len(then.tasks) != index + 1:
-            continue
-        same = _same(then.method, state.method)
-        yield Earlier(index, engine.predictor(then), same, tuple(one.uid for one in then.classes))
+        if then is not None and len(then.tasks) == index + 1:
+            same = _same(then.method, state.method)
+            yield Earlier(index, engine.predictor(then), same, tuple(one.uid for one in then.classes))
 
 
-def _same(one: object, other: object) -> bool:
-    if one is other:
-        return True
-    mine, others = getattr(one, "tensors", {}), getattr(other, "tensors", {})
+def _same(one: Part | None, other: Part | None) -> bool:
+    if one is other or one is None or other is None:
+        return one is other
+    mine, others = one.tensors, other.tensors
     return mine.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in mine.items())
 
 
 def _measure(
-    predictor: Predictor, earlier: Sequence[Earlier], truth: Tensor, probabilities: Tensor, novelty: Tensor
+    state: State, earlier: Sequence[Earlier], truth: Tensor, probabilities: Tensor, novelty: Tensor
 ) -> Evaluation:
-    state = predictor.state
     chosen = probabilities.argmax(dim=1)  # (n,)
     right = (chosen == truth).double()
     count = len(state.names)
@@ -179,19 +173,17 @@ def held_out_accuracy(engine: ModelFactory, state: State, logits: Tensor, labels
     task_of = torch.tensor([known.task for known in state.classes], device=labels.device)[labels]  # (h,)
     right = (logits.argmax(dim=1) == labels).double()
     changed = max((task for task in range(len(state.tasks)) if engine.adapts(task)), default=0)
-    scores: list[float | None] = []
-    for task in range(len(state.tasks)):
-        own = task_of == task
-        scores.append(100 * float(right[own].mean()) if task >= changed and bool(own.any()) else None)
-    return tuple(scores)
+    return tuple(
+        100 * float(right[task_of == task].mean()) if task >= changed and bool((task_of == task).any()) else None
+        for task in range(len(state.tasks))
+    )
 
 
 def accuracy_matrix(kept: Sequence[SavedVersion]) -> AccuracyMatrix:
     """What versions on the way to the current one recognised of each task's held-out images."""
-    if not kept:
-        return AccuracyMatrix((), (), ())
-    tasks = kept[-1].state.tasks
-    steps = [one for one in kept if one.version.what not in _SAME_KNOWLEDGE and _leads_to(one.state.tasks, tasks)]
+    tasks = kept[-1].state.tasks if kept else ()
+    steps = [one for one in kept if one.version.what not in _SAME_KNOWLEDGE]
+    steps = [one for one in steps if one.state.tasks == tasks[: len(one.state.tasks)]]  # on the way to the current one
     values = tuple(
         tuple(one.state.held_out[row] if row < len(one.state.held_out) else None for one in steps)
         for row in range(len(tasks))
@@ -199,16 +191,13 @@ def accuracy_matrix(kept: Sequence[SavedVersion]) -> AccuracyMatrix:
     return AccuracyMatrix(tuple(task.name for task in tasks), tuple(one.version.number for one in steps), values)
 
 
-def _leads_to(earlier: tuple[LearnedTask, ...], tasks: tuple[LearnedTask, ...]) -> bool:
-    return tasks[: len(earlier)] == earlier
-
-
 def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
     """Similarity of the prompts for one held-out image per class; None where the queries of images are not kept.
 
     They are kept if the head reads them in addition to the features (``head.with_query``).
     """
-    if not state.classes or not engine.reads_query:
+    head = engine.config.head
+    if not state.classes or not isinstance(head, ClosedFormSettings) or not head.with_query:
         return None
     width = engine.backbone.model.width
     queries, names = [], []

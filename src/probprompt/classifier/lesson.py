@@ -83,18 +83,24 @@ def with_lesson(
     engine: ModelFactory, old: State, lesson: Lesson, features: Tensor, learner: Learner, name: str, version: int
 ) -> State:
     """Return the state after a lesson, before it is settled."""
-    new, index, tasks = lesson.new, len(old.tasks), old.tasks
+    new, tasks, head = lesson.new, old.tasks, learner.model.head
+    parts: dict[str, dict[str, Tensor]] = {"method": {}, "later": {}}
+    for key, value in learner_tensors(learner).items():
+        if not key.startswith("head."):
+            parts["method" if key.startswith(("method.", "backbone.")) else "later"][key] = value
     if new:
         tasks = (*tasks, LearnedTask(name, version, int((lesson.labels >= len(old.classes)).sum())))
-    state = replace(
+    return replace(
         old,
         classes=_extended(engine, old, lesson, features),
         tasks=tasks,
-        adapted=(*old.adapted, len(new)) if new and engine.adapts(index) else old.adapted,
+        adapted=(*old.adapted, len(new)) if new and engine.adapts(len(old.tasks)) else old.adapted,
         next_uid=old.next_uid + len(new),
-        strength=_strength(learner.model.head),
+        strength=float(head.strength) if isinstance(head, RidgeHead) and not bool(head.strength.isnan()) else None,
+        method=Part.of(parts["method"]),
+        head=Part.of(_needed(head)),
+        later=Part.of(parts["later"]),
     )
-    return _with_parts(state, learner)
 
 
 def sort_classes(
@@ -135,7 +141,7 @@ def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tens
         own = lesson.labels == label
         rest, held = features[own & ~lesson.held], dict(zip(VIEWS, features[own & lesson.held].unbind(1), strict=False))
         before = classes[label] if label < len(classes) else None
-        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else None, engine.views, engine.widths)
+        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else {}, engine.views, engine.widths)
         if before is not None:
             held = {view: torch.cat([before.held.tensors[view].to(rows), rows]) for view, rows in held.items()}
         known = KnownClass(
@@ -146,34 +152,13 @@ def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tens
             held=Part.of({view: rows.float() for view, rows in held.items()}),
             rest=Part.of(kept),
         )
-        if before is not None:
-            classes[label] = known
-        else:
-            classes.append(known)
+        classes[label : label + 1] = [known]  # in its place, or at the end
     return tuple(classes)
 
 
-def _with_parts(state: State, learner: Learner) -> State:
-    """The state with what a learner has learned as its parts."""
-    tensors, head = learner_tensors(learner), learner.model.head
-    groups: dict[str, dict[str, Tensor]] = {"method": {}, "head": {}, "later": {}}
-    for name, value in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind in ("method", "backbone"):
-            groups["method"][name] = value
-        elif kind == "head":
-            if rest not in head.learning_only:
-                groups["head"][rest] = value
-        else:
-            groups["later"][name] = value
-    method, rows, later = (Part.of(groups[name]) for name in ("method", "head", "later"))
-    return replace(state, method=method, head=rows, later=later)
-
-
-def _strength(head: Head) -> float | None:
-    if not isinstance(head, RidgeHead) or bool(head.strength.isnan()):
-        return None
-    return float(head.strength)
+def _needed(head: Head) -> dict[str, Tensor]:
+    """The tensors of a head that predict."""
+    return {name: value for name, value in head.state_dict().items() if name not in head.learning_only}
 
 
 # What follows from the sums ----------------------------------------------------------------------------------------
@@ -235,8 +220,7 @@ def forget(engine: ModelFactory, state: State, name: str) -> State:
     assert isinstance(head, ClosedFormHead)
     rest = engine.sums(state)
     engine.solve(head, engine.with_held_out(state, rest).solved, state.strength)
-    needed = {key: value for key, value in head.state_dict().items() if key not in head.learning_only}
-    state = replace(state, head=Part.of(needed))
+    state = replace(state, head=Part.of(_needed(head)))
     return settle(engine, state, rest, unlearned(engine, state, rest, head))
 
 
@@ -255,9 +239,6 @@ def confusion_risks(engine: ModelFactory, state: State, judge: Head, old: int) -
         if not len(rows):
             continue
         shares = (judge(rows).double() / state.calibration.temperature).softmax(dim=1).mean(dim=0).tolist()  # (C,)
-        risks += [
-            ConfusionRisk(names[label], names[new], shares[new])
-            for new in range(old, len(names))
-            if shares[new] >= WORTH_TELLING
-        ]
+        later = enumerate(shares[old:], old)
+        risks += [ConfusionRisk(names[label], names[new], share) for new, share in later if share >= WORTH_TELLING]
     return tuple(sorted(risks, key=lambda risk: (-risk.share, risk.old, risk.new)))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from probprompt.backbones.pretrained import LoadedBackbone
-from probprompt.backbones.vit import Precision
 from probprompt.classifier.confidence import Gaussians, unit
 from probprompt.classifier.statistics import Moments, Statistics, Views, add_up
 from probprompt.classifier.store import State
@@ -22,13 +21,7 @@ from probprompt.data.image_store import Loaded
 from probprompt.data.images import Pixels, UnreadableImageError
 from probprompt.data.inputs import InputImage, decode_ahead
 from probprompt.data.transforms import Packed, Preprocessor, enlarged
-from probprompt.engine.build import (
-    ModelState,
-    build_model,
-    build_preprocessor,
-    default_precision,
-    load_frozen,
-)
+from probprompt.engine.build import ModelState, build_model, build_preprocessor, default_precision, load_frozen
 from probprompt.engine.learner import Learner
 from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import restore_learning
@@ -118,20 +111,12 @@ class ModelFactory:
         """The frozen backbone, on the device; one for all threads."""
         with self._loading:
             if self._backbone is None:
-                self._backbone = self._load_backbone()
+                loaded = load_frozen(self.config.backbone, self._expected, self._home)
+                loaded.model.to(self.device)
+                if not find(self.config.method.name).trains_backbone:
+                    loaded.model.set_precision(self.config.backbone.precision or default_precision(self.device))
+                self._backbone = loaded
             return self._backbone
-
-    def _load_backbone(self) -> LoadedBackbone:
-        loaded = load_frozen(self.config.backbone, self._expected, self._home)
-        loaded.model.to(self.device)
-        if not find(self.config.method.name).trains_backbone:
-            loaded.model.set_precision(self.precision)
-        return loaded
-
-    @property
-    def precision(self) -> Precision:
-        """What the backbone computes in."""
-        return self.config.backbone.precision or default_precision(self.device)
 
     @cached_property
     def viewer(self) -> Preprocessor:
@@ -152,11 +137,6 @@ class ModelFactory:
         """Whether the head is solved, not trained."""
         return isinstance(self.config.head, ClosedFormSettings)
 
-    @property
-    def reads_query(self) -> bool:
-        """Return True if the head reads the query next to the features."""
-        return isinstance(self.config.head, ClosedFormSettings) and self.config.head.with_query
-
     def adapts(self, task: int) -> bool:
         """Whether prompts learn in this task."""
         return self.config.adapts(task, not self.closed_form)
@@ -173,7 +153,7 @@ class ModelFactory:
             rows = {f"head.{name}": value for name, value in state.head.tensors.items()}
             tensors = {**state.method.tensors, **rows}
         try:
-            return build_model(self.config, backbone, self.device, self.precision, ModelState(state.adapted, tensors))
+            return build_model(self.config, backbone, self.device, state=ModelState(state.adapted, tensors))
         except ValueError as problem:
             raise UserError(f"the classifier is damaged: its tensors do not fit its settings ({problem})") from problem
 
@@ -182,8 +162,7 @@ class ModelFactory:
         assert state.gaussians is not None
         model = self.build(state)
         model.fix()
-        gaussians = Gaussians.from_tensors(state.gaussians.tensors, self.device)
-        return Predictor(model, self.viewer, state, gaussians)
+        return Predictor(model, self.viewer, state, Gaussians.from_tensors(state.gaussians.tensors, self.device))
 
     def learner(self, state: State, images: Loaded, sums: Statistics | None) -> Learner:
         """A learner that goes on from a state; ``sums`` are what a head in closed form was solved from."""
@@ -238,4 +217,4 @@ class ModelFactory:
 
     def with_held_out(self, state: State, sums: Statistics) -> Statistics:
         """The sums over all images, those that are held out among them."""
-        return add_up((known.held.tensors for known in state.classes), sums.copy(), self.views)
+        return add_up((known.held.tensors for known in state.classes), copy.deepcopy(sums), self.views)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.heads.closed_form import symmetric
+from probprompt.storage import from_upper, upper
 
 CHUNK = 4096  # images that are added up at a time
 VIEWS = ("rows", "mirrors")
@@ -87,23 +88,9 @@ class Statistics:
         """Moments that a closed-form head is solved from."""
         return list(self.of.values())[-1]
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """Widths of the transformed features, by name."""
-        return {name: moments.totals.shape[1] for name, moments in self.of.items()}
-
     def grown(self, classes: int) -> "Statistics":
         """Append more classes without images."""
         return Statistics({name: moments.grown(classes) for name, moments in self.of.items()})
-
-    def copy(self) -> "Statistics":
-        """Copy all tensors."""
-        return Statistics(
-            {
-                name: Moments(moments.counts.clone(), moments.totals.clone(), moments.moment.clone())
-                for name, moments in self.of.items()
-            }
-        )
 
     def add_rows(self, label: int, rows: Tensor, views: Views) -> None:
         """Add images of one class by their features (n, D)."""
@@ -121,13 +108,15 @@ class Statistics:
         for name, moments in self.of.items():
             moments.counts[label] += kept["count"].to(moments.counts)[0]
             moments.totals[label] += kept[f"{name}.totals"].to(moments.totals)[0]
-            moments.moment.add_(_unpacked(kept[f"{name}.moment"], moments.moment))
+            moments.moment.add_(_symmetric(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to store; of symmetric matrices one half."""
         found = {"count": self.solved.counts}
         for name, moments in self.of.items():
-            found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, _packed(moments.moment)
+            # The lower half, which alone a solve reads: a product of a matrix with itself need not be symmetric to the
+            # last bit on every processor.
+            found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, upper(moments.moment.T)
         return found
 
     @classmethod
@@ -137,21 +126,18 @@ class Statistics:
         for name, moments in found.of.items():
             moments.counts.copy_(kept["count"])
             moments.totals.copy_(kept[f"{name}.totals"])
-            moments.moment.copy_(_unpacked(kept[f"{name}.moment"].to(device), moments.moment))
+            moments.moment.copy_(_symmetric(kept[f"{name}.moment"], moments.moment))
         return found
 
 
-def compact(
-    rows: Tensor, before: Mapping[str, Tensor] | None, views: Views, widths: Mapping[str, int]
-) -> dict[str, Tensor]:
+def compact(rows: Tensor, before: Mapping[str, Tensor], views: Views, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
-    if before and "rows" in before:
-        rows = torch.cat([before["rows"].to(rows), rows])
-    summed = before is not None and "rows" not in before
-    if not summed and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
+    if "rows" in before:
+        rows, before = torch.cat([before["rows"].to(rows), rows]), {}
+    if not before and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
         return {"rows": rows.float()}
     sums = Statistics.zero(1, widths, rows.device)
-    if before is not None and summed:
+    if before:
         sums.add_class(0, before, views)
     sums.add_rows(0, rows, views)
     return sums.tensors()
@@ -170,17 +156,6 @@ def add_up(kept: Iterable[Mapping[str, Tensor]], sums: Statistics, views: Views)
     return sums
 
 
-def _packed(matrix: Tensor) -> Tensor:
-    """Half of a symmetric matrix (L, L), (L (L + 1) / 2,), column by column: the lower one, which alone a solve reads.
-
-    A product of a matrix with itself need not be symmetric to the last bit on every processor.
-    """
-    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[columns, rows]
-
-
-def _unpacked(half: Tensor, like: Tensor) -> Tensor:
-    whole = torch.zeros_like(like)
-    rows, columns = torch.triu_indices(*like.shape, device=like.device)
-    whole[rows, columns] = half.to(like)
+def _symmetric(half: Tensor, like: Tensor) -> Tensor:
+    whole = from_upper(half.to(like), len(like))
     return whole + whole.triu(1).T

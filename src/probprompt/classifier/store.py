@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TypedDict
+from typing import IO, Any, Self, TypedDict
 
 import torch
 from pydantic import BaseModel
@@ -47,8 +47,7 @@ class Part:
         """Keep the tensors in a folder of files named by their contents; returns that name."""
         if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
             self.digest = store_by_contents(folder, self.tensors)
-        if self._path is None:
-            self._path = folder / f"{self.digest}.safetensors"
+        self._path = self._path or folder / f"{self.digest}.safetensors"
         return self.digest
 
     @classmethod
@@ -59,7 +58,7 @@ class Part:
 
 FORMAT = 1
 Busy = Callable[[], None]
-"""Called repeatedly while another process changes a classifier; it waits, or raises an error to cancel."""
+"""Called repeatedly while another process holds a lock; it waits, or raises an error to cancel."""
 _OWN = {"current.json", "versions", "objects", ".lock"}
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
 
@@ -127,20 +126,11 @@ class State:
     def note(self, keep: Callable[[Part], str]) -> "StateNote":
         """Describe the state, its parts by the names that ``keep`` gives them."""
         parts = {name: getattr(self, name) for name in ("method", "head", "gaussians", "later", "sums")}
-        return StateNote(
-            classes=[
-                ClassNote(**{**vars(known), "held": keep(known.held), "rest": keep(known.rest)})
-                for known in self.classes
-            ],
-            tasks=list(self.tasks),
-            adapted=list(self.adapted),
-            next_uid=self.next_uid,
-            parts={name: keep(part) for name, part in parts.items() if part is not None and part.there},
-            strength=self.strength,
-            calibration=self.calibration,
-            scale=self.scale,
-            held_out=list(self.held_out),
-        )
+        classes = [
+            ClassNote(**{**vars(known), "held": keep(known.held), "rest": keep(known.rest)}) for known in self.classes
+        ]
+        digests = {name: keep(part) for name, part in parts.items() if part is not None and part.there}
+        return StateNote(**{**vars(self), "classes": classes, "parts": digests})
 
 
 class ClassNote(BaseModel):
@@ -158,31 +148,21 @@ class StateNote(BaseModel):
     """A state as it is stored, its parts by their digests."""
 
     classes: list[ClassNote]
-    tasks: list[LearnedTask]
-    adapted: list[int]
+    tasks: tuple[LearnedTask, ...]
+    adapted: tuple[int, ...]
     next_uid: int
     parts: dict[str, str]
     strength: float | None
     calibration: Calibration
     scale: Scale
-    held_out: list[float | None]
+    held_out: tuple[float | None, ...]
 
     def state(self, find: Callable[[str], Part]) -> State:
         """Return the state; its parts are read when they are needed."""
-        return State(
-            classes=tuple(
-                KnownClass(one.uid, one.name, one.task, one.images, find(one.held), find(one.rest))
-                for one in self.classes
-            ),
-            tasks=tuple(self.tasks),
-            adapted=tuple(self.adapted),
-            next_uid=self.next_uid,
-            strength=self.strength,
-            calibration=self.calibration,
-            scale=self.scale,
-            held_out=tuple(self.held_out),
-            **{name: find(digest) for name, digest in self.parts.items()},
-        )
+        plain = {name: value for name, value in vars(self).items() if name not in ("classes", "parts")}
+        known = (KnownClass(**{**vars(one), "held": find(one.held), "rest": find(one.rest)}) for one in self.classes)
+        parts: dict[str, Any] = {name: find(digest) for name, digest in self.parts.items()}
+        return State(tuple(known), **plain, **parts)
 
 
 class VersionNote(BaseModel):
@@ -212,6 +192,19 @@ class SavedVersion:
     """Unique among all versions of that number."""
 
 
+def lock_folder(folder: Path, name: str, busy: Busy) -> IO[str] | None:
+    """Lock a folder, which is created, by a file in it; None if files cannot be locked."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return lock(folder / name)
+        except BlockingIOError:
+            pass
+        except OSError as problem:
+            raise write_error(folder, problem) from problem
+        busy()
+
+
 @dataclass
 class Store:
     """The folder of a saved classifier."""
@@ -234,27 +227,19 @@ class Store:
             yield
             return
         self._check_folder()
-        while (held := self._lock()) is False:
-            if busy is None:
-                raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
-            busy()
-        with held or nullcontext():  # without locks no process is kept out
+        with lock_folder(self.folder, ".lock", busy or self._refuse) or nullcontext():  # no lock keeps no process out
             self._held = True
             try:
                 yield
             finally:
                 self._held = False
-                self._remove_empty()
+                if not self.exists:  # nothing was saved
+                    with suppress(OSError):
+                        (self.folder / ".lock").unlink()
+                        self.folder.rmdir()
 
-    def _lock(self) -> IO[str] | Literal[False] | None:
-        """Take the lock; False while another process has it."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return lock(self.folder / ".lock")
-        except BlockingIOError:
-            return False
-        except OSError as problem:
-            raise write_error(self.folder, problem) from problem
+    def _refuse(self) -> None:
+        raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
 
     def _check_folder(self) -> None:
         """Reject a folder that holds anything but a classifier."""
@@ -268,13 +253,6 @@ class Store:
                 f"{self.folder} holds no classifier, but other things ({shorten(sorted(strange), 3)}): "
                 "choose a new folder"
             )
-
-    def _remove_empty(self) -> None:
-        """Remove the folder if nothing was saved."""
-        if not self.exists:
-            with suppress(OSError):
-                (self.folder / ".lock").unlink()
-                self.folder.rmdir()
 
     def head(self) -> Current:
         """Read ``current.json``."""
@@ -368,9 +346,8 @@ class Store:
             for path in self._objects.iterdir():
                 if path.stem not in needed:
                     path.unlink()
-            for path in self.folder.iterdir():
-                if is_part(path):
-                    path.unlink()
+            for path in filter(is_part, self.folder.iterdir()):
+                path.unlink()
 
     @property
     def _objects(self) -> Path:

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,35 +31,25 @@ class Capacity:
         self.images = self.bytes = 0
 
     @contextmanager
-    def reserve(self, images: int) -> Iterator["Reservation"]:
-        """Reserve capacity for the images of one request while the block lasts."""
+    def reserve(self, images: int) -> Iterator[Callable[[Pixels], None]]:
+        """Reserve capacity for the images of one request while the block lasts; call the value for each decoded one."""
         if self.images + images > self._most:
             raise OverloadedError
-        reservation = Reservation(self)
+        held = 0
+
+        def hold(pixels: Pixels) -> None:
+            nonlocal held
+            if self.bytes + pixels.nbytes > self._size:
+                raise OverloadedError
+            self.bytes += pixels.nbytes
+            held += pixels.nbytes
+
         self.images += images
         try:
-            yield reservation
+            yield hold
         finally:
             self.images -= images
-            self.bytes -= reservation.bytes
-
-    def hold(self, size: int) -> None:
-        """Take bytes of the capacity."""
-        if self.bytes + size > self._size:
-            raise OverloadedError
-        self.bytes += size
-
-
-class Reservation:
-    """The part of the capacity that one request takes."""
-
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity, self.bytes = capacity, 0
-
-    def hold(self, pixels: Pixels) -> None:
-        """Count the pixels of an image."""
-        self._capacity.hold(pixels.nbytes)
-        self.bytes += pixels.nbytes
+            self.bytes -= held
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class _Group:
 
     images: Sequence[Pixels]
     top_k: int
-    answer: "asyncio.Future[Answer]"
+    answer: Future[Answer]
 
 
 class Batcher:
@@ -88,15 +79,14 @@ class Batcher:
         """The version that answers; it is replaced as a whole and never changed."""
         self._callback, self._window, self._most = callback, window, most
         self._groups: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
-        self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="predictions", daemon=True)
         self._thread.start()
 
     async def predict(self, images: Sequence[Pixels], top_k: int) -> Answer:
         """Classify the images of one request, together with those of other requests at the time."""
-        group = _Group(images, top_k, self._loop.create_future())
+        group = _Group(images, top_k, Future())
         self._groups.put(group)
-        return await group.answer
+        return await asyncio.wrap_future(group.answer)
 
     def close(self) -> None:
         """Answer what is waiting, then stop."""
@@ -107,9 +97,7 @@ class Batcher:
         open_for_more = True
         while open_for_more:
             groups, open_for_more = self._gather()
-            wanted = [group for group in groups if not group.answer.cancelled()]
-            if wanted:
-                self._answer(wanted)
+            self._answer([group for group in groups if group.answer.set_running_or_notify_cancel()])
 
     def _gather(self) -> tuple[list[_Group], bool]:
         """Return whole requests until there are enough images or the window is over, and whether more may come."""
@@ -130,39 +118,24 @@ class Batcher:
     def _answer(self, groups: Sequence[_Group]) -> None:
         classifier = self.classifier
         try:
-            outcomes: list[tuple[_Group, Answer | Exception]] = list(self._together(classifier, groups))
+            predictions = iter(self._predict(classifier, groups))
         except Exception as problem:  # noqa: BLE001 (any error is the answer to the request)
-            if len(groups) > 1:  # one request's error is not the others'
-                for group in groups:
-                    self._answer([group])
+            if len(groups) == 1:
+                groups[0].answer.set_exception(problem)
                 return
-            outcomes = [(groups[0], problem)]
-        self._loop.call_soon_threadsafe(_deliver, outcomes)
+            for group in groups:  # one request's error is not the others'
+                self._answer([group])
+            return
+        for group in groups:
+            own = (replace(one, top=one.top[: group.top_k]) for one in islice(predictions, len(group.images)))
+            group.answer.set_result(Answer(classifier.version, tuple(own)))
 
-    def _together(
-        self, classifier: ContinualClassifier, groups: Sequence[_Group]
-    ) -> Sequence[tuple[_Group, Answer | Exception]]:
+    def _predict(self, classifier: ContinualClassifier, groups: Sequence[_Group]) -> list[Prediction]:
         images = [Image.fromarray(pixels) for group in groups for pixels in group.images]
-        top_k = max(group.top_k for group in groups)
+        top_k = max((group.top_k for group in groups), default=1)
         found: list[Prediction] = []
         for start in range(0, len(images), self._most):
             some = classifier.predict(images[start : start + self._most], top_k=top_k)
             self._callback(len(some), sum(prediction.unknown for prediction in some))
             found += some
-        predictions = iter(found)
-        answers = []
-        for group in groups:
-            own = [replace(one, top=one.top[: group.top_k]) for one in islice(predictions, len(group.images))]
-            answers.append((group, Answer(classifier.version, tuple(own))))
-        return answers
-
-
-def _deliver(outcomes: Sequence[tuple[_Group, Answer | Exception]]) -> None:
-    """Hand out answers, in the event loop of the requests."""
-    for group, outcome in outcomes:
-        if group.answer.done():  # canceled in the meantime
-            continue
-        if isinstance(outcome, Exception):
-            group.answer.set_exception(outcome)
-        else:
-            group.answer.set_result(outcome)
+        return found

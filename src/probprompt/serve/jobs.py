@@ -64,7 +64,7 @@ class JobStore:
     def unfinished(self) -> list[Job]:
         """Return the jobs to run, in the order in which they were accepted."""
         with self._lock:
-            return sorted((job for job in self._jobs.values() if job.state not in FINISHED), key=lambda job: job.id)
+            return [job for job in reversed(self.all()) if job.state not in FINISHED]
 
     def draft(self) -> "Draft":
         """Start a job; it counts once it is accepted."""
@@ -96,7 +96,9 @@ class JobStore:
                 write_json(self.place(number) / "job.json", job.model_copy(update={"progress": None}).model_dump())
             if job.state in FINISHED:
                 shutil.rmtree(self.place(number) / "images", ignore_errors=True)
-                self._forget_old()
+                for old in [one for one in self.all() if one.state in FINISHED][KEPT:]:
+                    shutil.rmtree(self.place(old.id), ignore_errors=True)
+                    del self._jobs[old.id]
             return job
 
     def begin(self, number: int) -> Job | None:
@@ -120,12 +122,6 @@ class JobStore:
             taught.name: sorted((folder / str(index)).glob("*.png"), key=natural_order)
             for index, taught in enumerate(job.classes)
         }
-
-    def _forget_old(self) -> None:
-        finished = [job for job in self.all() if job.state in FINISHED]
-        for job in finished[KEPT:]:
-            shutil.rmtree(self.place(job.id), ignore_errors=True)
-            del self._jobs[job.id]
 
 
 class Draft:

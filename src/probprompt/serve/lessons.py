@@ -26,7 +26,6 @@ from probprompt.serve.uploads import child_environment
 IDLE_SECONDS = 2.0
 """Seconds between two looks for changes of the model while no job waits."""
 _TAIL = 300  # characters of a dead process's last line
-Switch = Callable[[ContinualClassifier], None]
 Count = Callable[[str, str], None]
 """Called with the kind of a finished job and its state."""
 
@@ -57,8 +56,7 @@ class JobRunner:
 
     def join(self) -> None:
         """Wait until the thread has ended."""
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     def _work(self) -> None:
         while not self.closing:
@@ -100,7 +98,7 @@ class LessonRunner:
         self,
         folder: Path,
         store: JobStore,
-        switch: Switch,
+        switch: Callable[[ContinualClassifier], None],
         answering: Callable[[], int],
         count: Count,
         device: str | None = None,
@@ -162,13 +160,13 @@ class LessonRunner:
 
         try:
             with changing(self._folder, self._device, busy=busy) as classifier:
-                version = _rolled_back(classifier, job)
-                if version is None:
+                last = classifier.history()[-1]
+                done = last.what == "rolled back" and last.note == f"to version {job.to}" and last.when >= job.created
+                if not done:  # else just before the service was killed
                     classifier.rollback(job.to)
-                    version = classifier.version
         except _CanceledError:
             return {"state": "cancelled"}
-        return _done(version)
+        return _done(classifier.version)
 
     def _teach(self, job: Job) -> JobChanges:
         before = self._load()
@@ -177,11 +175,11 @@ class LessonRunner:
             return _done(learned)
         self._store.update(job.id, before=before.version)
         answer = self._learn(job)
-        if isinstance(answer, Message) and answer.report:
+        if isinstance(answer, Message):
+            if answer.report is None:
+                raise UserError(answer.error)
             warnings = [*job.warnings, *answer.report.warnings]
             return {**_done(answer.report.version), "report": _report(answer.report), "warnings": warnings}
-        if isinstance(answer, Message):
-            raise UserError(answer.error)
         learned = version_of(self._load(), job)
         if learned is not None:  # it was saved, but the process ended before it could report
             return _done(learned)
@@ -240,20 +238,9 @@ def title_of(job: Job) -> str:
 
 def version_of(classifier: ContinualClassifier, job: Job) -> int | None:
     """Return the version that a job made, by its title and not before the job was accepted; None without one."""
-    title = title_of(job)
-    versions = [
-        version.number
-        for version in classifier.history()
-        if version.note.startswith(title) and version.when >= job.created
-    ]
-    return versions[-1] if versions else None
-
-
-def _rolled_back(classifier: ContinualClassifier, job: Job) -> int | None:
-    """Return the version that a rollback made just before the service was killed; None without one."""
-    last = classifier.history()[-1]
-    done = last.what == "rolled back" and last.note == f"to version {job.to}" and last.when >= job.created
-    return last.number if done else None
+    title, versions = title_of(job), reversed(classifier.history())
+    made = (one.number for one in versions if one.note.startswith(title) and one.when >= job.created)
+    return next(made, None)
 
 
 def _done(version: int) -> JobChanges:
@@ -262,14 +249,9 @@ def _done(version: int) -> JobChanges:
 
 
 def _report(learned: LearnReport) -> Report:
-    return Report(
-        classes=[*learned.classes, *learned.refined],
-        images=learned.images,
-        seconds=learned.seconds,
-        calibration_error=learned.calibration_error,
-        temperature=learned.temperature,
-        retention=[Risk(**vars(risk)) for risk in learned.retention],
-    )
+    fields = {name: value for name, value in vars(learned).items() if name in Report.model_fields}
+    risks = [Risk(**vars(risk)) for risk in learned.retention]
+    return Report(**{**fields, "classes": [*learned.classes, *learned.refined], "retention": risks})
 
 
 def _last_words(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:

@@ -265,7 +265,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=GRACE_SECONDS,
             )
         )
-        self.service, self._listening, self._ready = service, listening, ready
+        self._listening, self._ready = listening, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer."""

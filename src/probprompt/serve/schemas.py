@@ -2,11 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from typing import Generic, Literal, TypedDict, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from probprompt.classifier import ContinualClassifier, Prediction, Version
+from probprompt.classifier import ContinualClassifier, Prediction
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})
@@ -165,11 +165,6 @@ class KeptVersion(_Value):
     note: str
     current: bool
 
-    @classmethod
-    def of(cls, version: Version, current: int) -> "KeptVersion":
-        """Return a version of the history."""
-        return cls.model_validate({**vars(version), "current": version.number == current})
-
 
 class History(_Value):
     """What was learned when, the newest first."""
@@ -183,10 +178,9 @@ class Jobs(_Value):
     jobs: list[Job]
 
 
-class Back(BaseModel):
+class Back(_Record):
     """Which version to go back to."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     to: int = Field(ge=1)
 
 
@@ -242,19 +236,18 @@ Figures = TypeVar("Figures")
 _DRAWING = threading.Lock()
 
 
-class OncePerVersion(Generic[Figures]):
-    """Draws tables or figures of a classifier, once for each version."""
+def once_per_version(draw: Callable[[ContinualClassifier], Figures]) -> Callable[[ContinualClassifier], Figures]:
+    """Draw tables or figures of a classifier once for each version."""
+    drawn: tuple[int, Figures] | None = None
 
-    def __init__(self, draw: Callable[[ContinualClassifier], Figures]) -> None:
-        self._draw = draw
-        self._drawn: tuple[int, Figures] | None = None
-
-    def __call__(self, classifier: ContinualClassifier) -> Figures:
-        """Return what was drawn for this version, or draw it."""
+    def draw_once(classifier: ContinualClassifier) -> Figures:
+        nonlocal drawn
         with _DRAWING:
-            if self._drawn is None or self._drawn[0] != classifier.version:
-                self._drawn = classifier.version, self._draw(classifier)
-            return self._drawn[1]
+            if drawn is None or drawn[0] != classifier.version:
+                drawn = classifier.version, draw(classifier)
+            return drawn[1]
+
+    return draw_once
 
 
 def draw_matrix(classifier: ContinualClassifier) -> AccuracyMatrix:
@@ -273,15 +266,11 @@ def draw_matrix(classifier: ContinualClassifier) -> AccuracyMatrix:
         background, ink = figures.shade(value, floor, 100.0)
         return Cell(text=_number(value), value=value, background=background, ink=ink)
 
-    rows = [
-        Row(name=name, cells=[cell(value) for value in values])
-        for name, values in zip(found.tasks, found.values, strict=True)
-    ]
+    named = zip(found.tasks, found.values, strict=True)
+    rows = [Row(name=name, cells=[cell(value) for value in values]) for name, values in named]
     columns = [[value for value in column if value is not None] for column in zip(*found.values, strict=True)]
     averages = [_number(sum(column) / len(column)) if column else "" for column in columns]
-    return AccuracyMatrix(
-        note=HELD_OUT, steps=[str(version) for version in found.versions], rows=rows, averages=averages
-    )
+    return AccuracyMatrix(note=HELD_OUT, steps=list(map(str, found.versions)), rows=rows, averages=averages)
 
 
 def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
@@ -294,21 +283,14 @@ def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
     labels, mean, start = found["labels"], found["mean"], found["initial_mean"]
     low = min(0.0, *(value for row in found["matrix"] for value in row))
     words = f"mean {mean:.2f}, {start:.2f} at initialisation"
-    heat = figures.similarity_map(
-        found["matrix"],
-        labels,
-        low,
-        "similarity",
-        f"Heat map of the cosine similarity between the prompts of {len(labels)} classes; {words}.",
-    )
-    drawn = [Drawing(svg=_unstyled(heat), caption="Cosine similarity between the prompts for an image of each class.")]
+    told = f"Heat map of the cosine similarity between the prompts of {len(labels)} classes; {words}."
+    heat = figures.similarity_map(found["matrix"], labels, low, "similarity", told)
+    drawn = [_drawing(heat, "Cosine similarity between the prompts for an image of each class.")]
     blocks = list(found["per_block"].items())
     if len(blocks) > 1:
         spoken = ", ".join(f"block {name}: {value:.2f}" for name, value in blocks)
         bars = figures.block_bars(blocks, mean, "blocks", f"Bar chart of the mean similarity by block. {spoken}.")
-        drawn.append(
-            Drawing(svg=_unstyled(bars), caption="Mean similarity in each block; the dashed line is the mean of all.")
-        )
+        drawn.append(_drawing(bars, "Mean similarity in each block; the dashed line is the mean of all."))
     note = (
         f"Mean similarity {mean:.2f} ({start:.2f} at initialisation), effective rank {found['effective_rank']:.1f} "
         f"({found['initial_effective_rank']:.1f}). At a similarity of 1 every class gets the same prompt."
@@ -316,9 +298,9 @@ def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
     return PromptFigures(note=note, figures=drawn)
 
 
-def _unstyled(svg: str) -> str:
+def _drawing(svg: str, caption: str) -> Drawing:
     # The page sets styles itself: its content security policy rejects style attributes.
-    return svg.replace(' style="', ' data-style="')
+    return Drawing(svg=svg.replace(' style="', ' data-style="'), caption=caption)
 
 
 def _number(value: float) -> str:

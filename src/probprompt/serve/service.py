@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -12,6 +13,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from probprompt.classifier import ContinualClassifier
+from probprompt.classifier.store import lock_folder
 from probprompt.data.images import Pixels
 from probprompt.data.inputs import same_name
 from probprompt.engine.build import pick_device
@@ -22,15 +24,14 @@ from probprompt.serve.lessons import LessonRunner
 from probprompt.serve.schemas import (
     Job,
     KeptVersion,
-    OncePerVersion,
     PredictedImage,
     Predictions,
     draw_matrix,
     draw_prompts,
+    once_per_version,
 )
 from probprompt.serve.security import Access, Limits
 from probprompt.serve.uploads import Decoders, Lesson, RefusedImageError, Upload, decode_each, each
-from probprompt.storage import lock, write_error
 
 DECODERS = 2
 WAITING_IMAGES, WAITING_BYTES = 1024, 2**30
@@ -84,7 +85,7 @@ class Service:
         warm_up(self._first)
         self._lock = hold(folder)
         self.jobs = JobStore(folder / "serve" / "jobs")
-        self.accuracy, self.prompts = OncePerVersion(draw_matrix), OncePerVersion(draw_prompts)
+        self.accuracy, self.prompts = once_per_version(draw_matrix), once_per_version(draw_prompts)
         self._begun = time.time()
 
     @asynccontextmanager
@@ -143,20 +144,19 @@ class Service:
 
     async def predict(self, uploads: list[Upload], top_k: int) -> Predictions:
         """Classify the images of one request; an unreadable file gets the reason."""
-        with self.capacity.reserve(len(uploads)) as reservation:
-            decoded = await decode_each(self.decoders, uploads, reservation.hold)
+        with self.capacity.reserve(len(uploads)) as take:
+            decoded = await decode_each(self.decoders, uploads, take)
             readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
-            answer = Answer(self.classifier.version, ())
-            if readable:
-                answer = await self.batcher.predict(readable, top_k)
+            empty = Answer(self.classifier.version, ())
+            answer = await self.batcher.predict(readable, top_k) if readable else empty
+        self.metrics.refused.inc(len(uploads) - len(readable))
         found = iter(answer.predictions)
-        rows = []
-        for upload, pixels in zip(uploads, decoded, strict=True):
-            if isinstance(pixels, RefusedImageError):
-                self.metrics.refused.inc()
-                rows.append(PredictedImage.refused(upload.name, str(pixels)))
-            else:
-                rows.append(PredictedImage.of(upload.name, next(found)))
+        rows = [
+            PredictedImage.refused(upload.name, str(pixels))
+            if isinstance(pixels, RefusedImageError)
+            else PredictedImage.of(upload.name, next(found))
+            for upload, pixels in zip(uploads, decoded, strict=True)
+        ]
         return Predictions(version=answer.version, predictions=rows)
 
     async def teach(self, lesson: Lesson) -> Job:
@@ -189,8 +189,8 @@ class Service:
 
     def history(self) -> list[KeptVersion]:
         """Return the kept versions, the newest first."""
-        classifier = self.classifier
-        return [KeptVersion.of(version, classifier.version) for version in reversed(classifier.history())]
+        versions = self.classifier.history()
+        return [KeptVersion(**vars(one), current=one is versions[-1]) for one in reversed(versions)]
 
     def _as_known(self, lesson: Lesson) -> Lesson:
         """Give known and waiting classes their present names; reject them unless they may be refined."""
@@ -208,7 +208,7 @@ class Service:
         """Store the images of a lesson; return their number per class, and warnings about unreadable files."""
         counts, warnings = {}, []
         for index, (name, uploads) in enumerate(lesson.classes.items()):
-            outcomes = await self._keep_class(draft, index, uploads)
+            outcomes = await each(partial(self._keep_image, draft, index), list(enumerate(uploads)), 2 * DECODERS)
             counts[name] = outcomes.count(None)
             problems = [f"left out: {outcome}" for outcome in outcomes if outcome is not None]
             if not counts[name]:
@@ -216,18 +216,16 @@ class Service:
             warnings += problems
         return counts, warnings
 
-    async def _keep_class(self, draft: Draft, index: int, uploads: Sequence[Upload]) -> list[str | None]:
-        async def one(numbered: tuple[int, Upload]) -> str | None:
-            number, upload = numbered
-            try:
-                png = await self.decoders.png_of(await upload.read())
-            except RefusedImageError as problem:
-                self.metrics.refused.inc()
-                return f"{upload.name}: {problem}"
-            await asyncio.to_thread(draft.add_image, index, number, png)
-            return None
-
-        return await each(one, list(enumerate(uploads)), 2 * self.decoders.count)
+    async def _keep_image(self, draft: Draft, index: int, numbered: tuple[int, Upload]) -> str | None:
+        """Store an image of a class; return the reason if it cannot be read."""
+        number, upload = numbered
+        try:
+            png = await self.decoders.png_of(await upload.read())
+        except RefusedImageError as problem:
+            self.metrics.refused.inc()
+            return f"{upload.name}: {problem}"
+        await asyncio.to_thread(draft.add_image, index, number, png)
+        return None
 
 
 def warm_up(classifier: ContinualClassifier) -> None:
@@ -239,14 +237,11 @@ def warm_up(classifier: ContinualClassifier) -> None:
 
 def hold(folder: Path) -> IO[str] | None:
     """Lock a model's folder against a second service; None if files cannot be locked."""
-    place, until = folder / "serve", time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            place.mkdir(exist_ok=True)
-            return lock(place / "lock")
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise UserError(f"another service works with {folder}: stop that one first") from None
-        except OSError as problem:
-            raise write_error(place, problem) from problem
+    until = time.monotonic() + LOCK_SECONDS
+
+    def wait() -> None:
+        if time.monotonic() > until:
+            raise UserError(f"another service works with {folder}: stop that one first")
         time.sleep(0.1)
+
+    return lock_folder(folder / "serve", "lock", wait)

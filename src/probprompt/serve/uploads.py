@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 import unicodedata
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -115,10 +114,9 @@ class _Process:
     async def kill(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
         if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
 
@@ -232,12 +230,11 @@ async def each(work: Callable[[Item], Awaitable[Found]], items: Sequence[Item], 
 
 
 async def _whole_body(request: Request, limits: Limits) -> bytes:
-    parts, size = [], 0
+    body = bytearray()
     async for part in request.stream():
-        size += len(part)
-        _check_size(size, limits)
-        parts.append(part)
-    return b"".join(parts)
+        _check_size(len(body) + len(part), limits)
+        body += part
+    return bytes(body)
 
 
 def _uploads(parts: list[UploadFile | str], most: int, limits: Limits) -> list[Upload]:
