@@ -30,7 +30,7 @@ from page_checks import CHECKS
 from page_marks import ROOT, Block, WrongMarkError, read_blocks
 from page_world import GIVEN, World
 from probprompt import methods, presets
-from probprompt.cli.app import app
+from probprompt.cli import app
 from probprompt.config import apply_assignments
 from probprompt.data import datasets
 from probprompt.errors import UserError

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import probprompt
-from probprompt.cli.app import app
+from probprompt.cli import app
 
 ROOT = Path(__file__).parent.parent
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

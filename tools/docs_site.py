@@ -84,7 +84,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def commands_page() -> str:
     """Every command with its arguments and options, as its own help says them."""
-    from probprompt.cli.app import app
+    from probprompt.cli import app
 
     parts = [
         "# Command line",
