@@ -17,7 +17,7 @@ from probprompt.backbones import pretrained
 from probprompt.bench.measure import Peaks, measure_each
 from probprompt.bench.results import BenchRecord, make_record, read_record, write_record
 from probprompt.bench.results import Entry as Measured
-from probprompt.config import RunConfig, merge, parse_config
+from probprompt.config import RunConfig, merge, nest, parse_config
 from probprompt.engine.build import pick_device
 from probprompt.engine.hardware import hardware, machine_name
 from probprompt.errors import UserError, suggest
@@ -33,7 +33,6 @@ from probprompt.runs.grid import (
     Outcome,
     RunActions,
     brief,
-    nest,
 )
 from probprompt.runs.run import RunRecord, without_paths
 from probprompt.storage import write_error

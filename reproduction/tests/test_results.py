@@ -18,10 +18,9 @@ from PIL import Image
 
 from probprompt import api, presets
 from probprompt.backbones.pretrained import backbone_slug, backbone_words
-from probprompt.config import merge, parse_config
+from probprompt.config import merge, nest, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.grid import nest
 from probprompt.runs.run import Run, RunRecord, config_hash
 from probprompt.storage import content_hash, with_hash
 from reproduction import paper, paper_figures, results, results_page

@@ -256,6 +256,22 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted settings, nested again.
+
+    >>> nest({"training.epochs": 3, "training.batch": 8})
+    {'training': {'epochs': 3, 'batch': 8}}
+    """
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, last = name.split(".")
+        inner = nested
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    return nested
+
+
 def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Apply ``key=value`` assignments; a key is dotted, or the last part alone where that is unambiguous.
 

@@ -148,9 +148,8 @@ def _gather(
     base: dict[str, Any], given: dict[str, Any], assignments: Sequence[str], config: Path | None
 ) -> dict[str, Any]:
     """Settings from the file, over them the options, over them the assignments."""
-    from probprompt.config import apply_assignments, merge, read_toml
+    from probprompt.config import apply_assignments, merge, nest, read_toml
     from probprompt.data.stream import parse_tasks
-    from probprompt.runs.grid import nest
 
     settings = merge(base, read_toml(config)) if config else base
     settings = merge(settings, nest({name: value for name, value in given.items() if value is not None}))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from probprompt import methods, presets
-from probprompt.config import RunConfig, field_names, flatten, merge, parse_config, with_absolute_paths
+from probprompt.config import RunConfig, field_names, flatten, merge, nest, parse_config, with_absolute_paths
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.heads import HEADS, setting_names
@@ -37,22 +37,6 @@ Result = TypeVar("Result")
 
 
 # What is asked for
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted settings, nested again.
-
-    >>> nest({"training.epochs": 3, "training.batch": 8})
-    {'training': {'epochs': 3, 'batch': 8}}
-    """
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        *groups, last = name.split(".")
-        inner = nested
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[last] = value
-    return nested
 
 
 def _listed(value: Any) -> Any:
