@@ -216,7 +216,7 @@ def _floor(runs: Sequence[RunFiles]) -> float:
 def _average_curve(run: RunFiles, floor: float) -> Markup:
     words = f"{run.label}: {', '.join(map(number, run.accuracy.averages))}"
     description = f"Line chart of the average accuracy in percent after each task. {words}."
-    return Markup(figures.average_curves([Series(run.accuracy.averages)], run.total, floor, "average", description))
+    return Markup(figures.average_curves([Series(run.accuracy.averages)], run.total, floor, description))
 
 
 def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
@@ -249,11 +249,11 @@ def _similarity_figures(part: Similarity) -> list[Markup]:
     lowest = min(0.0, math.floor(min(map(min, part.matrix)) * 10) / 10)
     words = _mean_similarity(part)
     description = f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}."
-    drawn = [figures.similarity_map(part.matrix, part.labels, lowest, "similarity", description)]
+    drawn = [figures.similarity_map(part.matrix, part.labels, lowest, description)]
     if len(part.per_block) > 1:
         spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in part.per_block.items())
         description = f"Bar chart of the mean similarity by block. {spoken}."
-        drawn.append(figures.block_bars(list(part.per_block.items()), part.mean, "blocks", description))
+        drawn.append(figures.block_bars(part.per_block, part.mean, description))
     return [Markup(svg) for svg in drawn]
 
 
@@ -261,14 +261,13 @@ def _relevance_map(part: Relevance) -> Markup:
     pairs = zip(part.blocks, part.entropy, strict=True)
     spoken = ", ".join(f"block {block}: {number(value, 2)}" for block, value in pairs)
     description = f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}."
-    key = "relevance"
-    return Markup(figures.relevance_map(part.usage, part.blocks, part.entropy, part.max_weight, key, description))
+    return Markup(figures.relevance_map(part, description))
 
 
 def _query_scatter(part: Queries) -> Markup:
     classes = count(len(set(part.labels)), "class")
     description = f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {classes}."
-    return Markup(figures.query_scatter(part.points, part.labels, "queries", description))
+    return Markup(figures.query_scatter(part.points, part.labels, description))
 
 
 def _loss(run: RunFiles) -> Markup | None:
@@ -276,7 +275,7 @@ def _loss(run: RunFiles) -> Markup | None:
     if not finite:
         return None
     words = f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}."
-    return Markup(figures.loss_curve(run.losses, 0, "loss", words))
+    return Markup(figures.loss_curve(run.losses, words))
 
 
 def render_run(run: RunFiles) -> str:
