@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,8 +292,7 @@ class Table:
     @property
     def places(self) -> list[tuple[ColumnGroup, int]]:
         """Groups of columns, with their widths."""
-        found = [place for place, _ in self.columns]
-        return [(place, found.count(place)) for place in dict.fromkeys(found)]
+        return list(Counter(place for place, _ in self.columns).items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,13 +444,13 @@ class Comparison:
 
     def _usual_note(self) -> list[str]:
         """What labels leave out; where that is not the same for all, whose it is."""
-        usual = grouped((name, (value, result)) for result in self.results for name, value in result.row.usual)
+        usual = grouped((name, (brief(value), result)) for result in self.results for name, value in result.row.usual)
         if not usual:
             return []
-        most = {name: _most_common([value for value, _ in found]) for name, found in usual.items()}
+        most = {name: Counter(value for value, _ in found).most_common(1)[0][0] for name, found in usual.items()}
         names = describe(tuple(most.items()))
         told = [shown + _others(usual[name], most[name]) for shown, name in zip(names, most, strict=True)]
-        own = any(value is None for found in usual.values() for value, _ in found)
+        own = any(value is None for result in self.results for _, value in result.row.usual)
         return [f"Where a row says nothing else: {', '.join(told)}{'; none: as the method has it' if own else ''}."]
 
     def _seeds_note(self) -> str:
@@ -572,21 +571,15 @@ def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
     )
 
 
-def _most_common(values: Sequence[Any]) -> Any:
-    """The value that stands there most often, of several such the first."""
-    counts = Counter(map(brief, values))
-    return max(values, key=lambda value: counts[brief(value)])
-
-
-def _others(found: Sequence[tuple[Any, Result]], most: Any) -> str:
+def _others(found: Sequence[tuple[str, Result]], most: str) -> str:
     """What a setting is for other results than most, and for which: by their place, or their method in it."""
-    there = grouped((result.place, brief(value)) for value, result in found)
+    there = grouped((result.place, value) for value, result in found)
 
     def whose(result: Result) -> str:
         place = result.place
         return place.label if len(set(there[place])) == 1 else f"{result.row.name} in {place.label}"
 
-    others = grouped((brief(value), whose(result)) for value, result in found if brief(value) != brief(most))
+    others = grouped((value, whose(result)) for value, result in found if value != most)
     return "".join(f" ({value} for {'; '.join(dict.fromkeys(names))})" for value, names in others.items())
 
 
@@ -661,14 +654,14 @@ def _settings(runs: Sequence[Recorded]) -> list[dict[str, Value]]:
 
     Files of the same name are the same weights where their content is, wherever they lie.
     """
-    found = []
-    names = [without_paths(run.record.flat_settings.get("backbone.weights")) for run in runs]
-    contents = grouped((str(name), run.record.backbone.sha256) for name, run in zip(names, runs, strict=True))
-    for name, run in zip(names, runs, strict=True):
-        several = len(set(contents[str(name)])) > 1
-        whole = f"{name} ({run.record.backbone.sha256[:8]})" if several else name
-        found.append({**run.record.flat_settings, "backbone.weights": whole})
-    return found
+    records = [run.record for run in runs]
+    names = [without_paths(record.flat_settings.get("backbone.weights")) for record in records]
+    contents = grouped((str(name), record.backbone.sha256) for name, record in zip(names, records, strict=True))
+    return [
+        record.flat_settings
+        | {"backbone.weights": f"{name} ({record.backbone.sha256[:8]})" if len(set(contents[str(name)])) > 1 else name}
+        for name, record in zip(names, records, strict=True)
+    ]
 
 
 def pixels_hash(record: RunRecord) -> str | None:

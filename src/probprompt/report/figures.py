@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -152,16 +153,16 @@ def look(index: int) -> dict[str, Any]:
     return {name: every[index % len(every)] for name, every in places.items()}
 
 
-def swatch(index: int, line: bool = True) -> str:
+def swatch(index: int, line: bool = True) -> Markup:
     """Legend key of a series or a class, drawn as the figures draw it."""
     own, colour = look(index), f"var(--series-{index % len(PALETTE)})"
     marker = f'<path d="{SHAPES[own["marker"]]}" fill="{colour}"/>'
     if not line:
-        return f'<svg class="swatch dot" viewBox="9 0 10 10" aria-hidden="true">{marker}</svg>'
+        return Markup(f'<svg class="swatch dot" viewBox="9 0 10 10" aria-hidden="true">{marker}</svg>')
     dash = own["linestyle"]
     pattern = "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(f"{d:g}" for d in dash[1])}"'
     stroke = f'<path d="M0 5H28" fill="none" stroke="{colour}" stroke-width="1.6"{pattern}/>'
-    return f'<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">{stroke}{marker}</svg>'
+    return Markup(f'<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">{stroke}{marker}</svg>')
 
 
 def _plot(width: float, height: float) -> tuple[Figure, Axes]:
@@ -200,7 +201,7 @@ def _clean(element: ElementTree.Element, prefix: str, referenced: set[str]) -> N
         element.text = None
 
 
-def _svg(figure: Figure, key: str, description: str) -> str:
+def _svg(figure: Figure, key: str, description: str) -> Markup:
     """Turn a figure into an SVG element for HTML; the key keeps its ids apart from those of others."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -216,7 +217,7 @@ def _svg(figure: Figure, key: str, description: str) -> str:
         _clean(element, f"{key}-", referenced)
     root.attrib.clear()
     root.attrib.update({"class": "plot", "viewBox": view, "role": "img", "aria-label": description})
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _draw(axes: Axes, series: Series, size: float = 4.6) -> None:
@@ -247,7 +248,7 @@ def _draw_averages(axes: Axes, lines: Iterable[Series], total: int, floor: float
 
 
 @styled
-def average_curves(series: Sequence[Series], total: int, floor: float, description: str) -> str:
+def average_curves(series: Sequence[Series], total: int, floor: float, description: str) -> Markup:
     """Average accuracy over the tasks seen so far, after each step, one line per run."""
     figure, axes = _plot(400, 215)
     _draw_averages(axes, series, total, floor)
@@ -255,7 +256,7 @@ def average_curves(series: Sequence[Series], total: int, floor: float, descripti
 
 
 @styled
-def task_panel(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> str:
+def task_panel(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> Markup:
     """Accuracy on one task from the step that learned it to the last, one line per run."""
     figure = Figure(figsize=(170 / 72, 112 / 72))  # fixed margins: the panels of a page line up
     axes = figure.add_axes((0.15, 0.15, 0.83, 0.8))
@@ -282,7 +283,7 @@ def _colour_bar(figure: Figure, image: Any, axes: Axes, text: str) -> None:
 
 
 @styled
-def similarity_map(matrix: Sequence[Sequence[float]], labels: Sequence[str], low: float, description: str) -> str:
+def similarity_map(matrix: Sequence[Sequence[float]], labels: Sequence[str], low: float, description: str) -> Markup:
     """Cosine similarity between the prompts of each two classes."""
     figure, axes = _plot(400, 340)
     image = _heat_map(axes, np.asarray(matrix), low, 1.0)
@@ -302,7 +303,7 @@ def _name_classes(axes: Axes, labels: Sequence[str]) -> None:
 
 
 @styled
-def block_bars(values: Mapping[str, float], mean: float, description: str) -> str:
+def block_bars(values: Mapping[str, float], mean: float, description: str) -> Markup:
     """Mean prompt similarity in each block, against the mean over all of them."""
     figure, axes = _plot(400, 130)
     places = range(len(values))
@@ -316,7 +317,7 @@ def block_bars(values: Mapping[str, float], mean: float, description: str) -> st
 
 
 @styled
-def relevance_map(part: Relevance, description: str) -> str:
+def relevance_map(part: Relevance, description: str) -> Markup:
     """Share of each prompt distribution in each block, with the evenness of the shares beside it."""
     shares = np.asarray(part.usage)
     figure = Figure(figsize=(400 / 72, (92 + 17 * len(part.blocks)) / 72), layout="constrained")
@@ -363,7 +364,7 @@ def draw_queries(
 
 
 @styled
-def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], description: str) -> str:
+def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], description: str) -> Markup:
     """Draw the queries of one task."""
     figure, axes = _plot(400, 260)
     draw_queries(axes, points, labels, 5.2)
@@ -372,7 +373,7 @@ def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], desc
 
 
 @styled
-def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], description: str) -> str:
+def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], description: str) -> Markup:
     """Training loss over the epochs of all tasks in a row, one group of (epoch, loss) per task."""
     figure, axes = _plot(400, 170)
     start = 0
@@ -428,7 +429,7 @@ def spread(values: Sequence[float], gap: float, within: tuple[float, float] | No
 
 
 @styled
-def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: str) -> str:
+def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: str) -> Markup:
     """Named bars with standard deviations, the value written beside each; a diamond marks where it started."""
     figure, axes = _plot(400, 40 + 18 * len(values))
     for place, bar in enumerate(values):
@@ -473,7 +474,7 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[str, int, tuple[float, float]]],
 
 
 @styled
-def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, key: str, description: str) -> str:
+def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, key: str, description: str) -> Markup:
     """Average accuracy over the tasks seen so far, after each step, one named line per method."""
     inner = max(160.0, 13.0 * len(lines))
     figure, axes = _plot(440, inner + 50)
@@ -493,7 +494,7 @@ class Growth:
 
 
 @styled
-def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, description: str) -> str:
+def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, description: str) -> Markup:
     """How a value changes with a setting, one line per method; thin and hollow: the value at the start."""
     inner = max(160.0, 13.0 * len(lines))
     figure, axes = _plot(440, inner + 50)
