@@ -53,6 +53,7 @@ class Story:
 def make_card(record: Record, repository: str, statistics: bool) -> str:
     """Write the card of a model that goes to this repository."""
     story = _of_run(record) if record.head is None else _of_classifier(record)
+    history = _table(("step", "date", "what", "classes", "images"), story.history)
     parts = [
         "---\n" + _front(story, repository) + "---",
         MARK,
@@ -61,7 +62,7 @@ def make_card(record: Record, repository: str, statistics: bool) -> str:
         "## Use\n\n```\npip install probprompt\n" + f"probprompt pull {repository} model/\n```\n\n"
         f"```python\n{story.loading}```",
         "## Classes\n\n" + _classes(story.classes),
-        _history(story),
+        f"## What was learned when\n\n{history}" if story.history else "",
         _quality(story),
         "## Backbone\n\n" + _backbone(story),
         f"Made with probprompt {__version__}. Files are safetensors and JSON; loading them executes no code.",
@@ -195,12 +196,6 @@ def _summary(story: Story, statistics: bool) -> str:
 def _classes(names: Sequence[str]) -> str:
     more = f"\n\nand {len(names) - SHOWN} more." if len(names) > SHOWN else ""
     return ", ".join(map(_plain, names[:SHOWN])) + more
-
-
-def _history(story: Story) -> str:
-    if not story.history:
-        return ""
-    return "## What was learned when\n\n" + _table(("step", "date", "what", "classes", "images"), story.history)
 
 
 def _quality(story: Story) -> str:

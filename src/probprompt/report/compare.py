@@ -383,18 +383,15 @@ class Comparison:
         if measure is TIME:
             return FormattedCell(duration(found[0]))
         mean, std = (number(value, measure.digits) for value in found)
-        begun = entry.start(measure)
+        begun, mixed = entry.start(measure), len({other.held_out for other in self.entries.values()}) > 1
+        signs = (MARKED if entry.marks else "") + (HELD_OUT if mixed and entry.held_out else "")
         return FormattedCell(
             mean,
             "" if measure in (PARAMETERS, DISK) or len(entry.results) == 1 else std,
             "" if begun is None else number(begun, measure.digits),
             rank,
-            self._signs(entry) if measure is FAA else "",
+            signs if measure is FAA else "",
         )
-
-    def _signs(self, entry: Entry) -> str:
-        mixed = len({other.held_out for other in self.entries.values()}) > 1
-        return (MARKED if entry.marks else "") + (HELD_OUT if mixed and entry.held_out else "")
 
     # What must be said
 

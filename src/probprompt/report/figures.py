@@ -29,12 +29,11 @@ from probprompt.runs.run import Relevance
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-LineStyle = str | tuple[float, tuple[float, ...]]
 INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
 PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
 """Colours that people with any kind of colour vision tell apart, all of them at least 4.5:1 on white."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven, so that six colours repeat with another marker
-DASHES: tuple[LineStyle, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
 SHAPES = {
     "o": "M14 1.6a3.4 3.4 0 1 0 .01 0z",
     "s": "M11 2h6v6h-6z",
@@ -149,8 +148,8 @@ def accuracy_floor(values: Sequence[float]) -> float:
 
 def look(index: int) -> dict[str, Any]:
     """Colour, marker and dashes of a series or a class."""
-    places = {"color": PALETTE, "marker": MARKERS, "linestyle": DASHES}
-    return {name: every[index % len(every)] for name, every in places.items()}
+    looks: dict[str, tuple[Any, ...]] = {"color": PALETTE, "marker": MARKERS, "linestyle": DASHES}
+    return {name: every[index % len(every)] for name, every in looks.items()}
 
 
 def swatch(index: int, line: bool = True) -> Markup:

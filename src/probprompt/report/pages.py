@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -172,9 +173,7 @@ def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def _size(megabytes: float) -> str:
-    if megabytes < 1:
-        return f"{number(1000 * megabytes, 0)}\u00a0kB"
-    return f"{number(megabytes, 1)}\u00a0MB"
+    return f"{number(1000 * megabytes, 0)}\u00a0kB" if megabytes < 1 else f"{number(megabytes, 1)}\u00a0MB"
 
 
 def _provenance(run: RunFiles) -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -196,14 +195,8 @@ def _provenance(run: RunFiles) -> list[tuple[str, list[tuple[str, str, str]]]]:
 def _tasks(run: RunFiles) -> list[tuple[list[str], str, str]]:
     """Return the classes of each task, and its numbers of images."""
     stream = run.record.stream
-
-    def images(counts: list[int], task: int) -> str:
-        return f"{counts[task]:,}" if task < len(counts) else NOTHING
-
-    return [
-        (classes, images(stream.train_images, task), images(stream.test_images, task))
-        for task, classes in enumerate(stream.tasks)
-    ]
+    train, test = ([f"{images:,}" for images in counts] for counts in (stream.train_images, stream.test_images))
+    return list(zip(stream.tasks, chain(train, repeat(NOTHING)), chain(test, repeat(NOTHING)), strict=False))
 
 
 # The page of a run: figures
@@ -539,10 +532,8 @@ def _average(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | N
     total = max((len(curve) for _, _, curve in curves), default=0)
     if total < 2:
         return None
-    lines = []
-    for index, row, curve in curves:
-        absent = total - len(curve) if row.bound else 0  # a bound is known in the end only
-        lines.append((row.label, Series([*[None] * absent, *curve], index)))
+    absent = {row: total - len(curve) if row.bound else 0 for _, row, curve in curves}  # a bound is known in the end
+    lines = [(row.label, Series([*[None] * absent[row], *curve], index)) for index, row, curve in curves]
     words = "; ".join(f"{row.label}: {', '.join(map(number, curve))}" for _, row, curve in curves)
     floor = figures.accuracy_floor([value for _, _, curve in curves for value in curve])
     description = f"Line chart of the average accuracy in percent after each task. {words}."
