@@ -348,7 +348,7 @@ def _evenness(axes: Axes, entropy: Sequence[float], max_weight: Sequence[float])
     axes.tick_params(labelleft=False)
 
 
-def draw_queries(
+def scatter(
     axes: Axes, points: Sequence[Sequence[float]], labels: Sequence[int], size: float, names: Sequence[str] = ()
 ) -> None:
     """Place queries in the plane, one colour and marker per class."""
@@ -366,7 +366,7 @@ def draw_queries(
 def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], description: str) -> Markup:
     """Draw the queries of one task."""
     figure, axes = _plot(400, 260)
-    draw_queries(axes, points, labels, 5.2)
+    scatter(axes, points, labels, 5.2)
     axes.spines[:].set_color(RULE)
     return _svg(figure, "queries", description)
 
