@@ -19,6 +19,7 @@ from probprompt.bench.timing import Rate
 from probprompt.config import RunConfig, parse_config
 from probprompt.engine.hardware import chip_words, machine_name
 from probprompt.errors import UserError
+from probprompt.report.compare import grouped
 from probprompt.report.tables import markdown_table
 from probprompt.storage import write_bytes
 from reproduction import paper
@@ -120,9 +121,7 @@ def _code(text: object) -> str:
 
 def _machines(records: Sequence[BenchRecord]) -> list[str]:
     """Return what records were made on: one line if it is the same for all."""
-    lines: dict[str, list[str]] = {}
-    for record in records:
-        lines.setdefault(record.machine, []).append(_code(record.path.name))
+    lines = grouped((record.machine, _code(record.path.name)) for record in records)
     if len(lines) == 1:
         return [f"Measured on: {next(iter(lines))}."]
     return [f"{', '.join(names)}: measured on {machine}." for machine, names in lines.items()]
@@ -153,9 +152,7 @@ def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
     single = sorted((record for record in records if len(record.results) == 1), key=lambda r: _order(r.results[0]))
     if not single:
         return None
-    chips = dict[str, list[Entry]]()
-    for record in single:
-        chips.setdefault(record.chip, []).append(record.results[0])
+    chips = grouped((record.chip, record.results[0]) for record in single)
     notes = [
         "Training, inference, frozen pass: images/s, the median of the rounds of a measurement.",
         "Memory: the peak in training, without the images. GFLOP: matrix products for one image. Of peak: the share of "
@@ -283,10 +280,7 @@ def _common(results: Sequence[Entry], key: Setting) -> str:
 
 def _growth(records: Sequence[BenchRecord], page: Path) -> str | None:
     """Return how cost grows: the page's plot, and a table for each method on a backbone."""
-    groups: dict[tuple[str, ...], list[BenchRecord]] = {}
-    for record in records:
-        for curve in record.content["growth"][:1]:
-            groups.setdefault(_subject(curve), []).append(record)
+    groups = grouped((_subject(curve), record) for record in records for curve in record.content["growth"][:1])
     tables = [_growth_table(group) for group in groups.values()]
     if tables and page.with_name(PLOT).is_file():
         tables.insert(0, f"![Speed, memory and the end of a task as one setting after another grows]({PLOT})")

@@ -15,19 +15,8 @@ from numpy.typing import NDArray
 
 from probprompt.backbones.pretrained import backbone_slug, slug
 from probprompt.evaluation import metrics
-from probprompt.report.figures import (
-    DASHES,
-    DEPTH,
-    INK,
-    MARKERS,
-    MUTED,
-    PAGE,
-    PALETTE,
-    accuracy_floor,
-    label,
-    spread,
-    styled,
-)
+from probprompt.report.compare import grouped
+from probprompt.report.figures import DEPTH, INK, MARKERS, MUTED, PALETTE, accuracy_floor, look, scatter, spread, styled
 from probprompt.runs.grid import CUSTOM, describe
 from reproduction.plots import to_png
 from reproduction.results import Entry
@@ -122,13 +111,11 @@ def _groups(entries: Sequence[Entry]) -> list[RunGroup]:
 
     Runs with settings that differ from their preset are shown only if there are none without.
     """
-    found: dict[tuple[str, str], dict[tuple[str, str], list[Entry]]] = {}
-    for entry in entries:
-        if entry.method in METHODS and entry.preset in _PRESETS and not entry.held_out:
-            place = str(entry.config["data"]["benchmark"]), entry.backbone
-            found.setdefault(place, {}).setdefault((entry.preset, _overrides(entry, False)), []).append(entry)
+    shown = [e for e in entries if e.method in METHODS and e.preset in _PRESETS and not e.held_out]
+    places = grouped(((str(entry.config["data"]["benchmark"]), entry.backbone), entry) for entry in shown)
     groups = []
-    for (benchmark, backbone), ways in found.items():
+    for (benchmark, backbone), here in places.items():
+        ways = grouped(((entry.preset, _overrides(entry, False)), entry) for entry in here)
         plain = {way: _plainest(runs) for way, runs in ways.items()}
         settings = {way: _settings(way[1], runs) for way, runs in plain.items()}
         best = max(
@@ -258,27 +245,17 @@ def _courses(group: RunGroup) -> list[PaperFigure]:
 # How they are drawn
 
 
-def _look(method: str) -> tuple[str, str, int]:
-    """Return a method's color, marker and place."""
-    place = list(METHODS).index(method)
-    return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], place
+def _look(method: str) -> dict[str, Any]:
+    return look(list(METHODS).index(method))
 
 
 @styled
 def draw_queries(entry: Entry) -> bytes:
     """Draw queries in the plane, with a color and marker per class."""
     content = entry.content["pictures"]["queries"]
-    points, labels = np.asarray(content["points"], dtype=float), np.asarray(content["labels"])
     columns = -(-len(content["names"]) // _LINES)
     figure = Figure(figsize=(5 + 1.4 * columns, 4), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
-    for index in np.unique(labels):
-        own, marker = points[labels == index], MARKERS[index % len(MARKERS)]
-        look: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "markeredgecolor": PAGE, "markeredgewidth": 0.5}
-        axes.plot(own[:, 0], own[:, 1], marker, markersize=5, label=label(content["names"][index]), **look)
-    axes.set(xticks=[], yticks=[])
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.spines[:].set_visible(True)
+    scatter(figure.add_subplot(), content["points"], content["labels"], 5, content["names"])
     figure.legend(frameon=False, ncols=columns, fontsize=7, loc="outside right upper", handletextpad=0.2)
     return to_png(figure)
 
@@ -291,13 +268,13 @@ def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int)
     figure = Figure(figsize=(2.2 + 0.55 * bars, 3.4), layout="constrained", facecolor="white")
     axes, bar, middles, x = figure.add_subplot(), dict[str, Artist](), list[float](), 0.0
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # covers the lines of the grid
-    look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": INK, "bbox": ground, "zorder": 3}
+    style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": INK, "bbox": ground, "zorder": 3}
     for group in values.values():
         middles.append(x + (len(group) - 1) / 2)
         for method in filter(group.__contains__, methods):
-            bar[method] = axes.bar(x, group[method], 0.92, color=_look(method)[0], zorder=2)[0]
+            bar[method] = axes.bar(x, group[method], 0.92, color=_look(method)["color"], zorder=2)[0]
             text = f"{group[method]:.{digits}f}"
-            axes.annotate(text, (x, group[method]), (0, 2), textcoords="offset points", **look)
+            axes.annotate(text, (x, group[method]), (0, 2), textcoords="offset points", **style)
             x += 1.0
         x += GROUP_GAP
     every = [value for group in values.values() for value in group.values()]
@@ -348,9 +325,7 @@ def draw_courses(matrices: Mapping[str, NDArray[np.float64]]) -> bytes:
 
 
 def _line(method: str, places: Sequence[float] = (), values: Sequence[float] = ()) -> Line2D:
-    color, marker, place = _look(method)
-    look: dict[str, Any] = {"linestyle": DASHES[place % len(DASHES)], "markersize": 3.5, "linewidth": 1.3}
-    return Line2D(places, values, color=color, marker=marker, label=METHODS[method], **look)
+    return Line2D(places, values, label=METHODS[method], markersize=3.5, linewidth=1.3, **_look(method))
 
 
 def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.float64]]) -> None:
@@ -366,7 +341,7 @@ def _course(axes: Axes, task: int, count: int, lines: Mapping[str, NDArray[np.fl
     places = spread([float(values[-1]) for values in lines.values()], gap, (low + gap / 2, high))
     for (method, values), place in zip(lines.items(), places, strict=True):
         lost = f"({values[0] - values[-1]:.1f})".replace("-", "−")
-        axes.text(count + 0.35, place, lost, va="center", fontsize=7.5, color=_look(method)[0])
+        axes.text(count + 0.35, place, lost, va="center", fontsize=7.5, color=_look(method)["color"])
     axes.set_title(f"Task {task + 1}", fontsize=9.5, color=MUTED)
     axes.set_xlim(0.6, count * 1.28)
     axes.set_xticks(range(count, 0, -count // 5)[::-1])  # at most six steps, the last among them

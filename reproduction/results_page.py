@@ -16,7 +16,7 @@ from probprompt.bench.results import Entry as Measured
 from probprompt.data.published import published_lists
 from probprompt.engine.hardware import machine_name
 from probprompt.evaluation import metrics
-from probprompt.report.compare import ColumnGroup, Comparison, pixels_hash, read_result
+from probprompt.report.compare import ColumnGroup, Comparison, grouped, pixels_hash, read_result
 from probprompt.report.compare import Row as MethodRow
 from probprompt.report.pages import write
 from probprompt.report.tables import NOTHING, count, markdown, markdown_table, number
@@ -248,11 +248,8 @@ def _costs(table: paper.Table, benches: Sequence[BenchRecord]) -> dict[str, list
     methods = {row.method for row in table.rows}
     best: dict[str, tuple[tuple[int, str], list[Measured]]] = {}
     for record in benches if table.costs else ():
-        groups: dict[str, list[Measured]] = {}
-        for entry in record["results"]:
-            if entry["method"] in methods and entry["cost"]["epoch_s"] is not None:
-                groups.setdefault(_cost_label(table, record, entry), []).append(entry)
-        for label, entries in groups.items():
+        known = [e for e in record["results"] if e["method"] in methods and e["cost"]["epoch_s"] is not None]
+        for label, entries in grouped((_cost_label(table, record, entry), entry) for entry in known).items():
             rank = len({entry["method"] for entry in entries}), str(record["created"])
             if label not in best or rank > best[label][0]:
                 best[label] = rank, entries
@@ -298,18 +295,18 @@ def read_benches(folder: Path) -> list[BenchRecord]:
 
 def _every_run(entries: Sequence[Entry]) -> list[str]:
     """Return tables of all runs, by benchmark, number of tasks and backbone."""
-    groups: dict[tuple[str, int, str, str, bool], list[Entry]] = {}
-    for entry in entries:
-        weights = entry.record.backbone.sha256
-        benchmark = str(entry.config["data"]["benchmark"])
-        groups.setdefault((benchmark, entry.tasks, entry.backbone, weights, entry.held_out), []).append(entry)
-    parts = []
+    parts, groups = (
+        list[str](),
+        grouped(
+            ((str(e.config["data"]["benchmark"]), e.tasks, e.backbone, e.record.backbone.sha256, e.held_out), e)
+            for e in entries
+        ),
+    )
     for (benchmark, tasks, backbone, weights, held_out), group in sorted(groups.items()):
         split = ", on held-out training images" if held_out else ""
         parts.append(f"### {benchmark}, {tasks} tasks, {backbone}{split}")
         parts.append(f"Weights: sha256 `{weights[:12]}`, {count(len(group), 'run')}.")
-        for preset in sorted({entry.preset for entry in group}):
-            own = [entry for entry in group if entry.preset == preset]
+        for _, own in sorted(grouped((entry.preset, entry) for entry in group).items()):
             tables = markdown(_comparison(own, [entry for entry in entries if entry not in own]))
             parts.append(re.sub(r"^## ", "#### ", tables.partition("\n")[2].strip(), flags=re.MULTILINE))
     return parts
@@ -322,13 +319,10 @@ def _comparison(entries: Sequence[Entry], others: Sequence[Entry]) -> Comparison
         varied = tuple(entry.preset_overrides.items())
         row = MethodRow(", ".join((entry.method, *describe(varied))), entry.method, entry.method, varied)
         results.append(read_result(entry.recorded, row, ColumnGroup(entry.benchmark, entry.preset), entry.seed))
-    rows = sorted(dict.fromkeys(result.row for result in results), key=lambda row: _rank(row.method))
+    ranks = {method: rank for rank, method in enumerate(_ORDER)}
+    rows = sorted(dict.fromkeys(result.row for result in results), key=lambda row: ranks.get(row.method, len(ranks)))
     places = list(dict.fromkeys(result.place for result in results))
     return Comparison(rows, places, results, others=[entry.record for entry in others])
-
-
-def _rank(method: str) -> int:
-    return _ORDER.index(method) if method in _ORDER else len(_ORDER)
 
 
 def _sources(entries: Sequence[Entry]) -> list[str]:

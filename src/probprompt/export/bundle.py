@@ -75,14 +75,13 @@ class Bundle:
 
     def listing(self) -> Listing:
         """Return the contents of ``probprompt.json``."""
-        contents: dict[str, bytes | Path] = {**self.descriptions, **self.tensors}
-        files = {path: describe(content) for path, content in contents.items()}
+        files = {path: describe(content) for path, content in self.files.items()}
         return Listing(probprompt=__version__, statistics=self.statistics, files=files)
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Paths in the repository."""
-        return (*self.descriptions, *self.tensors)
+    def files(self) -> dict[str, bytes | Path]:
+        """All contents by their path in the repository."""
+        return {**self.descriptions, **self.tensors}
 
     @property
     def bytes(self) -> int:
@@ -147,23 +146,19 @@ def _checked(record: Record) -> Record:
 
 def bundle(record: Record, with_statistics: bool) -> Bundle:
     """Choose the files of a model to upload."""
-    needed, rest = _tensor_files(record)
-    paths = sorted({check_path(path) for path in (*needed, *(rest if with_statistics else ()))})
+    paths = sorted({check_path(path) for path, needed in _tensor_files(record) if needed or with_statistics})
     return Bundle(_descriptions(record), {path: record.folder / path for path in paths}, with_statistics)
 
 
-def _tensor_files(record: Record) -> tuple[list[str], list[str]]:
-    """Return the files that prediction needs, and those that only further learning needs."""
+def _tensor_files(record: Record) -> list[tuple[str, bool]]:
+    """Return files, and whether prediction needs them; if not, only further learning does."""
     if record.head is None:
         learning = record.note["statistics"]
-        return [record.note["tensors"]], [learning] if learning else []
+        return [(record.note["tensors"], True), *([(learning, False)] if learning else ())]
     state = record.note["state"]
-    parts: dict[str, str] = state["parts"]
-    needed = [parts[name] for name in _NEEDED if name in parts]
-    rest = [digest for name, digest in parts.items() if name not in _NEEDED]
-    rest += [known[kind] for known in state["classes"] for kind in ("held", "rest")]
-    files = [[f"objects/{digest}.safetensors" for digest in digests] for digests in (needed, rest)]
-    return files[0], files[1]
+    parts = [(digest, name in _NEEDED) for name, digest in state["parts"].items()]
+    parts += [(known[kind], False) for known in state["classes"] for kind in ("held", "rest")]
+    return [(f"objects/{digest}.safetensors", needed) for digest, needed in parts]
 
 
 def _descriptions(record: Record) -> dict[str, bytes]:

@@ -1,14 +1,15 @@
 """A model card, ``README.md`` on the hub, made from what the model's own record says."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from probprompt import __version__
 from probprompt.backbones import pretrained
 from probprompt.data.datasets import benchmark_label
-from probprompt.errors import UserError
+from probprompt.errors import UserError, shorten
 from probprompt.export.bundle import Record
 from probprompt.export.onnx import View
 from probprompt.methods import find
@@ -38,20 +39,21 @@ class Story:
     sha256: str
     history: Sequence[tuple[str, ...]]
     """Version or task, date, what happened, classes, images."""
-    calibration: str | None
-    unknown: str | None
-    scores: dict[str, float]
-    benchmark: str | None
-    tested: bool
-    """Whether the scores are those of test images, not of held-out training images."""
     marks: Sequence[str]
     loading: str
     """Lines of Python that load and use it."""
+    quality: Sequence[str] = ()
+    """What is known of its probabilities, and of what it marks as unknown."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    benchmark: str | None = None
+    tested: bool = False
+    """Whether the scores are those of test images, not of held-out training images."""
 
 
 def make_card(record: Record, repository: str, statistics: bool) -> str:
     """Write the card of a model that goes to this repository."""
-    story = _of_run(record, repository) if record.head is None else _of_classifier(record, repository)
+    story = _of_run(record) if record.head is None else _of_classifier(record)
+    history = _table(("step", "date", "what", "classes", "images"), story.history)
     parts = [
         "---\n" + _front(story, repository) + "---",
         MARK,
@@ -60,7 +62,7 @@ def make_card(record: Record, repository: str, statistics: bool) -> str:
         "## Use\n\n```\npip install probprompt\n" + f"probprompt pull {repository} model/\n```\n\n"
         f"```python\n{story.loading}```",
         "## Classes\n\n" + _classes(story.classes),
-        _history(story),
+        f"## What was learned when\n\n{history}" if story.history else "",
         _quality(story),
         "## Backbone\n\n" + _backbone(story),
         f"Made with probprompt {__version__}. Files are safetensors and JSON; loading them executes no code.",
@@ -68,7 +70,7 @@ def make_card(record: Record, repository: str, statistics: bool) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _of_run(record: Record, repository: str) -> Story:
+def _of_run(record: Record) -> Story:
     note, run = record.note, _run_of(record.folder)
     scores = {name: value for name, value in run.metrics.items() if value == value} if run else {}
     return Story(
@@ -80,8 +82,6 @@ def _of_run(record: Record, repository: str) -> Story:
         weights=note["backbone"]["weights"],
         sha256=note["backbone"]["sha256"],
         history=_tasks(note["task_sizes"], note["classes"]),
-        calibration=None,
-        unknown=None,
         scores=scores,
         benchmark=benchmark_label(run.config.data.benchmark) if run else None,
         tested=bool(run and run.record.evaluated_on == "test"),
@@ -105,21 +105,17 @@ def _run_of(home: Path) -> Run | None:
 
 def _tasks(sizes: Sequence[int], classes: Sequence[str]) -> list[tuple[str, ...]]:
     """The tasks of a run: what was learned after what."""
-    rows: list[tuple[str, ...]] = []
-    first = 0
-    for number, size in enumerate(sizes, start=1):
-        rows.append((str(number), "", "learned", _names(classes[first : first + size]), ""))
-        first += size
-    return rows
+    rest = iter(classes)
+    learned = [shorten(islice(rest, size), 20) for size in sizes]
+    return [(str(number), "", "learned", names, "") for number, names in enumerate(learned, start=1)]
 
 
-def _of_classifier(record: Record, repository: str) -> Story:
+def _of_classifier(record: Record) -> Story:
     settings, state = record.note["settings"], record.note["state"]
-    config, calibration, limit = settings["config"], state["calibration"], state["scale"]["limit"]
-    if calibration["error"] is None:
-        meant = f"Temperature {calibration['temperature']:.3g}; too few images were held out to measure its error."
-    else:
-        meant = (
+    config, calibration = settings["config"], state["calibration"]
+    quality = f"Temperature {calibration['temperature']:.3g}; too few images were held out to measure its error."
+    if calibration["error"] is not None:
+        quality = (
             f"Temperature {calibration['temperature']:.3g}, fitted on {calibration['images']} held-out training "
             f"images; expected calibration error there {100 * calibration['error']:.1f} %."
         )
@@ -133,11 +129,7 @@ def _of_classifier(record: Record, repository: str) -> Story:
         weights=config["backbone"]["weights"],
         sha256=settings["backbone"]["sha256"],
         history=_versions(record),
-        calibration=meant,
-        unknown=None if limit is None else unknown,
-        scores={},
-        benchmark=None,
-        tested=False,
+        quality=(quality,) if state["scale"]["limit"] is None else (quality, unknown),
         marks=find(config["method"]["name"]).Config.model_validate(config["method"]).marks(),
         loading="from probprompt import ContinualClassifier\n\n"
         'classifier = ContinualClassifier.load("model/")\n'
@@ -153,7 +145,8 @@ def _versions(record: Record) -> list[tuple[str, ...]]:
     for path in sorted((record.folder / "versions").glob("*.json"), key=natural_order):
         if path.stem.isdigit() and int(path.stem) <= record.head["version"]:
             found = read_json(path)["version"]
-            row = (found["number"], found["when"][:10], found["what"], _names(found["classes"]), found["images"] or "")
+            names = shorten(found["classes"], 20)
+            row = (found["number"], found["when"][:10], found["what"], names, found["images"] or "")
             rows.append(tuple(map(str, row)))
     return rows
 
@@ -205,15 +198,9 @@ def _classes(names: Sequence[str]) -> str:
     return ", ".join(map(_plain, names[:SHOWN])) + more
 
 
-def _history(story: Story) -> str:
-    if not story.history:
-        return ""
-    return "## What was learned when\n\n" + _table(("step", "date", "what", "classes", "images"), story.history)
-
-
 def _quality(story: Story) -> str:
     """What is known of how good it is; nothing is claimed that was not measured."""
-    lines = [line for line in (story.calibration, story.unknown) if line]
+    lines = list(story.quality)
     if story.scores:
         names = {"FAA": "final average accuracy", "CAA": "cumulative average accuracy", "forgetting": "forgetting"}
         rows = [(names.get(name, name), f"{value:.2f}") for name, value in story.scores.items()]
@@ -246,11 +233,6 @@ def _backbone(story: Story) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return markdown_table(header, [[_plain(cell) for cell in row] for row in rows], len(header))
-
-
-def _names(names: Sequence[str], limit: int = 20) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def _plain(text: str) -> str:

@@ -80,17 +80,14 @@ def open_source(folder: Path) -> Source:
 def _of_run(folder: Path) -> Source:
     loaded = load_model(folder)
     note, head = loaded.note, loaded.model.head
-
-    def judge(features: Tensor) -> tuple[Tensor, ...]:
-        return (head(features).softmax(dim=1),)
-
     facts = {
         "temperature": 1.0,
         "method": note["method"]["name"],
         "backbone": {name: note["backbone"][name] for name in ("name", "sha256")},
         "marks": note["marks"],
     }
-    return Source(loaded.model, loaded.class_names, View.of(note["preprocessing"]), judge, facts=facts)
+    view = View.of(note["preprocessing"])
+    return Source(loaded.model, loaded.class_names, view, lambda features: (head(features).softmax(1),), facts=facts)
 
 
 def _of_classifier(folder: Path) -> Source:
@@ -99,18 +96,9 @@ def _of_classifier(folder: Path) -> Source:
     viewer, state = predictor.viewer, predictor.state
     knows = state.scale.limit is not None
     outputs = ("probabilities", "novelty") if knows else ("probabilities",)
-
-    def judge(features: Tensor) -> tuple[Tensor, ...]:
-        return predictor.judge(features)[: len(outputs)]
-
     predictor.model.set_precision("fp32")  # 16 bits are faster on GPUs only
-    view = View(
-        image_size=viewer.size,
-        resized=viewer.resized,
-        interpolation=viewer.kernel,
-        mean=tuple(viewer.mean.flatten().tolist()),
-        std=tuple(viewer.std.flatten().tolist()),
-    )
+    mean, std = (tuple(values.flatten().tolist()) for values in (viewer.mean, viewer.std))
+    view = View(viewer.size, viewer.resized, viewer.kernel, mean, std)
     facts = {
         "temperature": state.calibration.temperature,
         "unknown_above": 1.0 if knows else None,
@@ -119,7 +107,8 @@ def _of_classifier(folder: Path) -> Source:
         "marks": list(settings.method.marks()),
         "classifier_version": classifier.version,
     }
-    return Source(predictor.model, classifier.classes, view, judge, outputs, facts)
+    answers = len(outputs)
+    return Source(predictor.model, classifier.classes, view, lambda x: predictor.judge(x)[:answers], outputs, facts)
 
 
 @dataclass(frozen=True)
@@ -205,9 +194,7 @@ def metadata(source: Source) -> dict[str, str]:
 def _require() -> Any:
     """Import onnxruntime, after checking for the packages that the exporter needs."""
     try:
-        for name in ("onnx", "onnxscript"):
-            import_module(name)
-        return import_module("onnxruntime")
+        return [import_module(name) for name in ("onnx", "onnxscript", "onnxruntime")][-1]
     except ImportError as problem:
         raise UserError(f"an ONNX file needs the package {problem.name!r}: {_INSTALL}") from None
 

@@ -75,13 +75,12 @@ def push(
     record = read_record(Path(folder).expanduser())
     chosen = bundle(record, with_statistics)
     _check_tensors(chosen, progress)
-    hub = _hub()
+    hub, api = _hub()
     if hub.get_token() is None:
         raise UserError(
             "push needs a token of the Hugging Face hub that may write: make one under Settings, Access Tokens, then "
             "run 'hf auth login' or set HF_TOKEN"
         )
-    api = _api(hub)
     with _talking(hub, repository, "sent to"):
         api.create_repo(repository, private=True if private else None, exist_ok=True)
         before = api.model_info(repository, timeout=TIMEOUT)
@@ -89,9 +88,8 @@ def push(
             raise UserError(f"{repository} is public: make it private on the hub first, or choose another name")
         changes = _changes(hub, api, record, chosen, repository, before, progress)
         with progress.stage("sending files", 1):
-            done = api.create_commit(
-                repository, changes, commit_message=_title(record), parent_commit=before.sha or None
-            )
+            title = "Model of a run" if record.head is None else f"Version {record.head['version']}"
+            done = api.create_commit(repository, changes, commit_message=title, parent_commit=before.sha or None)
             progress.advance(1)
     url = f"{api.endpoint}/{repository}"
     return Moved(repository, url, str(done.oid), len(chosen.files), chosen.bytes, with_statistics)
@@ -121,8 +119,7 @@ def pull(
     target = Path(folder).expanduser()
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise UserError(f"{target} is there already and not empty: name a new folder")
-    hub = _hub()
-    api = _api(hub)
+    hub, api = _hub()
     with _talking(hub, repository, "fetched from"):
         commit = str(api.model_info(repository, revision=revision, timeout=TIMEOUT).sha)
     with _staging(target) as place:
@@ -139,14 +136,12 @@ def pull(
     return Moved(repository, f"{api.endpoint}/{repository}", commit, len(listing.files), size, listing.statistics)
 
 
-def _hub() -> Any:
+def _hub() -> tuple[Any, Any]:
+    """Import the hub's client, and return it with its interface to the hub."""
     for name in ("huggingface_hub.errors", "huggingface_hub.utils"):
         import_module(name)
-    return import_module("huggingface_hub")
-
-
-def _api(hub: Any) -> Any:
-    return hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="probprompt")
+    hub: Any = import_module("huggingface_hub")
+    return hub, hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="probprompt")
 
 
 def _check_name(repository: str) -> None:
@@ -182,13 +177,12 @@ def _changes(
     hub: Any, api: Any, record: Record, chosen: Bundle, repository: str, before: Any, progress: ProgressCallback
 ) -> list[Any]:
     """Return the files that the commit adds, and those of an earlier push that it removes; others stay."""
-    listing = encode(chosen.listing().model_dump())
-    contents: dict[str, bytes | Path] = {**chosen.descriptions, **chosen.tensors, LIST: listing}
+    contents = {**chosen.files, LIST: encode(chosen.listing().model_dump())}
     there = {sibling.rfilename for sibling in before.siblings or ()}
-    card = None
+    card = ""
     if CARD in there:
         card = Path(api.hf_hub_download(repository, CARD, revision=before.sha)).read_text(encoding="utf-8")
-    if card is None or not card.strip() or MARK in card:
+    if not card.strip() or MARK in card:
         contents[CARD] = make_card(record, repository, chosen.statistics).encode()
     else:
         progress.note(f"{repository} has a card of its own, which stays as it is")
@@ -198,10 +192,6 @@ def _changes(
         for path, content in contents.items()
     ]
     return [*added, *(hub.CommitOperationDelete(path) for path in stale)]
-
-
-def _title(record: Record) -> str:
-    return "Model of a run" if record.head is None else f"Version {record.head['version']}"
 
 
 def _check_tensors(chosen: Bundle, progress: ProgressCallback) -> None:

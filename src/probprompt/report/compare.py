@@ -3,11 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from probprompt.storage import natural_order
 FILES = ("table.md", "table.tex", "table.csv", "comparison.html")
 Cell = str | int | float | None
 """A value in a CSV file."""
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 
 # What is compared
@@ -150,11 +152,8 @@ class Result:
             "folder": self.folder,
         }
         settings = without_paths(flatten(record.config))
-        return line | {name: _csv_cell(value) for name, value in settings.items() if name not in line}
-
-
-def _csv_cell(value: Any) -> Cell:
-    return value if isinstance(value, str | int | float | None) else json.dumps(value)
+        plain = {k: v if isinstance(v, str | int | float | None) else json.dumps(v) for k, v in settings.items()}
+        return line | {name: value for name, value in plain.items() if name not in line}
 
 
 def read_result(run: Recorded, row: Row, place: ColumnGroup, seed: int) -> Result:
@@ -181,16 +180,13 @@ class Entry:
 
     def value(self, measure: Measure) -> tuple[float, float] | None:
         """Mean and standard deviation over the seeds; None where no run has this number."""
-        found = self._all(measure.key)
+        found = [result.values[measure.key] for result in self.results if measure.key in result.values]
         return metrics.mean_and_std(found) if found else None
 
     def start(self, measure: Measure) -> float | None:
         """The mean of the same number before training."""
-        found = self._all(measure.start)
-        return metrics.mean_and_std(found)[0] if found else None
-
-    def _all(self, key: str) -> list[float]:
-        return [result.values[key] for result in self.results if key in result.values]
+        found = self.value(replace(measure, key=measure.start))
+        return found[0] if found else None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -239,7 +235,8 @@ class Entry:
     @property
     def curve(self) -> list[float]:
         """Average accuracy after each step, in the mean over the seeds."""
-        return [float(value) for value in np.mean([result.averages for result in self._alike], axis=0)]
+        mean: list[float] = np.mean([result.averages for result in self._alike], axis=0).tolist()
+        return mean
 
     @property
     def matrix(self) -> NDArray[np.float64]:
@@ -296,8 +293,7 @@ class Table:
     @property
     def places(self) -> list[tuple[ColumnGroup, int]]:
         """Groups of columns, with their widths."""
-        found = [place for place, _ in self.columns]
-        return [(place, found.count(place)) for place in dict.fromkeys(found)]
+        return list(Counter(place for place, _ in self.columns).items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,9 +316,7 @@ class Comparison:
     @cached_property
     def entries(self) -> dict[tuple[Row, ColumnGroup], Entry]:
         """What there is of each row in each place."""
-        found: dict[tuple[Row, ColumnGroup], list[Result]] = {}
-        for result in self.results:
-            found.setdefault((result.row, result.place), []).append(result)
+        found = grouped(((result.row, result.place), result) for result in self.results)
         return {key: Entry(sorted(runs, key=lambda result: result.seed)) for key, runs in found.items()}
 
     def rivals(self, place: ColumnGroup) -> dict[Row, Entry]:
@@ -370,18 +364,16 @@ class Comparison:
 
     def _table(self, caption: str, measures: Sequence[Measure], notes: Sequence[str]) -> Table:
         columns = [(place, measure) for place in self.places for measure in measures if self._filled(place, measure)]
-        found = [self._column(place, measure) for place, measure in columns]
-        if len(self.places) == 1:
-            caption = f"{caption}: {self.places[0].label}"
-        return Table(caption, columns, [(row, [column[row] for column in found]) for row in self.rows], notes)
+        ranked = [(place, measure, self.ranks(place, measure)) for place, measure in columns]
+        rows = [
+            (row, [self._shown(self.entries.get((row, place)), m, rank.get(row, 0)) for place, m, rank in ranked])
+            for row in self.rows
+        ]
+        return Table(f"{caption}: {self.places[0].label}" if len(self.places) == 1 else caption, columns, rows, notes)
 
     def _filled(self, place: ColumnGroup, measure: Measure) -> bool:
-        entries = [entry for (_, where), entry in self.entries.items() if where == place]
-        return measure in (FAA, SEEDS) or any(entry.value(measure) for entry in entries)
-
-    def _column(self, place: ColumnGroup, measure: Measure) -> dict[Row, FormattedCell]:
-        ranked = self.ranks(place, measure)
-        return {row: self._shown(self.entries.get((row, place)), measure, ranked.get(row, 0)) for row in self.rows}
+        here = (entry for (_, where), entry in self.entries.items() if where == place)
+        return measure in (FAA, SEEDS) or any(entry.value(measure) for entry in here)
 
     def _shown(self, entry: Entry | None, measure: Measure, rank: int) -> FormattedCell:
         if measure is SEEDS:
@@ -392,18 +384,15 @@ class Comparison:
         if measure is TIME:
             return FormattedCell(duration(found[0]))
         mean, std = (number(value, measure.digits) for value in found)
-        begun = entry.start(measure)
+        begun, mixed = entry.start(measure), len({other.held_out for other in self.entries.values()}) > 1
+        signs = (MARKED if entry.marks else "") + (HELD_OUT if mixed and entry.held_out else "")
         return FormattedCell(
             mean,
             "" if measure in (PARAMETERS, DISK) or len(entry.results) == 1 else std,
             "" if begun is None else number(begun, measure.digits),
             rank,
-            self._signs(entry) if measure is FAA else "",
+            signs if measure is FAA else "",
         )
-
-    def _signs(self, entry: Entry) -> str:
-        mixed = len({other.held_out for other in self.entries.values()}) > 1
-        return (MARKED if entry.marks else "") + (HELD_OUT if mixed and entry.held_out else "")
 
     # What must be said
 
@@ -414,35 +403,27 @@ class Comparison:
 
     def _time_note(self) -> list[str]:
         """Whose runs were not alone on their machine."""
-        records = [result.record for result in self.results]
-        places = [(result.row, result.place) for result in self.results]
-        found = [where for where, yes in zip(places, had_company(records, self.others), strict=True) if yes]
-        rows = dict.fromkeys(f'"{row.label}"' + self._where(place) for row, place in found)
+        company = had_company([result.record for result in self.results], self.others)
+        rows = dict.fromkeys(
+            f'"{result.row.label}"' + (f" ({result.place.label})" if len(self.places) > 1 else "")
+            for result, yes in zip(self.results, company, strict=True)
+            if yes
+        )
         if not rows:
             return []
-        whose = "all rows" if len(rows) == len(self.entries) else shorten(list(rows))
+        whose = "all rows" if len(rows) == len(self.entries) else shorten(rows)
         return [
             f"Time: other runs ran at the same time on such a machine, so that it says little about speed: {whose}."
         ]
 
-    def _where(self, place: ColumnGroup) -> str:
-        """Which group of columns is meant, where there are several."""
-        return f" ({place.label})" if len(self.places) > 1 else ""
-
     def _departures(self) -> list[str]:
         """What was set otherwise than the preset that a group of columns is named after."""
-        found: dict[str, list[str]] = {}
-        for result in self.results:
-            for change in _departures(result):
-                told = f"{result.row.label} ({result.place.label})"
-                found.setdefault(change, []).append(told)
-        every = len({(result.row, result.place) for result in self.results})
-        notes = []
-        for change, where in found.items():
-            rows = list(dict.fromkeys(where))
-            notes.append(
-                f"Not as the preset has it: {change}, {'in all rows' if len(rows) == every else ', '.join(rows)}."
-            )
+        notes, labels = [], ((result, f"{result.row.label} ({result.place.label})") for result in self.results)
+        changes = grouped((change, label) for result, label in labels for change in _departures(result))
+        for change, where in changes.items():
+            rows = dict.fromkeys(where)
+            told = "in all rows" if len(rows) == len(self.entries) else ", ".join(rows)
+            notes.append(f"Not as the preset has it: {change}, {told}.")
         return notes
 
     def _accuracy_notes(self) -> list[str]:
@@ -461,16 +442,13 @@ class Comparison:
 
     def _usual_note(self) -> list[str]:
         """What labels leave out; where that is not the same for all, whose it is."""
-        usual: dict[str, list[tuple[Any, Result]]] = {}
-        for result in self.results:
-            for name, value in result.row.usual:
-                usual.setdefault(name, []).append((value, result))
+        usual = grouped((name, (brief(value), result)) for result in self.results for name, value in result.row.usual)
         if not usual:
             return []
-        most = {name: _most_common([value for value, _ in found]) for name, found in usual.items()}
+        most = {name: Counter(value for value, _ in found).most_common(1)[0][0] for name, found in usual.items()}
         names = describe(tuple(most.items()))
         told = [shown + _others(usual[name], most[name]) for shown, name in zip(names, most, strict=True)]
-        own = any(value is None for found in usual.values() for value, _ in found)
+        own = any(value is None for result in self.results for _, value in result.row.usual)
         return [f"Where a row says nothing else: {', '.join(told)}{'; none: as the method has it' if own else ''}."]
 
     def _seeds_note(self) -> str:
@@ -482,12 +460,9 @@ class Comparison:
 
     def _caveats(self) -> list[str]:
         """Why some numbers must not be set against others."""
-        found = []
-        marks: dict[str, list[str]] = {}
-        for (row, place), entry in self.entries.items():
-            for mark in entry.marks:
-                marks.setdefault(mark, []).append(f"{row.label} ({place.label})")
-            found += entry.mixtures(f"{row.label} ({place.label})")
+        entries = [(f"{row.label} ({place.label})", entry) for (row, place), entry in self.entries.items()]
+        found = [text for label, entry in entries for text in entry.mixtures(label)]
+        marks = grouped((mark, label) for label, entry in entries for mark in entry.marks)
         found += [f"{MARKED} {mark}; not ranked: {', '.join(where)}." for mark, where in marks.items()]
         found += self._departures()
         held = [entry.held_out for entry in self.entries.values()]
@@ -510,22 +485,27 @@ class Comparison:
             found.append(
                 f"{place.label}: not ranked, for the rows did not meet the same tasks and images, by number and name."
             )
-        pixels = _grouped((each[:12], row) for row, entry in rivals for each in entry.pixels)
+        pixels = grouped((each[:12], row.label) for row, entry in rivals for each in entry.pixels)
         if len(pixels) > 1 and not found:
             found.append(f"{place.label}: not ranked, for pixels differ in images of the same names: {_rows(pixels)}.")
-        seeds = _grouped((_seeds(entry.seeds), row) for row, entry in rivals)
+        seeds = grouped((_seeds(entry.seeds), row.label) for row, entry in rivals)
         if len(seeds) > 1:
             found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {_rows(seeds)}.")
-        backbones = _grouped((entry.backbone, row) for row, entry in rivals)
+        backbones = grouped((entry.backbone, row.label) for row, entry in rivals)
         if len(backbones) > 1:
             found.append(f"{place.label}: the backbones differ, a cause of differences too: {_rows(backbones)}.")
         return found
 
 
-def _grouped(pairs: Iterable[tuple[str, Row]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, row in pairs:
-        found.setdefault(name, []).append(row.label)
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """Collect the items of each key, keys in their first order.
+
+    >>> grouped([("b", 1), ("a", 2), ("b", 3)])
+    {'b': [1, 3], 'a': [2]}
+    """
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
     return found
 
 
@@ -573,42 +553,32 @@ def _departures(result: Result) -> list[str]:
 
 def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
     """The finished cells of a grid; rows in the order of its methods."""
-    labels, results = grid.spec.labels, list[Result]()
-    rows, places = dict[Row, None](), dict[ColumnGroup, None]()
-    for outcome in outcomes:
-        cell = outcome.cell
-        row = _row(cell.method, cell.varied, labels)
-        benchmark = labels.get(cell.benchmark, cell.benchmark)
-        place = ColumnGroup(benchmark, cell.preset)
-        rows[row] = places[place] = None
-        if outcome.run:
-            results.append(read_result(Recorded.of(outcome.run, cell.name), row, place, cell.seed))
+    labels, cells = grid.spec.labels, [outcome.cell for outcome in outcomes]
+    rows = [_row(cell.method, cell.varied, labels) for cell in cells]
+    places = [ColumnGroup(labels.get(cell.benchmark, cell.benchmark), cell.preset) for cell in cells]
     return Comparison(
-        sorted(rows, key=lambda row: grid.spec.methods.index(row.method)),
-        list(places),
-        results,
+        sorted(dict.fromkeys(rows), key=lambda row: grid.spec.methods.index(row.method)),
+        list(dict.fromkeys(places)),
+        [
+            read_result(Recorded.of(outcome.run, outcome.cell.name), row, place, outcome.cell.seed)
+            for outcome, row, place in zip(outcomes, rows, places, strict=True)
+            if outcome.run
+        ],
         [outcome.cell.name for outcome in outcomes if outcome.problem],
         [outcome.cell.name for outcome in outcomes if not outcome.run and not outcome.problem],
     )
 
 
-def _most_common(values: Sequence[Any]) -> Any:
-    """The value that stands there most often, of several such the first."""
-    counts = Counter(map(brief, values))
-    return max(values, key=lambda value: counts[brief(value)])
-
-
-def _others(found: Sequence[tuple[Any, Result]], most: Any) -> str:
+def _others(found: Sequence[tuple[str, Result]], most: str) -> str:
     """What a setting is for other results than most, and for which: by their place, or their method in it."""
-    there: dict[ColumnGroup, set[str]] = {}
-    for value, result in found:
-        there.setdefault(result.place, set()).add(brief(value))
-    others: dict[str, list[str]] = {}
-    for value, result in found:
-        whose = result.place.label if len(there[result.place]) == 1 else f"{result.row.name} in {result.place.label}"
-        if brief(value) != brief(most) and whose not in others.setdefault(brief(value), []):
-            others[brief(value)].append(whose)
-    return "".join(f" ({value} for {'; '.join(whose)})" for value, whose in others.items())
+    there = grouped((result.place, value) for value, result in found)
+
+    def whose(result: Result) -> str:
+        place = result.place
+        return place.label if len(set(there[place])) == 1 else f"{result.row.name} in {place.label}"
+
+    others = grouped((value, whose(result)) for value, result in found if value != most)
+    return "".join(f" ({value} for {'; '.join(dict.fromkeys(names))})" for value, names in others.items())
 
 
 _BACKBONE = ("backbone.name", "backbone.weights", "backbone.image_size")
@@ -632,8 +602,8 @@ def _backbones(flat: Sequence[dict[str, Value]]) -> list[str]:
     words = [
         backbone_words(dict(zip(("name", "weights", "image_size"), one, strict=True))) if one[0] else "" for one in own
     ]
-    of = {word: {one for one, other in zip(own, words, strict=True) if other == word} for word in words}
-    return [word if len(of[word]) == 1 else "" for word in words]
+    of = grouped(zip(words, own, strict=True))
+    return [word if len(set(of[word])) == 1 else "" for word in words]
 
 
 def _usual(varied: Varied, record: RunRecord, flat: Sequence[dict[str, Value]]) -> Varied:
@@ -669,9 +639,10 @@ def gather_runs(paths: Sequence[Path], preset_columns: bool = True) -> Compariso
             if (other.row, other.place, other.seed) == (row, place, result.seed):
                 raise UserError(f"{other.folder} and {run.where} are one and the same run, settings and seed: name one")
         results.append(result)
+    listed = {name: number for number, name in enumerate(presets.NAMES)}  # other presets come after them
     return Comparison(
         list(dict.fromkeys(result.row for result in results)),
-        sorted({result.place for result in results}, key=lambda place: (place.benchmark, _order(place.preset))),
+        sorted({r.place for r in results}, key=lambda p: (p.benchmark, listed.get(p.preset, len(listed)), p.preset)),
         results,
     )
 
@@ -681,15 +652,14 @@ def _settings(runs: Sequence[Recorded]) -> list[dict[str, Value]]:
 
     Files of the same name are the same weights where their content is, wherever they lie.
     """
-    found, contents = list[dict[str, Value]](), dict[str, set[str]]()
-    for run in runs:
-        name = without_paths(run.record.flat_settings.get("backbone.weights"))
-        found.append({**run.record.flat_settings, "backbone.weights": name})
-        contents.setdefault(str(name), set()).add(run.record.backbone.sha256)
-    for run, settings in zip(runs, found, strict=True):
-        if len(contents[name := str(settings["backbone.weights"])]) > 1:
-            settings["backbone.weights"] = f"{name} ({run.record.backbone.sha256[:8]})"
-    return found
+    records = [run.record for run in runs]
+    names = [without_paths(record.flat_settings.get("backbone.weights")) for record in records]
+    contents = grouped((str(name), record.backbone.sha256) for name, record in zip(names, records, strict=True))
+    return [
+        record.flat_settings
+        | {"backbone.weights": f"{name} ({record.backbone.sha256[:8]})" if len(set(contents[str(name)])) > 1 else name}
+        for name, record in zip(names, records, strict=True)
+    ]
 
 
 def pixels_hash(record: RunRecord) -> str | None:
@@ -710,11 +680,6 @@ def _read(path: Path) -> list[Recorded]:
     return [Recorded.of(run, str(path))]
 
 
-def _order(preset: str) -> tuple[int, str]:
-    """Presets as they are listed, others after them."""
-    return presets.NAMES.index(preset) if preset in presets.NAMES else len(presets.NAMES), preset
-
-
 def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
     """For each run, the settings in which runs of its method and preset differ on some benchmark, other than by seed.
 
@@ -730,11 +695,8 @@ def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
         differ.setdefault(kind, set()).update(name for name in names if not name.startswith("seeds."))
     every = set().union(*differ.values())
     many = len(every) >= MANY
-    found = []
-    for own, kind in zip(flat, kinds, strict=True):
-        names = every if many else differ[kind]
-        found.append(tuple((name, value) for name, value in own.items() if name in names))
-    return found, many
+    chosen = [every if many else differ[kind] for kind in kinds]
+    return [tuple(item for item in own.items() if item[0] in of) for own, of in zip(flat, chosen, strict=True)], many
 
 
 ROUNDING_S = 2.0
@@ -751,21 +713,18 @@ def had_company(records: Sequence[RunRecord], others: Sequence[RunRecord] = ()) 
     >>> had_company([RunRecord.model_validate(record) for record in made])
     [True, True, False]
     """
-    spans = [_span(record) for record in records]
-    every = list(zip([*records, *others], [*spans, *map(_span, others)], strict=True))
-    return [span is not None and _met(record, span, every) for record, span in zip(records, spans, strict=True)]
+    spans = [(record, span) for record in (*records, *others) if (span := _span(record))]
 
+    def met(record: RunRecord) -> bool:
+        begun, ended = _span(record) or (0.0, 0.0)
+        shared = sum(
+            max(0.0, min(ended, end) - max(begun, start))
+            for other, (start, end) in spans
+            if other is not record and _chips(other) == _chips(record)
+        )
+        return shared > max(ROUNDING_S, SHARE * (ended - begun))
 
-def _met(
-    record: RunRecord, span: tuple[float, float], every: Sequence[tuple[RunRecord, tuple[float, float] | None]]
-) -> bool:
-    begun, ended = span
-    shared = sum(
-        max(0.0, min(ended, other[1]) - max(begun, other[0]))
-        for one, other in every
-        if other and one is not record and _chips(one) == _chips(record)
-    )
-    return shared > max(ROUNDING_S, SHARE * (ended - begun))
+    return [met(record) for record in records]
 
 
 def _chips(record: RunRecord) -> tuple[object, ...]:

@@ -10,28 +10,30 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
+from scipy.optimize import isotonic_regression
+
+from probprompt.runs.run import Relevance
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-LineStyle = str | tuple[float, tuple[float, ...]]
 INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
 PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
 """Colours that people with any kind of colour vision tell apart, all of them at least 4.5:1 on white."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven, so that six colours repeat with another marker
-DASHES: tuple[LineStyle, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
 SHAPES = {
     "o": "M14 1.6a3.4 3.4 0 1 0 .01 0z",
     "s": "M11 2h6v6h-6z",
@@ -94,9 +96,8 @@ def styled(draw: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
 
     @functools.wraps(draw)
     def with_style(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        defaults: dict[Any, Any] = dict(matplotlib.rcParamsDefault)
-        for name in [name for name in defaults if name.startswith("backend")]:
-            del defaults[name]  # no window is ever opened
+        every: dict[Any, Any] = dict(matplotlib.rcParamsDefault)
+        defaults = {name: every[name] for name in every if not name.startswith("backend")}  # no window is ever opened
         with matplotlib.rc_context(defaults | STYLE), warnings.catch_warnings():
             # The reader's browser has the glyphs that the font used to measure text may lack.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
@@ -145,24 +146,28 @@ def accuracy_floor(values: Sequence[float]) -> float:
     return max(0.0, 10.0 * math.floor((min(values, default=0.0) - 3.0) / 10.0))
 
 
-def swatch(index: int, line: bool = True) -> str:
+def look(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of a series or a class."""
+    looks: dict[str, tuple[Any, ...]] = {"color": PALETTE, "marker": MARKERS, "linestyle": DASHES}
+    return {name: every[index % len(every)] for name, every in looks.items()}
+
+
+def swatch(index: int, line: bool = True) -> Markup:
     """Legend key of a series or a class, drawn as the figures draw it."""
-    colour = f"var(--series-{index % len(PALETTE)})"
-    stroke = ""
-    if line:
-        dash = DASHES[index % len(DASHES)]
-        pattern = "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(f"{d:g}" for d in dash[1])}"'
-        stroke = f'<path d="M0 5H28" fill="none" stroke="{colour}" stroke-width="1.6"{pattern}/>'
-    shape = SHAPES[MARKERS[index % len(MARKERS)]]
-    box = "0 0 28 10" if line else "9 0 10 10"
-    kind = "swatch" if line else "swatch dot"
-    marker = f'<path d="{shape}" fill="{colour}"/>'
-    return f'<svg class="{kind}" viewBox="{box}" aria-hidden="true">{stroke}{marker}</svg>'
+    own, colour = look(index), f"var(--series-{index % len(PALETTE)})"
+    marker = f'<path d="{SHAPES[own["marker"]]}" fill="{colour}"/>'
+    if not line:
+        return Markup(f'<svg class="swatch dot" viewBox="9 0 10 10" aria-hidden="true">{marker}</svg>')
+    dash = own["linestyle"]
+    pattern = "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(f"{d:g}" for d in dash[1])}"'
+    stroke = f'<path d="M0 5H28" fill="none" stroke="{colour}" stroke-width="1.6"{pattern}/>'
+    return Markup(f'<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">{stroke}{marker}</svg>')
 
 
-def _figure(width: float, height: float) -> Figure:
-    """Make a figure of so many SVG units: on a phone about as many pixels."""
-    return Figure(figsize=(width / 72, height / 72), layout="constrained")
+def _plot(width: float, height: float) -> tuple[Figure, Axes]:
+    """Make a figure of so many SVG units, on a phone about as many pixels, with one plot."""
+    figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def _round(match: re.Match[str]) -> str:
@@ -195,7 +200,7 @@ def _clean(element: ElementTree.Element, prefix: str, referenced: set[str]) -> N
         element.text = None
 
 
-def _svg(figure: Figure, key: str, description: str) -> str:
+def _svg(figure: Figure, key: str, description: str) -> Markup:
     """Turn a figure into an SVG element for HTML; the key keeps its ids apart from those of others."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -211,24 +216,12 @@ def _svg(figure: Figure, key: str, description: str) -> str:
         _clean(element, f"{key}-", referenced)
     root.attrib.clear()
     root.attrib.update({"class": "plot", "viewBox": view, "role": "img", "aria-label": description})
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _draw(axes: Axes, series: Series, size: float = 4.6) -> None:
-    steps, values = series.points
-    axes.plot(
-        steps,
-        values,
-        color=PALETTE[series.index % len(PALETTE)],
-        linestyle=DASHES[series.index % len(DASHES)],
-        marker=MARKERS[series.index % len(MARKERS)],
-        markersize=size,
-        markeredgecolor=PAGE,
-        markeredgewidth=0.6,
-        linewidth=1.6,
-        clip_on=False,
-        zorder=3,
-    )
+    edge = {"markersize": size, "markeredgecolor": PAGE, "markeredgewidth": 0.6}
+    axes.plot(*series.points, **look(series.index) | edge, linewidth=1.6, clip_on=False, zorder=3)
 
 
 def _step_axis(axes: Axes, total: int, most: int) -> None:
@@ -245,22 +238,24 @@ def _accuracy_axis(axes: Axes, floor: float, most: int) -> None:
     axes.yaxis.set_major_locator(MultipleLocator(next(s for s in (5, 10, 20, 50) if 100.0 - floor <= most * s)))
 
 
-@styled
-def average_curves(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> str:
-    """Average accuracy over the tasks seen so far, after each step, one line per run."""
-    figure = _figure(400, 215)
-    axes = figure.add_subplot()
-    for line in series:
-        _draw(axes, line)
+def _draw_averages(axes: Axes, lines: Iterable[Series], total: int, floor: float, size: float = 4.6) -> None:
+    for line in lines:
+        _draw(axes, line, size)
     _accuracy_axis(axes, floor, 6)
     _step_axis(axes, total, 20)
-    axes.set_xlabel("after learning task")
-    axes.set_ylabel("average accuracy, %")
-    return _svg(figure, key, description)
+    axes.set(xlabel="after learning task", ylabel="average accuracy, %")
 
 
 @styled
-def task_panel(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> str:
+def average_curves(series: Sequence[Series], total: int, floor: float, description: str) -> Markup:
+    """Average accuracy over the tasks seen so far, after each step, one line per run."""
+    figure, axes = _plot(400, 215)
+    _draw_averages(axes, series, total, floor)
+    return _svg(figure, "average", description)
+
+
+@styled
+def task_panel(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> Markup:
     """Accuracy on one task from the step that learned it to the last, one line per run."""
     figure = Figure(figsize=(170 / 72, 112 / 72))  # fixed margins: the panels of a page line up
     axes = figure.add_axes((0.15, 0.15, 0.83, 0.8))
@@ -287,16 +282,13 @@ def _colour_bar(figure: Figure, image: Any, axes: Axes, text: str) -> None:
 
 
 @styled
-def similarity_map(
-    matrix: Sequence[Sequence[float]], labels: Sequence[str], low: float, key: str, description: str
-) -> str:
+def similarity_map(matrix: Sequence[Sequence[float]], labels: Sequence[str], low: float, description: str) -> Markup:
     """Cosine similarity between the prompts of each two classes."""
-    figure = _figure(400, 340)
-    axes = figure.add_subplot()
+    figure, axes = _plot(400, 340)
     image = _heat_map(axes, np.asarray(matrix), low, 1.0)
     _name_classes(axes, labels)
     _colour_bar(figure, image, axes, "cosine similarity")
-    return _svg(figure, key, description)
+    return _svg(figure, "similarity", description)
 
 
 def _name_classes(axes: Axes, labels: Sequence[str]) -> None:
@@ -310,47 +302,37 @@ def _name_classes(axes: Axes, labels: Sequence[str]) -> None:
 
 
 @styled
-def block_bars(values: Sequence[tuple[str, float]], mean: float, key: str, description: str) -> str:
+def block_bars(values: Mapping[str, float], mean: float, description: str) -> Markup:
     """Mean prompt similarity in each block, against the mean over all of them."""
-    figure = _figure(400, 130)
-    axes = figure.add_subplot()
+    figure, axes = _plot(400, 130)
     places = range(len(values))
-    axes.bar(places, [value for _, value in values], width=0.62, color=PALETTE[0], zorder=2)
+    axes.bar(places, list(values.values()), width=0.62, color=PALETTE[0], zorder=2)
     axes.axhline(mean, color=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=3)
-    axes.set_xticks(places, [name for name, _ in values])
-    axes.set_ylim(min(0.0, *(value for _, value in values)), 1.0)
+    axes.set_xticks(places, list(values))
+    axes.set_ylim(min(0.0, *values.values()), 1.0)
     axes.grid(False, axis="x")
-    axes.set_xlabel("block")
-    axes.set_ylabel("similarity")
-    return _svg(figure, key, description)
+    axes.set(xlabel="block", ylabel="similarity")
+    return _svg(figure, "blocks", description)
 
 
 @styled
-def relevance_map(
-    usage: Sequence[Sequence[float]],
-    blocks: Sequence[int],
-    entropy: Sequence[float],
-    max_weight: Sequence[float],
-    key: str,
-    description: str,
-) -> str:
+def relevance_map(part: Relevance, description: str) -> Markup:
     """Share of each prompt distribution in each block, with the evenness of the shares beside it."""
-    shares = np.asarray(usage)
-    figure = _figure(400, 92 + 17 * len(blocks))
+    shares = np.asarray(part.usage)
+    figure = Figure(figsize=(400 / 72, (92 + 17 * len(part.blocks)) / 72), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     image = _heat_map(left, shares, 0.0, float(max(shares.max(), 1e-9)))
-    left.set_yticks(range(len(blocks)), [str(block) for block in blocks])
+    left.set_yticks(range(len(part.blocks)), [str(block) for block in part.blocks])
     left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     left.xaxis.set_major_formatter(lambda place, _: f"{place + 1:.0f}")  # people count from one
     if shares.shape[1] <= 16:
         left.set_xticks(range(shares.shape[1]))
-    left.set_xlabel("prompt distribution")
-    left.set_ylabel("block")
+    left.set(xlabel="prompt distribution", ylabel="block")
     bar = figure.colorbar(image, ax=left, location="top", fraction=0.06, pad=0.02, aspect=40)
     bar.outline.set_visible(False)
     bar.set_label("share of use")
-    _evenness(right, entropy, max_weight)
-    return _svg(figure, key, description)
+    _evenness(right, part.entropy, part.max_weight)
+    return _svg(figure, "relevance", description)
 
 
 def _evenness(axes: Axes, entropy: Sequence[float], max_weight: Sequence[float]) -> None:
@@ -366,44 +348,41 @@ def _evenness(axes: Axes, entropy: Sequence[float], max_weight: Sequence[float])
     axes.tick_params(labelleft=False)
 
 
-@styled
-def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], key: str, description: str) -> str:
+def scatter(
+    axes: Axes, points: Sequence[Sequence[float]], labels: Sequence[int], size: float, names: Sequence[str] = ()
+) -> None:
     """Place queries in the plane, one colour and marker per class."""
     places, classes = np.asarray(points, dtype=float), np.asarray(labels)
-    figure = _figure(400, 260)
-    axes = figure.add_subplot()
+    edge = {"linestyle": "none", "markersize": size, "markeredgecolor": PAGE, "markeredgewidth": 0.5}
     for index in np.unique(classes):
         own = places[classes == index]
-        axes.plot(
-            own[:, 0],
-            own[:, 1],
-            MARKERS[index % len(MARKERS)],
-            color=PALETTE[index % len(PALETTE)],
-            markersize=5.2,
-            markeredgecolor=PAGE,
-            markeredgewidth=0.5,
-        )
+        axes.plot(own[:, 0], own[:, 1], label=label(names[index]) if names else None, **look(index) | edge)
     axes.set(xticks=[], yticks=[])  # neither direction has a meaning or a unit
     axes.set_aspect("equal", adjustable="datalim")
     axes.spines[:].set_visible(True)
-    axes.spines[:].set_color(RULE)
-    return _svg(figure, key, description)
 
 
 @styled
-def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], index: int, key: str, description: str) -> str:
+def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], description: str) -> Markup:
+    """Draw the queries of one task."""
+    figure, axes = _plot(400, 260)
+    scatter(axes, points, labels, 5.2)
+    axes.spines[:].set_color(RULE)
+    return _svg(figure, "queries", description)
+
+
+@styled
+def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], description: str) -> Markup:
     """Training loss over the epochs of all tasks in a row, one group of (epoch, loss) per task."""
-    figure = _figure(400, 170)
-    axes = figure.add_subplot()
+    figure, axes = _plot(400, 170)
     start = 0
-    colour = PALETTE[index % len(PALETTE)]
     for task, epochs in enumerate(losses, start=1):
         if not epochs:
             continue
         first = min(epoch for epoch, _ in epochs)
         places = [start + epoch - first + 1 for epoch, _ in epochs]
         values = [loss for _, loss in epochs]
-        axes.plot(places, values, color=colour, linewidth=1.5, marker="o" if len(places) < 12 else "", markersize=3)
+        axes.plot(places, values, color=PALETTE[0], linewidth=1.5, marker="o" if len(places) < 12 else "", markersize=3)
         if start:
             axes.axvline(start + 0.5, color=RULE, linewidth=0.8)
         if len(losses) <= 12 or task == 1 or task % 5 == 0:
@@ -415,9 +394,8 @@ def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], index: int, key: s
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
     axes.grid(False, axis="x")
-    axes.set_xlabel("epoch, over all tasks" if len(losses) > 1 else "epoch")
-    axes.set_ylabel("training loss")
-    return _svg(figure, key, description)
+    axes.set(xlabel="epoch, over all tasks" if len(losses) > 1 else "epoch", ylabel="training loss")
+    return _svg(figure, "loss", description)
 
 
 @dataclass(frozen=True)
@@ -442,30 +420,17 @@ def spread(values: Sequence[float], gap: float, within: tuple[float, float] | No
     >>> spread([1.0, 5.0, 5.0], 2.0, within=(0.0, 5.0))
     [0.0, 3.0, 5.0]
     """
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    blocks: list[tuple[float, int]] = []  # mean and number of what has been pushed together
-    for rank, index in enumerate(order):
-        mean, size = values[index] - gap * rank, 1
-        while blocks and blocks[-1][0] >= mean:
-            other, count = blocks.pop()
-            mean, size = (mean * size + other * count) / (size + count), size + count
-        blocks.append((mean, size))
-    means = [mean for mean, size in blocks for _ in range(size)]
-    places = [0.0] * len(values)
-    for rank, index in enumerate(order):
-        places[index] = means[rank] + gap * rank
-    if within is None:
-        return places
-    low, high = within
-    over = max(0.0, max(places) - high) - max(0.0, low - min(places))
-    return [place - over for place in places]
+    order, steps, places = np.argsort(values, kind="stable"), gap * np.arange(len(values)), np.zeros(len(values))
+    places[order] = isotonic_regression(np.asarray(values)[order] - steps).x + steps
+    low, high = within or (places.min(), places.max())
+    moved: list[float] = (places - max(0.0, places.max() - high) + max(0.0, low - places.min())).tolist()
+    return moved
 
 
 @styled
-def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: str) -> str:
+def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: str) -> Markup:
     """Named bars with standard deviations, the value written beside each; a diamond marks where it started."""
-    figure = _figure(400, 40 + 18 * len(values))
-    axes = figure.add_subplot()
+    figure, axes = _plot(400, 40 + 18 * len(values))
     for place, bar in enumerate(values):
         colour = PALETTE[bar.index % len(PALETTE)]
         axes.barh(
@@ -473,16 +438,8 @@ def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: s
         )
         if bar.error and round(bar.error, digits):
             for ink, width, cap, layer in ((PAGE, 3.0, 3.0, 3.0), (INK, 1.0, None, 3.5)):
-                axes.errorbar(
-                    bar.value,
-                    place,
-                    xerr=bar.error,
-                    capsize=2.5,
-                    ecolor=ink,
-                    elinewidth=width,
-                    capthick=cap,
-                    zorder=layer,
-                )
+                style: dict[str, Any] = {"ecolor": ink, "elinewidth": width, "capthick": cap, "zorder": layer}
+                axes.errorbar(bar.value, place, xerr=bar.error, capsize=2.5, **style)
         if bar.start is not None:
             axes.plot(bar.start, place, "D", color=INK, markerfacecolor=PAGE, markersize=4.5, zorder=4)
     ends = [max(0.0, bar.value + (bar.error or 0.0), bar.start or 0.0) for bar in values]
@@ -509,41 +466,20 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[str, int, tuple[float, float]]],
     low, high = axes.get_ylim()
     places = spread([value for _, _, (_, value) in ends], (high - low) * 12.5 / height, (low, high))
     for (name, index, end), place in zip(ends, places, strict=True):
-        colour = PALETTE[index % len(PALETTE)]
-        axes.annotate(
-            label(name, 26),
-            xy=end,
-            xytext=(1.05, place),
-            textcoords=axes.get_yaxis_transform(),
-            va="center",
-            fontsize=9,
-            color=colour,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.6,
-                "shrinkA": 1,
-                "shrinkB": 4,
-                "relpos": (0.0, 0.5),
-            },
-            annotation_clip=False,
-        )
+        colour, text = PALETTE[index % len(PALETTE)], axes.get_yaxis_transform()
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4, "relpos": (0.0, 0.5)}
+        style: dict[str, Any] = {"va": "center", "fontsize": 9, "color": colour, "annotation_clip": False}
+        axes.annotate(label(name, 26), end, (1.05, place), textcoords=text, arrowprops=arrow, **style)
 
 
 @styled
-def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, key: str, description: str) -> str:
+def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, key: str, description: str) -> Markup:
     """Average accuracy over the tasks seen so far, after each step, one named line per method."""
     inner = max(160.0, 13.0 * len(lines))
-    figure = _figure(440, inner + 50)
-    axes = figure.add_subplot()
-    for _, line in lines:
-        _draw(axes, line)
-    _accuracy_axis(axes, floor, 6)
-    _step_axis(axes, total, 20)
+    figure, axes = _plot(440, inner + 50)
+    _draw_averages(axes, (line for _, line in lines), total, floor)
     ends = [(name, line.index, (line.points[0][-1], line.points[1][-1])) for name, line in lines]
     _name_ends(axes, ends, inner)
-    axes.set_xlabel("after learning task")
-    axes.set_ylabel("average accuracy, %")
     return _svg(figure, key, description)
 
 
@@ -557,25 +493,23 @@ class Growth:
 
 
 @styled
-def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, description: str) -> str:
+def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, description: str) -> Markup:
     """How a value changes with a setting, one line per method; thin and hollow: the value at the start."""
     inner = max(160.0, 13.0 * len(lines))
-    figure = _figure(440, inner + 50)
-    axes = figure.add_subplot()
+    figure, axes = _plot(440, inner + 50)
     for line in lines:
-        colour, marker = PALETTE[line.index % len(PALETTE)], MARKERS[line.index % len(MARKERS)]
+        own = look(line.index) | {"linestyle": "-", "clip_on": False}
         shown = [(place, value) for place, value, _ in line.points]
         begun = [(place, start) for place, _, start in line.points if start is not None]
-        axes.plot(*zip(*shown, strict=True), color=colour, marker=marker, linewidth=1.6, markersize=5, clip_on=False)
+        axes.plot(*zip(*shown, strict=True), **own, linewidth=1.6, markersize=5)
         if begun:
-            (points,) = axes.plot(*zip(*begun, strict=True), color=colour, marker=marker, linewidth=0.8, clip_on=False)
-            points.set(linestyle=(0, (1.5, 1.5)), markerfacecolor=PAGE, markersize=4.5)
+            own |= {"linestyle": (0, (1.5, 1.5)), "linewidth": 0.8, "markerfacecolor": PAGE, "markersize": 4.5}
+            axes.plot(*zip(*begun, strict=True), **own)
     places = sorted({place for line in lines for place, _, _ in line.points})
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.grid(False, axis="x")
     _name_ends(axes, [(line.name, line.index, line.points[-1][:2]) for line in lines], inner)
-    axes.set_xlabel(setting)
-    axes.set_ylabel(axis)
+    axes.set(xlabel=setting, ylabel=axis)
     return _svg(figure, key, description)
 
 
@@ -620,16 +554,11 @@ def _title(axes: Axes, text: str, of: str) -> None:
 
 
 def _overview_lines(axes: Axes, content: Overview) -> None:
-    for _, line in content.lines:
-        _draw(axes, line, size=6.0)
-    _accuracy_axis(axes, content.floor, 6)
-    _step_axis(axes, content.total, 20)
-    axes.set_xlabel("after learning task")
+    _draw_averages(axes, (line for _, line in content.lines), content.total, content.floor, 6.0)
     axes.set_ylabel("%")
     _title(axes, "Average accuracy so far", f"axis from {content.floor:.0f} %" if content.floor else "")
-    lines = [line for line in axes.get_lines() if isinstance(line, Line2D)]
     names = [f"{label(name, 28)}  {line.points[1][-1]:.1f} %" for name, line in content.lines]
-    axes.legend(lines, names, frameon=False, loc="lower left", handlelength=3.2)
+    axes.legend(axes.get_lines(), names, frameon=False, loc="lower left", handlelength=3.2)
 
 
 def _overview_matrix(axes: Axes, content: Overview) -> None:

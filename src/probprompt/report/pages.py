@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from probprompt.config import flatten
@@ -172,9 +173,7 @@ def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def _size(megabytes: float) -> str:
-    if megabytes < 1:
-        return f"{number(1000 * megabytes, 0)}\u00a0kB"
-    return f"{number(megabytes, 1)}\u00a0MB"
+    return f"{number(1000 * megabytes, 0)}\u00a0kB" if megabytes < 1 else f"{number(megabytes, 1)}\u00a0MB"
 
 
 def _provenance(run: RunFiles) -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -196,14 +195,8 @@ def _provenance(run: RunFiles) -> list[tuple[str, list[tuple[str, str, str]]]]:
 def _tasks(run: RunFiles) -> list[tuple[list[str], str, str]]:
     """Return the classes of each task, and its numbers of images."""
     stream = run.record.stream
-
-    def images(counts: list[int], task: int) -> str:
-        return f"{counts[task]:,}" if task < len(counts) else NOTHING
-
-    return [
-        (classes, images(stream.train_images, task), images(stream.test_images, task))
-        for task, classes in enumerate(stream.tasks)
-    ]
+    train, test = ([f"{images:,}" for images in counts] for counts in (stream.train_images, stream.test_images))
+    return list(zip(stream.tasks, chain(train, repeat(NOTHING)), chain(test, repeat(NOTHING)), strict=False))
 
 
 # The page of a run: figures
@@ -216,7 +209,7 @@ def _floor(runs: Sequence[RunFiles]) -> float:
 def _average_curve(run: RunFiles, floor: float) -> Markup:
     words = f"{run.label}: {', '.join(map(number, run.accuracy.averages))}"
     description = f"Line chart of the average accuracy in percent after each task. {words}."
-    return Markup(figures.average_curves([Series(run.accuracy.averages)], run.total, floor, "average", description))
+    return figures.average_curves([Series(run.accuracy.averages)], run.total, floor, description)
 
 
 def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
@@ -228,7 +221,7 @@ def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
         drop = number(first - last)
         words = f"{run.label} from {number(first)} to {number(last)}, drop {drop}"
         description = f"Accuracy on task {task + 1} in percent: {words}."
-        panels.append((Markup(figures.task_panel([line], run.total, floor, f"task-{task + 1}", description)), drop))
+        panels.append((figures.task_panel([line], run.total, floor, f"task-{task + 1}", description), drop))
     return panels
 
 
@@ -249,26 +242,25 @@ def _similarity_figures(part: Similarity) -> list[Markup]:
     lowest = min(0.0, math.floor(min(map(min, part.matrix)) * 10) / 10)
     words = _mean_similarity(part)
     description = f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}."
-    drawn = [figures.similarity_map(part.matrix, part.labels, lowest, "similarity", description)]
+    drawn = [figures.similarity_map(part.matrix, part.labels, lowest, description)]
     if len(part.per_block) > 1:
         spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in part.per_block.items())
         description = f"Bar chart of the mean similarity by block. {spoken}."
-        drawn.append(figures.block_bars(list(part.per_block.items()), part.mean, "blocks", description))
-    return [Markup(svg) for svg in drawn]
+        drawn.append(figures.block_bars(part.per_block, part.mean, description))
+    return drawn
 
 
 def _relevance_map(part: Relevance) -> Markup:
     pairs = zip(part.blocks, part.entropy, strict=True)
     spoken = ", ".join(f"block {block}: {number(value, 2)}" for block, value in pairs)
     description = f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}."
-    key = "relevance"
-    return Markup(figures.relevance_map(part.usage, part.blocks, part.entropy, part.max_weight, key, description))
+    return figures.relevance_map(part, description)
 
 
 def _query_scatter(part: Queries) -> Markup:
     classes = count(len(set(part.labels)), "class")
     description = f"Scatter plot ({part.embedding}) of {len(part.points)} queries of {classes}."
-    return Markup(figures.query_scatter(part.points, part.labels, "queries", description))
+    return figures.query_scatter(part.points, part.labels, description)
 
 
 def _loss(run: RunFiles) -> Markup | None:
@@ -276,17 +268,18 @@ def _loss(run: RunFiles) -> Markup | None:
     if not finite:
         return None
     words = f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}."
-    return Markup(figures.loss_curve(run.losses, 0, "loss", words))
+    return figures.loss_curve(run.losses, words)
 
 
 def render_run(run: RunFiles) -> str:
     """Set a run in one self-contained HTML page."""
     floor, inside = _floor([run]), run.diagnostics
-    page = _template("report").render(
+    return _render(
+        "report",
         run=run,
         record=run.record,
         number=number,
-        swatch=lambda index, line=True: Markup(figures.swatch(index, line)),
+        swatch=figures.swatch,
         headline=_headline(run),
         setting=_words(run),
         badges=_badges(run),
@@ -307,16 +300,15 @@ def render_run(run: RunFiles) -> str:
         provenance=_provenance(run),
         tasks=_tasks(run),
     )
-    return figures.UNPRINTABLE.sub("�", page)
 
 
-def _template(name: str) -> Template:
+def _template(name: str) -> str:
+    return resources.files("probprompt.report").joinpath(f"{name}.html.jinja").read_text(encoding="utf-8")
+
+
+def _render(name: str, **content: object) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_resource(f"{name}.html.jinja"))
-
-
-def _resource(name: str) -> str:
-    return resources.files("probprompt.report").joinpath(name).read_text(encoding="utf-8")
+    return figures.UNPRINTABLE.sub("�", environment.from_string(_template(name)).render(content))
 
 
 # Writing
@@ -390,8 +382,9 @@ COMPONENTS = ("method.components", "method.components_per_task")
 def render_comparison(comparison: Comparison) -> str:
     """Set the comparison in one self-contained HTML page."""
     # The report's own style sheet: the two pages look alike.
-    style = re.search(r"<style>\n(.*?)</style>", _resource("report.html.jinja"), re.DOTALL)
-    page = _template("comparison").render(
+    style = re.search(r"<style>\n(.*?)</style>", _template("report"), re.DOTALL)
+    return _render(
+        "comparison",
         style=Markup(style[1] if style else ""),
         title=_title(comparison),
         headline=" ".join(filter(None, (_comparison_verdict(comparison, place) for place in comparison.places))),
@@ -403,10 +396,6 @@ def render_comparison(comparison: Comparison) -> str:
         sections=_sections(comparison),
         tasks=[part for place in comparison.places if (part := _tasks_section(comparison, place))],
     )
-    return figures.UNPRINTABLE.sub("�", page)
-
-
-# Words
 
 
 def _title(comparison: Comparison) -> str:
@@ -457,8 +446,9 @@ class PageTable(NamedTuple):
 def _page_table(comparison: Comparison, table: Table) -> PageTable:
     groups = [(place.label, width) for place, width in table.places]
     starts = {sum(width for _, width in groups[:group]) for group in range(1, len(groups))}
+    looks = _looks(comparison)
     rows = [
-        (row, _swatch(comparison, row), [(shown, place in starts) for place, shown in enumerate(cells)])
+        (row, figures.swatch(looks[row]), [(shown, place in starts) for place, shown in enumerate(cells)])
         for row, cells in table.rows
     ]
     columns = [(measure.heading, place in starts) for place, (_, measure) in enumerate(table.columns)]
@@ -479,25 +469,21 @@ def _looks(comparison: Comparison) -> dict[Row, int]:
     return found
 
 
-def _swatch(comparison: Comparison, row: Row) -> Markup:
-    return Markup(figures.swatch(_looks(comparison)[row]))
-
-
 def _legend(comparison: Comparison) -> list[tuple[Markup, str]]:
     """The look of each row that is drawn line by line."""
     drawn = {row for (row, _), entry in comparison.entries.items() if len(entry.matrix) > 1}
-    return [(_swatch(comparison, row), row.label) for row in comparison.rows if row in drawn]
+    return [(figures.swatch(look), row.label) for row, look in _looks(comparison).items() if row in drawn]
 
 
 def _here(comparison: Comparison, place: ColumnGroup) -> list[tuple[int, Row, Entry]]:
     """The rows of a place, with the index of their look."""
-    found = ((look, row, comparison.entries.get((row, place))) for row, look in _looks(comparison).items())
-    return [(look, row, entry) for look, row, entry in found if entry]
+    entries = comparison.entries
+    return [(look, row, entries[row, place]) for row, look in _looks(comparison).items() if (row, place) in entries]
 
 
 def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Markup]]]]:
     """Titles, texts and figures by subject, a figure of each place."""
-    subjects: list[tuple[str, str, Callable[[Comparison, ColumnGroup, str], str]]] = [
+    subjects: list[tuple[str, str, Callable[[Comparison, ColumnGroup, str], Markup | None]]] = [
         ("Final accuracy", _FINAL, partial(_bars, FAA, "final average accuracy, %")),
         ("Average accuracy", _AVERAGE, _average),
         ("Forgetting", _FORGETTING, partial(_bars, FORGETTING, "forgetting, points")),
@@ -507,7 +493,7 @@ def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Ma
     found = []
     for subject, (title, text, draw) in enumerate(subjects):
         drawn = [
-            (place.label, Markup(svg))
+            (place.label, svg)
             for index, place in enumerate(comparison.places)
             if (svg := draw(comparison, place, f"s{subject}-{index}"))
         ]
@@ -529,7 +515,7 @@ _SIMILAR = (
 _MORE = "The similarity against the number of components. Dotted, with hollow marks: the same at the start."
 
 
-def _bars(measure: Measure, axis: str, comparison: Comparison, place: ColumnGroup, key: str) -> str:
+def _bars(measure: Measure, axis: str, comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None:
     drawn, words = [], []
     for look, row, entry in _here(comparison, place):
         found, begun = entry.value(measure), entry.start(measure)
@@ -542,29 +528,25 @@ def _bars(measure: Measure, axis: str, comparison: Comparison, place: ColumnGrou
         first = "" if begun is None else f", {number(begun, measure.digits)} at the start"
         words.append(f"{name} {number(found[0], measure.digits)}{spread}{first}")
     if not drawn:
-        return ""
+        return None
     digits = 1 if measure.better else 2
     return figures.bars(drawn, axis, digits, key, f"Bar chart of {axis}: {'; '.join(words)}.")
 
 
-def _average(comparison: Comparison, place: ColumnGroup, key: str) -> str:
-    here = _here(comparison, place)
-    total = max((len(entry.curve) for _, _, entry in here), default=0)
+def _average(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None:
+    curves = [(index, row, entry.curve) for index, row, entry in _here(comparison, place)]
+    total = max((len(curve) for _, _, curve in curves), default=0)
     if total < 2:
-        return ""
-    lines, words = [], []
-    for index, row, entry in here:
-        curve = entry.curve
-        at_once = row.bound and len(curve) < total  # known in the end only
-        values: list[float | None] = [*([None] * (total - len(curve)) if at_once else []), *curve]
-        lines.append((row.label, Series(values, index)))
-        words.append(f"{row.label}: {', '.join(number(value) for value in curve)}")
-    floor = figures.accuracy_floor([value for _, _, entry in here for value in entry.curve])
-    description = f"Line chart of the average accuracy in percent after each task. {'; '.join(words)}."
+        return None
+    absent = {row: total - len(curve) if row.bound else 0 for _, row, curve in curves}  # a bound is known in the end
+    lines = [(row.label, Series([*[None] * absent[row], *curve], index)) for index, row, curve in curves]
+    words = "; ".join(f"{row.label}: {', '.join(map(number, curve))}" for _, row, curve in curves)
+    floor = figures.accuracy_floor([value for _, _, curve in curves for value in curve])
+    description = f"Line chart of the average accuracy in percent after each task. {words}."
     return figures.named_curves(lines, total, floor, key, description)
 
 
-def _more(comparison: Comparison, place: ColumnGroup, key: str) -> str:
+def _more(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None:
     """Similarity against the number of components, where that is varied."""
     lines: dict[str, tuple[int, list[tuple[float, float, float | None]]]] = {}
     for index, row, entry in _here(comparison, place):
@@ -578,7 +560,7 @@ def _more(comparison: Comparison, place: ColumnGroup, key: str) -> str:
         lines.setdefault(name, (index, []))[1].append(point)
     grown = [Growth(name, index, sorted(points)) for name, (index, points) in lines.items() if len(points) > 1]
     if not grown:
-        return ""
+        return None
     words = "; ".join(
         f"{line.name}: " + ", ".join(f"{number(value, 3)} with {size:g}" for size, value, _ in line.points)
         for line in grown
@@ -603,22 +585,20 @@ def _tasks_section(comparison: Comparison, place: ColumnGroup) -> TasksSection |
     here = [(index, row, entry) for index, row, entry in _here(comparison, place) if len(entry.matrix) > 1]
     if not here:
         return None
-    total, floor = (
-        max(len(entry.matrix) for _, _, entry in here),
-        figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here]),
-    )
+    total = max(len(entry.matrix) for _, _, entry in here)
+    floor = figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here])
     at = comparison.places.index(place)
-    panels = [Markup(_comparison_panel(here, task, total, floor, f"t{at}-{task}")) for task in range(total)]
+    panels = [_comparison_panel(here, task, total, floor, f"t{at}-{task}") for task in range(total)]
     rows = []
     for index, row, entry in here:
         drops = [number(value) for value in metrics.per_task_drop(entry.matrix)[:-1]]
         drops += [""] * (total - 1 - len(drops))
         forgetting = entry.value(FORGETTING)
-        rows.append((Markup(figures.swatch(index)), row.label, drops, number(forgetting[0]) if forgetting else ""))
+        rows.append((figures.swatch(index), row.label, drops, number(forgetting[0]) if forgetting else ""))
     return TasksSection(place.label, panels, rows, f"{floor:.0f}")
 
 
-def _comparison_panel(here: Sequence[tuple[int, Row, Entry]], task: int, total: int, floor: float, key: str) -> str:
+def _comparison_panel(here: Sequence[tuple[int, Row, Entry]], task: int, total: int, floor: float, key: str) -> Markup:
     series, words = [], []
     for index, row, entry in here:
         if len(entry.matrix) <= task:

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def markdown(comparison: "Comparison") -> str:
     for table in comparison.tables():
         single = len(table.places) == 1
         header = ["Method", *(m.heading if single else f"{p.label}: {m.heading}" for p, m in table.columns)]
-        body = [[_markdown_label(row), *map(_markdown_cell, cells)] for row, cells in table.rows]
+        bound = {row: " (upper bound)" if row.bound else "" for row, _ in table.rows}
+        body = [[_markdown(row.label) + bound[row], *map(_markdown_cell, cells)] for row, cells in table.rows]
         parts += [f"## {_markdown(table.caption)}", markdown_table([_markdown(text) for text in header], body)]
         parts += ["\n".join(f"- {_markdown(note)}" for note in table.notes)]
     return "\n\n".join(parts) + "\n"
@@ -99,10 +101,6 @@ def _markdown(text: str) -> str:
     return "".join(f"\\{letter}" if letter in r"\`*_[]|~" else letter for letter in " ".join(escaped.split()))
 
 
-def _markdown_label(row: "Row") -> str:
-    return _markdown(row.label) + (" (upper bound)" if row.bound else "")
-
-
 def _markdown_cell(shown: "FormattedCell") -> str:
     before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[shown.rank]  # u is not allowed everywhere
     return f"{before}{shown.text}{after}{shown.sign}"
@@ -125,11 +123,9 @@ def _latex(text: str) -> str:
 
 
 def _latex_table(table: "Table") -> str:
-    places, rules, first = [], [], 2
-    for place, width in table.places:
-        places.append(f"\\multicolumn{{{width}}}{{c}}{{{_latex(place.label)}}}")
-        rules.append(f"\\cmidrule(lr){{{first}-{first + width - 1}}}")
-        first += width
+    places = [f"\\multicolumn{{{width}}}{{c}}{{{_latex(place.label)}}}" for place, width in table.places]
+    ends = accumulate((width for _, width in table.places), initial=1)
+    rules = [f"\\cmidrule(lr){{{before + 1}-{end}}}" for before, end in pairwise(ends)]
     several = [f" & {' & '.join(places)} \\\\", " ".join(rules)] if len(places) > 1 else []
     headings = " & ".join(["Method", *(_latex(measure.heading) for _, measure in table.columns)])
     lines = [

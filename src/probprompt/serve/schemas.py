@@ -284,12 +284,12 @@ def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
     low = min(0.0, *(value for row in found["matrix"] for value in row))
     words = f"mean {mean:.2f}, {start:.2f} at initialisation"
     told = f"Heat map of the cosine similarity between the prompts of {len(labels)} classes; {words}."
-    heat = figures.similarity_map(found["matrix"], labels, low, "similarity", told)
+    heat = figures.similarity_map(found["matrix"], labels, low, told)
     drawn = [_drawing(heat, "Cosine similarity between the prompts for an image of each class.")]
-    blocks = list(found["per_block"].items())
+    blocks = found["per_block"]
     if len(blocks) > 1:
-        spoken = ", ".join(f"block {name}: {value:.2f}" for name, value in blocks)
-        bars = figures.block_bars(blocks, mean, "blocks", f"Bar chart of the mean similarity by block. {spoken}.")
+        spoken = ", ".join(f"block {name}: {value:.2f}" for name, value in blocks.items())
+        bars = figures.block_bars(blocks, mean, f"Bar chart of the mean similarity by block. {spoken}.")
         drawn.append(_drawing(bars, "Mean similarity in each block; the dashed line is the mean of all."))
     note = (
         f"Mean similarity {mean:.2f} ({start:.2f} at initialisation), effective rank {found['effective_rank']:.1f} "
