@@ -8,6 +8,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,22 +192,20 @@ def _costs(result: Entry) -> tuple[str, ...]:
     cells = [_gib(result["memory"]["training_peak"])]
     for name in PARTS:
         share = result["share_of_peak"].get(name)
-        cells.append(f"{result['flops_per_image'][name] / 1e9:.1f}")
-        cells.append(DASH if share is None else f"{100 * share:.0f} %")
+        cells += [f"{result['flops_per_image'][name] / 1e9:.1f}", DASH if share is None else f"{100 * share:.0f} %"]
     return *cells, f"{result['training']['warm_up_s']:.1f}" if result["training"] else DASH
 
 
 def _comparisons(records: Sequence[BenchRecord]) -> Iterator[str]:
     """Compare the time per image of ProbPrompt with that of each other method measured on the same machine."""
-    for one in (record for record in records if record.results[0]["method"] == "probprompt"):
-        own = one.results[0]
-        for two in (record for record in records if record.results[0]["method"] != "probprompt"):
-            other = two.results[0]
-            if one.content["hardware"] == two.content["hardware"] and all(own[key] == other[key] for key in SAME):
-                parts = [_extra_time(own, other, name) for name in PARTS]
-                setup = f"{_code(own['backbone'])}, {own['precision']}, batch {own['batch']}"
-                names = f"{_code(own['method'])} over {_code(other['method'])}"
-                yield f"Time for an image, {names} ({setup}): {', '.join(filter(None, parts))}."
+    for one, two in product(records, repeat=2):
+        (own,), (other,) = one.results, two.results
+        same = one.content["hardware"] == two.content["hardware"] and all(own[key] == other[key] for key in SAME)
+        if own["method"] == "probprompt" != other["method"] and same:
+            parts = [_extra_time(own, other, name) for name in PARTS]
+            setup = f"{_code(own['backbone'])}, {own['precision']}, batch {own['batch']}"
+            names = f"{_code(own['method'])} over {_code(other['method'])}"
+            yield f"Time for an image, {names} ({setup}): {', '.join(filter(None, parts))}."
 
 
 def _extra_time(own: Entry, other: Entry, name: Part) -> str:
@@ -222,12 +221,8 @@ def _extra_time(own: Entry, other: Entry, name: Part) -> str:
 def _over_official(record: BenchRecord) -> Iterator[str]:
     """Compare with the speed of the official code, if that was measured on the same."""
     (result,) = record.results
-    gpu = str(record.content["hardware"].get("gpu", ""))
-    if (
-        "H200" in gpu
-        and result["training"]
-        and ((result["method"], result["backbone"], result["image_size"], result["batch"]) == OFFICIAL_SETUP)
-    ):
+    setup = result["method"], result["backbone"], result["image_size"], result["batch"]
+    if "H200" in str(record.content["hardware"].get("gpu", "")) and result["training"] and setup == OFFICIAL_SETUP:
         speed = result["training"]["images_per_s"]
         official = " and ".join(f"{value} images/s in {name}" for name, value in OFFICIAL.items())
         times = " and ".join(f"{speed / value:.1f}" for value in OFFICIAL.values())
@@ -303,12 +298,7 @@ def _growth_table(records: Sequence[BenchRecord]) -> str:
     header = ("What grows", "From, to", *(f"{words[0].upper()}{words[1:]}" for words in COSTS.values()))
     names = [(curve, curve["label"].partition(",")[0]) for curve in curves]
     worse = [f"{COSTS[cost]} with {name}" for curve, name in names for cost in curve["worse_than_linear"]]
-    missing = [
-        f"{point['value']:,} {name}: {point['note']}"
-        for curve, name in names
-        for point in curve["points"]
-        if point["note"]
-    ]
+    missing = [f"{p['value']:,} {name}: {p['note']}" for curve, name in names for p in curve["points"] if p["note"]]
     notes = [
         f"{_code(curves[0]['method'])} on {_code(curves[0]['backbone'])}, {curves[0]['precision']}. Exponents of a "
         "power law, over all points and (in parentheses) over the last three: 1 is linear, 0 no growth. Time is for "

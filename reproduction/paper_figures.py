@@ -75,10 +75,8 @@ class RunGroup:
         Each seed has another order of classes. If no seed is common to all methods, only the methods with the most
         common seed are returned.
         """
-        runs: dict[str, dict[int, Entry]] = {}
-        for entry in self.entries:
-            if entry.tasks == tasks:
-                runs.setdefault(entry.method, {})[entry.seed] = entry
+        own = grouped((entry.method, (entry.seed, entry)) for entry in self.entries if entry.tasks == tasks)
+        runs = {method: dict(pairs) for method, pairs in own.items()}
         methods = Counter(seed for of_method in runs.values() for seed in of_method)
         most = max(methods.values(), default=0)
         seeds = sorted(seed for seed, count in methods.items() if count == most)

@@ -42,11 +42,8 @@ def draw_methods(record: BenchRecord) -> bytes:
     sizes = [(entry["memory"]["training_peak"] or 0) / 2**20 for entry in results]
     _bars(memory, range(len(results)), sizes, 0.62, color=PALETTE[2])
     memory.margins(x=0.25)
-    for axes, text in zip(
-        (speed, stages, memory),
-        ("images/s", "% of a training step, stages timed apart", "peak memory in training, MiB"),
-        strict=True,
-    ):
+    texts = ("images/s", "% of a training step, stages timed apart", "peak memory in training, MiB")
+    for axes, text in zip((speed, stages, memory), texts, strict=True):
         axes.grid(False, axis="y")
         axes.set_xlabel(text)
         if axes.get_legend_handles_labels()[0]:
@@ -137,17 +134,13 @@ def _panel(axes: Axes, curve: Curve, unit: float, lines: Sequence[tuple[str, str
         axes.plot(places, [value / unit for value in values], **look)
         worse = cost in curve["worse_than_linear"]
         color, weight = (WARNING, "bold") if worse else (PALETTE[index], "normal")
-        text = f"{COSTS[cost]} {_exponent(curve, cost)}"
+        fit = curve["exponents"].get(cost)
+        text = f"{COSTS[cost]} " + (f"{fit['whole']:.2f}, {fit['end']:.2f}".replace("-", "−") if fit else "")
         style: dict[str, Any] = {"transform": axes.transAxes, "fontsize": 8, "color": color, "fontweight": weight}
         axes.text(0.03, 0.04 + 0.1 * place, text, **style).set_in_layout(False)
     axes.set_xscale("log")
     axes.set_yscale("log")
     _log_ticks(axes, [point["value"] for point in curve["points"]])
-
-
-def _exponent(curve: Curve, cost: str) -> str:
-    found = curve["exponents"].get(cost)
-    return f"{found['whole']:.2f}, {found['end']:.2f}".replace("-", "−") if found else ""
 
 
 def _log_ticks(axes: Axes, values: Sequence[int]) -> None:

@@ -331,11 +331,8 @@ def run_missing(
 def _are_costs_known(table: paper.Table, benches: Sequence[BenchRecord], device: torch.device) -> bool:
     """Return True if one record has what all methods cost as published, on the paper's network and this machine."""
     methods, machine = {row.method for row in table.rows}, machine_name(hardware(device))
-    return any(
-        methods <= {entry["method"] for entry in record["results"] if _is_as_published(entry)}
-        for record in benches
-        if machine_name(record["hardware"]) == machine
-    )
+    here = [record["results"] for record in benches if machine_name(record["hardware"]) == machine]
+    return any(methods <= {entry["method"] for entry in entries if _is_as_published(entry)} for entries in here)
 
 
 def _is_as_published(entry: Measured) -> bool:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,12 +149,10 @@ def our_rows(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[Row
     all of them have, because each seed has another order of classes.
     """
     rows: dict[str, dict[RowLabel, Cells]] = {row.label: {} for row in table.rows}
-    for row in table.rows:
-        for column in table.columns:
-            for entry in entries:
-                if belongs(table, row, column, entry):
-                    cells = rows[row.label].setdefault(_label(table, row, column, entry), {})
-                    cells.setdefault(column.key, []).append(entry)
+    for row, column, entry in product(table.rows, table.columns, entries):
+        if belongs(table, row, column, entry):
+            cells = rows[row.label].setdefault(_label(table, row, column, entry), {})
+            cells.setdefault(column.key, []).append(entry)
     if table.study:
         filled = Counter(label for ours in rows.values() for label in ours)
         kept = {label for label in filled if filled[label] > 1 or not label.flags}
@@ -295,13 +294,11 @@ def read_benches(folder: Path) -> list[BenchRecord]:
 
 def _every_run(entries: Sequence[Entry]) -> list[str]:
     """Return tables of all runs, by benchmark, number of tasks and backbone."""
-    parts, groups = (
-        list[str](),
-        grouped(
-            ((str(e.config["data"]["benchmark"]), e.tasks, e.backbone, e.record.backbone.sha256, e.held_out), e)
-            for e in entries
-        ),
+    groups = grouped(
+        ((str(e.config["data"]["benchmark"]), e.tasks, e.backbone, e.record.backbone.sha256, e.held_out), e)
+        for e in entries
     )
+    parts = []
     for (benchmark, tasks, backbone, weights, held_out), group in sorted(groups.items()):
         split = ", on held-out training images" if held_out else ""
         parts.append(f"### {benchmark}, {tasks} tasks, {backbone}{split}")

@@ -10,6 +10,7 @@ import torch
 
 from probprompt.bench import measure, timing
 from probprompt.bench.results import BenchRecord, Curve, Ratio
+from probprompt.bench.results import Point as Costs
 from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.engine.build import default_precision, release
@@ -168,18 +169,17 @@ def measure_curve(
         fitted = fit_exponents(axis, points)
         worse = [cost for cost, exponent in fitted.items() if exponent.worse_than_linear]
         progress.describe(f"worse than linear: {', '.join(COSTS[cost] for cost in worse) or 'nothing'}")
-    curve = {
+    return {
         "axis": axis.name,
         "label": axis.label,
         "method": config.method.name,
         "backbone": config.backbone.name,
         "precision": config.backbone.precision or default_precision(device),
         "config": config.model_dump(mode="json"),
-        "points": [asdict(point) for point in points],
+        "points": [cast(Costs, asdict(point)) for point in points],
         "exponents": {cost: asdict(exponent) for cost, exponent in fitted.items()},
         "worse_than_linear": worse,
     }
-    return cast(Curve, curve)
 
 
 def _is_closed(axis: Axis, points: Sequence[Point], value: int, device: torch.device) -> bool:
