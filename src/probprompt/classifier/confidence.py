@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from probprompt.classifier.statistics import Moments
@@ -57,6 +56,8 @@ def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
     >>> round(fit_temperature(logits[:2], labels[:2], usual=0.1), 2)  # both are right
     0.1
     """
+    from scipy.optimize import minimize_scalar  # late: it takes long to load
+
     wide = logits.double()
 
     def loss(log: float) -> float:
