@@ -209,6 +209,7 @@ def test_long_runs_show_every_number(long: Page) -> None:
     shown = [text for text in long.within("td") if re.fullmatch(r"\d+\.\d|100", text)]
     assert len(shown) == 11 * 12 // 2 + 11
     assert len(long.all("figure", **{"class": "panel"})) == 11
+    assert long.all("table", **{"class": "matrix dense"}) and "\n.matrix.dense { font-size: " in long.raw
     assert "Training loss" not in long.headings
 
 
