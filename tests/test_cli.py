@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from probprompt import api, methods, presets
 from probprompt.backbones import pretrained
 from probprompt.cli.console import Screen
 from probprompt.config import RunConfig, merge, parse_config
+from probprompt.data import emoji_r
 from probprompt.evaluation import metrics
 from probprompt.runs import train
 from probprompt.runs.run import Run, RunRecord
@@ -270,10 +272,15 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
 
 
 @pytest.fixture
-def small_demo(monkeypatch: pytest.MonkeyPatch, pictures: Path) -> None:
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demonstration with few pictures and one epoch."""
-    preset = presets.settings
-    small = {"data": {"benchmark": str(pictures), "tasks": 2}, "training": {"epochs": 1, "batch": 24}}
+    preset, (images, rows) = presets.settings, emoji_r.read()
+    seen = Counter[tuple[str, str]]()
+    kept = [
+        index for index, row in enumerate(rows) if not seen.update([side := (row.label, row.split)]) and seen[side] < 4
+    ]
+    monkeypatch.setattr(emoji_r, "read", lambda: (images[kept], [rows[index] for index in kept]))
+    small = {"data": {"tasks": 2}, "training": {"epochs": 1, "batch": 24}}
     monkeypatch.setattr(presets, "settings", lambda *given: merge(preset(*given), small))
 
 
