@@ -407,6 +407,14 @@ def test_links_between_documents_lead_somewhere() -> None:
                 assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
 
 
+def test_files_that_pages_name_exist() -> None:
+    source = ROOT / "src" / "probprompt"
+    for document in ("README.md", "CONTRIBUTING.md", "docs/methods.md", "docs/performance.md"):
+        for name in re.findall(r"`([\w/]+\.py)`", (ROOT / document).read_text(encoding="utf-8")):
+            homes = (ROOT, source, source / "methods")
+            assert any((home / name).is_file() for home in homes), f"{document}: {name}"
+
+
 def test_every_method_is_described() -> None:
     for document in ("README.md", "docs/methods.md"):
         text = (ROOT / document).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The blocks of a frozen ViT by kernels of our own, with a backward pass by hand: what backbone.py does, faster.
+"""The blocks of a frozen ViT by kernels of our own, with a backward pass by hand: what backbones.vit does, faster.
 
 Frozen weights need no gradient, so the way back through a block is four products, two norms and an attention, and what
 must be kept for it is known: the two inputs of the norms, queries, keys and values, what attention gave, and the hidden
