@@ -415,6 +415,17 @@ def test_files_that_pages_name_exist() -> None:
             assert any((home / name).is_file() for home in homes), f"{document}: {name}"
 
 
+def test_the_map_of_the_code_names_modules_that_exist() -> None:
+    source, text = ROOT / "src" / "probprompt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \| .+ \|$", text, flags=re.MULTILINE)
+    packages = {f"{path.parent.name}/" for path in source.glob("*/__init__.py")}
+    modules = {path.stem for path in source.glob("*.py") if not path.stem.startswith("__")}
+    assert set(re.findall(r"`([\w/]+)`", " ".join(first for first, _ in rows))) == packages | modules
+    for package, does in rows:
+        for name in re.findall(r"`(\w+)`", does) if package.count("`") == 2 else ():
+            assert (source / package.strip("`") / f"{name}.py").is_file(), f"{package}: {name}"
+
+
 def test_every_method_is_described() -> None:
     for document in ("README.md", "docs/methods.md"):
         text = (ROOT / document).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from probprompt.backbones.vit import FrozenViT
 from probprompt.config import RunConfig, parse_config
 from probprompt.engine import build, saved_model
 from probprompt.errors import UserError
-from probprompt.heads import make_head
+from probprompt.heads import HEADS, make_head
 from probprompt.heads.closed_form import ClosedFormHead
 from probprompt.methods import EVALUATION, Context, Prompted, Shape
 from probprompt.progress import SILENT, ProgressCallback
@@ -280,7 +280,7 @@ def test_the_number_of_tasks_need_not_be_known(name: str, few: Path, kind: str) 
     assert short.scorer.logits(rows).shape == (len(rows), 4)
 
 
-@pytest.mark.parametrize("head", ("linear", "ridge", "lda", "nearest-mean"))
+@pytest.mark.parametrize("head", sorted(HEADS))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_with_every_head(name: str, head: str, few: Path, loading: None) -> None:
     workshop = learn(configure(few, "narrow", name, head={"kind": head}))
