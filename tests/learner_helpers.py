@@ -28,7 +28,7 @@ def quiet(steps: int) -> None:
 def train(learner: Learner, task: TaskImages) -> list[EpochResult]:
     """Learn a task up to the alignment."""
     learner.begin(task)
-    optimizer = learner.optimiser(task)
+    optimizer = learner.optimizer(task)
     return [learner.train_epoch(task, epoch, optimizer, quiet) for epoch in range(learner.epochs(task))]
 
 

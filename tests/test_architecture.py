@@ -40,7 +40,7 @@ MAY_IMPORT["evaluation"] = LOW | {"prompts", "backbones", "methods", "engine"}
 BELOW = MAY_IMPORT["engine"] | {"engine", "evaluation", "evaluation.metrics", "presets"}
 MAY_IMPORT |= dict.fromkeys(("runs", "classifier", "bench"), BELOW)
 MAY_IMPORT |= {
-    "report": LOW | {"config", "presets", "methods", "data", "backbones", "evaluation.metrics", "runs"},
+    "report": {"errors", "storage", "config", "presets", "methods", "data", "backbones", "evaluation.metrics", "runs"},
     "export": BELOW | {"runs", "classifier", "report"},
     "serve": {"errors", "progress", "storage", "data", "engine", "classifier", "report"},
     "api": BELOW | {"runs", "report"},

@@ -12,6 +12,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+import probprompt
 from probprompt import methods
 from probprompt.backbones.vit import FrozenViT
 from probprompt.config import parse_config
@@ -518,3 +519,12 @@ def test_mistakes_are_told(command: Command, folder: Path, tmp_path: Path) -> No
         code, _, said = command(*arguments)
         assert code == 2 and message in said, arguments
     assert not Run.open(folder).record.audit
+
+
+def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name what to audit"):
+        probprompt.audit()
+    with pytest.raises(UserError, match="config= goes with method="):
+        probprompt.audit(tmp_path, config={"training": {"epochs": 1}})
+    with pytest.raises(UserError, match="data= goes with a saved model"):
+        probprompt.audit("emoji-r", method="lda", data=str(tmp_path))

@@ -397,7 +397,7 @@ def test_an_npz_that_does_not_fit_is_refused(changes: dict[str, Any], message: s
 
 def test_weights_that_an_npz_cannot_hold_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: Any = timm.create_model(ARCHITECTURE, init_values=0.1)
-    checkpoint = dataclasses.replace(pretrained._find_in_timm(ARCHITECTURE), arguments={"init_values": 0.1})
+    checkpoint = dataclasses.replace(pretrained.find_checkpoint(ARCHITECTURE), arguments={"init_values": 0.1})
     monkeypatch.setitem(pretrained._NAMED, "scaled", checkpoint)
     refuse(r"missing: blocks\.0\.ls1\.gamma", "scaled", weights=save_npz(tmp_path / "weights.npz", google(scaled)))
 
@@ -497,7 +497,7 @@ def put_into_torch_cache(name: str, content: Any) -> Path:
 
 
 def test_weights_in_the_cache_of_torch_hub_are_loaded(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = dataclasses.replace(pretrained._find_in_timm(TAGGED), torch_file="authors.pth")
+    checkpoint = dataclasses.replace(pretrained.find_checkpoint(TAGGED), torch_file="authors.pth")
     monkeypatch.setitem(pretrained._NAMED, "small", checkpoint)
     path = put_into_torch_cache("authors.pth", {"state_dict": before("module.", model.state_dict())})
     loaded = load_backbone("small")
@@ -615,8 +615,8 @@ def test_ibot_is_loaded_from_the_authors_file_alone(
 
 @pytest.mark.parametrize("name", ["sup1k", "sup21k", "dino1k"])
 def test_named_checkpoints_agree_with_timm(name: str) -> None:
-    checkpoint = pretrained._NAMED[name]
-    same = pretrained._find_in_timm(checkpoint.architecture)
+    checkpoint = pretrained.find_checkpoint(name)
+    same = pretrained.find_checkpoint(checkpoint.architecture)
     assert checkpoint.name == name
     assert (checkpoint.preprocessing, checkpoint.source) == (same.preprocessing, same.source)
     assert checkpoint.licence == same.licence

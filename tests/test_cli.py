@@ -23,6 +23,7 @@ from probprompt.cli.console import Screen
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.data import emoji_r
 from probprompt.evaluation import metrics
+from probprompt.heads.closed_form import RidgeSettings
 from probprompt.runs import train
 from probprompt.runs.run import Run, RunRecord
 
@@ -180,6 +181,16 @@ def test_preset_from_option_or_file(
     assert third == parse_config(merge(presets.settings("published", "apt", str(pictures)), over))
     assert third.training.augmentation == "autoaugment+crop" and third.training.batch == 3
     assert (second.preset, third.preset) == ("ridge", "published")
+
+
+@pytest.mark.parametrize("preset", ["ridge", "flagship"])
+def test_settings_of_the_head_that_the_preset_chooses(preset: str, probprompt: Command, asked: list[RunConfig]) -> None:
+    assert probprompt("train", "emoji-r", "--preset", preset, "--set", "head.projections=50").code == 0
+    assert asked[0].head == RidgeSettings(
+        **{**presets.settings(preset, "probprompt", "emoji-r")["head"], "projections": 50}
+    )
+    refused = probprompt("train", "emoji-r", "--preset", "matched", "--set", "head.projections=50")
+    assert refused.code == 2 and "head.projections does not apply to head.kind=linear, only to ridge" in refused.err
 
 
 def test_options_and_assignments_go_over_the_preset(probprompt: Command, asked: list[RunConfig]) -> None:

@@ -248,8 +248,17 @@ def test_default_of_one_method_is_noted_with_its_name(tmp_path: Path) -> None:
     found = gather_runs(made)
     more = ["ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, mirrored=true"]
     assert labels(found) == ["lda", "lda, layers=1", *more]
-    usual = "layers=0, mirrored=false, projections=10000"
+    usual = "projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false"
     assert notes(found, f"{USUAL}: {usual}")
+
+
+def test_rows_of_two_heads_name_what_was_set(tmp_path: Path) -> None:
+    """Not the defaults of settings that only one of the heads has; and a setting that is not the preset's is noted."""
+    heads: list[dict[str, Any]] = [{}, {"kind": "ridge"}, {"kind": "ridge", "projections": 500}]
+    made = [configure(tmp_path / str(n), "matched", "probprompt", head=head) for n, head in enumerate(heads)]
+    assert labels(gather_runs(made[:2])) == ["probprompt, head.kind=linear", "probprompt, head.kind=ridge"]
+    assert labels(gather_runs([made[0], made[2]]))[1] == "probprompt, head.kind=ridge, projections=500"
+    assert Run.open(made[2]).record.preset_overrides == {"head.kind": "ridge", "head.projections": 500}
 
 
 def test_rows_name_backbones_that_differ(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def learn(given: dict[str, Any], world: World) -> dict[str, Tensor]:
             for value in learner_tensors(learner).values():
                 value.fill_(1)
         learner.begin(task)
-        optimiser = learner.optimiser(task)
+        optimiser = learner.optimizer(task)
         for epoch in range(learner.epochs(task)):
             result = learner.train_epoch(task, epoch, optimiser, lambda _: None)
             found[f"result.{task.index}.{epoch}"] = torch.tensor([result.loss, result.accuracy])

@@ -6,19 +6,23 @@ import io
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from probprompt import api, presets
-from probprompt.cli import cmd_compare
+from probprompt.cli import cmd_compare, grid_screen
 from probprompt.cli.cmd_compare import read_spec
 from probprompt.cli.grid_screen import GridScreen
 from probprompt.config import RunConfig, flatten, merge, parse_config, with_absolute_paths
 from probprompt.errors import Interrupted, UserError
+from probprompt.heads.closed_form import RidgeSettings
+from probprompt.heads.linear import LinearSettings
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as runs_grid
 from probprompt.runs.executors import TimeEstimator, carry_out, run_grid
@@ -127,6 +131,17 @@ def test_settings_override_presets_and_variations_both(spec: Spec, pictures: Pat
         wanted = merge(wanted, {"seeds": {"order": 3, "init": 3, "data": 3}})
         assert cell.config == with_absolute_paths(parse_config(wanted))
         assert cell.preset == cell.config.preset == "matched"
+
+
+def test_settings_of_a_head_reach_the_cells_with_such_a_head(spec: Spec, tmp_path: Path) -> None:
+    kinds, settings = {"head.kind": ["linear", "ridge"]}, {**TINY, "head.projections": 500}
+    asked = spec(presets=["matched"], methods=["probprompt"], seeds=[0], settings=settings, vary=kinds)
+    heads = [cell.config.head for cell in Grid(asked, tmp_path).cells]
+    assert heads == [LinearSettings(), RidgeSettings(projections=500)]
+    other = spec(methods=["lda", "ranpac"], seeds=[0], vary={"head.shrinkage": [0.1, 0.2]})
+    assert [cell.config.head.model_dump().get("shrinkage") for cell in Grid(other, tmp_path).cells[:2]] == [0.1, 0.2]
+    with pytest.raises(UserError, match=r"head.shrinkage: no cell of the grid has such a head, only linear"):
+        Grid(spec(settings={**TINY, "head.shrinkage": 0.1}), tmp_path)
 
 
 def test_methods_without_the_preset_are_left_out(spec: Spec, tmp_path: Path) -> None:
@@ -447,14 +462,15 @@ def test_terminal_shows_the_grid_and_the_stage(
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
 
 
-def test_time_left_counts_down(screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path) -> None:
-    progress, _ = screen
-    cell = Grid(spec(), tmp_path).cells[0]
+def test_time_left_counts_down(
+    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, shown = screen
     with progress.grid(3, 0):
-        progress.end(Outcome(cell, problem={"type": "UserError", "message": "no"}), 3600.0)
-        progress._begun -= 1800.0  # half an hour later
-        left = re.fullmatch(r"about (29|30) min.* left", progress._told_left())
-        assert left, progress._told_left()
+        progress.end(Outcome(Grid(spec(), tmp_path).cells[0], problem={"type": "UserError", "message": "no"}), 3600.0)
+        later = time.monotonic() + 1800.0
+        monkeypatch.setattr(grid_screen, "time", SimpleNamespace(monotonic=lambda: later))
+    assert re.search(r"1/3 about 30 min.* left", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue()))
 
 
 WORKERS = """

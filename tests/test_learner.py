@@ -92,7 +92,7 @@ def test_a_step_is_cross_entropy_over_the_current_tasks_classes(settings: Settin
     features = evaluation_features(learner, task.rows).double()
     learner.begin(task)
     weight, bias = (parameter.detach().double() for parameter in learner.model.head.parameters())
-    result = learner.train_epoch(task, 0, learner.optimiser(task), quiet)
+    result = learner.train_epoch(task, 0, learner.optimizer(task), quiet)
 
     scores = torch.exp(features @ weight[2:].T + bias[2:])
     chance = scores / scores.sum(dim=1, keepdim=True)  # over the two classes of the task
@@ -129,7 +129,7 @@ def test_the_methods_losses_are_added_and_prompts_learn_at_five_times_the_rate(s
     before = weights_of(method)
     learner.begin(task)
     head = head_of(learner)
-    learner.train_epoch(task, 0, learner.optimiser(task), quiet)
+    learner.train_epoch(task, 0, learner.optimizer(task), quiet)
     after = weights_of(method)
     torch.testing.assert_close(after["mean"], before["mean"] - 5 * rate)
     torch.testing.assert_close(after["log_std"], before["log_std"] + 5 * rate)
@@ -152,7 +152,7 @@ def test_training_tells_the_method_task_labels_and_first_class(settings: Setting
 
 def gradients(learner: Learner, task: TaskImages) -> Weights:
     """Of an epoch's last step, as the optimiser meets them; nothing moves."""
-    optimiser, found = learner.optimiser(task), Weights()
+    optimiser, found = learner.optimizer(task), Weights()
     names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
 
     def note(*_: Any) -> None:
@@ -242,7 +242,7 @@ def test_training_moves_the_new_rows_of_the_head_alone(settings: Settings, metho
     for task in workshop.tasks:
         learner.begin(task)
         before = head_of(learner)
-        learner.train_epoch(task, 0, learner.optimiser(task), quiet)
+        learner.train_epoch(task, 0, learner.optimizer(task), quiet)
         after = head_of(learner)
         assert len(after["weight"]) == task.first + task.classes
         for name in ("weight", "bias"):
@@ -270,7 +270,7 @@ def test_the_optimiser_holds_what_learns_at_its_rate(
     learner, task = workshop.learner, workshop.tasks[1]
     for each in workshop.tasks[:2]:
         learner.begin(each)
-    groups, found = learner.optimiser(task).param_groups, dict[str, float]()
+    groups, found = learner.optimizer(task).param_groups, dict[str, float]()
     names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
     for group in groups:
         assert group["betas"] == (0.9, 0.999) and group["weight_decay"] == 0
@@ -286,7 +286,7 @@ def test_the_rate_falls_along_a_cosine_over_the_steps_of_the_task(settings: Sett
     workshop = build(settings(training={"epochs": 2, "batch": 8, "head_rate": 1.0, "final_rate": 0.0}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser, found = learner.optimiser(task), []
+    optimiser, found = learner.optimizer(task), []
     optimiser.register_step_pre_hook(lambda *_: found.append([group["lr"] for group in optimiser.param_groups]))
     optimiser.register_step_pre_hook(lambda *_: optimiser.zero_grad())  # nothing moves: only the rates are wanted
     for epoch in range(2):
@@ -299,14 +299,14 @@ def test_a_run_builds_one_optimiser_per_task(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     built: list[torch.optim.AdamW] = []
-    original = Learner.optimiser
+    original = Learner.optimizer
 
     def counting(learner: Learner, task: TaskImages) -> torch.optim.AdamW:
         built.append(original(learner, task))
         assert not built[-1].state
         return built[-1]
 
-    monkeypatch.setattr(Learner, "optimiser", counting)
+    monkeypatch.setattr(Learner, "optimizer", counting)
     runs_train.train(parse_config({**settings(training={"epochs": 1}), "method": PROBE}), tmp_path / "run", "cpu")
     assert len(built) == 3
     for optimiser, classes in zip(built, (2, 4, 6), strict=True):
@@ -323,7 +323,7 @@ def test_batches_are_at_most_the_task_and_the_smaller_last_one_is_dropped(
     learner.begin(workshop.tasks[0])
     learner.begin(task)
     watched, advanced = Watched(learner), list[int]()
-    learner.train_epoch(task, 0, learner.optimiser(task), advanced.append)
+    learner.train_epoch(task, 0, learner.optimizer(task), advanced.append)
     assert learner.steps(task) == steps == sum(advanced)
     assert [len(rows) for rows in watched.batches] == [size] * steps
     seen = [row for rows in watched.batches for row in rows]
@@ -391,7 +391,7 @@ def draws_of(settings: dict[str, Any]) -> Draws:
         learner.begin(task)
         for epoch in range(2):
             watched = Watched(learner)
-            learner.train_epoch(task, epoch, learner.optimiser(task), quiet)
+            learner.train_epoch(task, epoch, learner.optimizer(task), quiet)
             learner.loader.viewer = watched.viewer
             found.append({})
             for rows, views in zip(watched.batches, watched.views, strict=True):
@@ -496,7 +496,7 @@ def test_prompts_adapted_to_the_first_task_alone_stay_as_they_are(
     if closed:
         assert len(learner.model.head) == 6 and len(learner.trained) == 2 and len(learner.statistics) == 0
     else:
-        assert [len(group["params"]) for group in learner.optimiser(task).param_groups] == [2]
+        assert [len(group["params"]) for group in learner.optimizer(task).param_groups] == [2]
 
 
 @pytest.mark.parametrize(
@@ -792,7 +792,7 @@ def test_a_loss_that_is_no_number_stops_with_task_and_epoch(settings: Settings, 
     workshop = build(settings())
     learner, task = teach(workshop, bad_task), workshop.tasks[bad_task]
     learner.begin(task)
-    optimiser = learner.optimiser(task)
+    optimiser = learner.optimizer(task)
     for epoch in range(bad_epoch):
         learner.train_epoch(task, epoch, optimiser, quiet)
     with torch.no_grad():
@@ -811,7 +811,7 @@ def test_parameters_that_are_no_number_stop_although_the_loss_was_one(settings: 
     workshop = build(settings(training={"epochs": 1, "batch": 500}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser = learner.optimiser(task)
+    optimiser = learner.optimizer(task)
 
     def spoil(*_: Any) -> None:
         with torch.no_grad():
@@ -826,7 +826,7 @@ def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Se
     workshop = build(settings(method=PROBE))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
-    optimiser = learner.optimiser(task)
+    optimiser = learner.optimizer(task)
     optimiser.register_step_pre_hook(lambda *_: optimiser.zero_grad())  # nothing moves
     learner.model.features = lambda images, *_: (torch.full((len(images), 64), math.nan), None)  # type: ignore[method-assign]
     with pytest.raises(UserError, match="the loss became nan in task 1, epoch 1"):

@@ -188,7 +188,7 @@ def test_only_the_declared_parameters_change(name: str, few: Path, kind: str) ->
     frozen = {n: p.detach().clone() for n, p in model.method.named_parameters() if not p.requires_grad}
     free = {n: p.detach().clone() for n, p in model.method.named_parameters() if p.requires_grad}
     rows = learner.trained.weight.detach().clone()
-    optimiser = learner.optimiser(task)
+    optimiser = learner.optimizer(task)
     learner.train_epoch(task, 0, optimiser, quiet)
     now = dict(model.method.named_parameters())
     assert all(torch.equal(now[n], value) for n, value in frozen.items())

@@ -36,7 +36,16 @@ from probprompt.runs.grid import (
     RunActions,
     parse_spec,
 )
-from probprompt.runs.ray_executor import Losses, Machine, RayCells, Share, carry_out_there, find_share, parse_address
+from probprompt.runs.ray_executor import (
+    Losses,
+    Machine,
+    RayCells,
+    Share,
+    carry_out_there,
+    find_share,
+    on_ray,
+    parse_address,
+)
 from probprompt.runs.run import Run
 from probprompt.storage import is_part
 
@@ -339,12 +348,16 @@ def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | Non
         find_share(ExecutionOptions(on="ray", **asked), device, [PLAIN])
 
 
-def test_shares_larger_than_this_machine() -> None:
-    with pytest.raises(UserError, match="a cell wants 1 GPU and 1 CPU, this machine has 4 CPU"):
-        ray_executor._tell_room(Share(1, 1), [PLAIN], [], "local", GridCallback())
-    diary = Diary()
-    ray_executor._tell_room(Share(1, 1), [PLAIN], [], "auto", diary)  # another may join
-    assert diary.notes == ["Ray: no machine of the cluster has 1 GPU and 1 CPU now; waiting for one to join"]
+@needs_ray
+def test_shares_larger_than_this_machine(cluster: Cluster, tmp_path: Path) -> None:
+    way, diary = RunActions(api.start, api.resume, "cpu"), Diary()
+    with (
+        pytest.raises(UserError, match="a cell wants 64 CPU, this machine has 1 GPU and 2 CPU"),
+        on_ray(tmp_path, way, ExecutionOptions(on="ray", cpus_per_cell=64), diary),
+    ):
+        pass
+    with on_ray(tmp_path, way, ExecutionOptions(on="ray:auto", cpus_per_cell=64), diary):
+        assert diary.notes == ["Ray: no machine of the cluster has 64 CPU now; waiting for one to join"]
 
 
 def test_run_without_progress_is_given_up(spec: Spec, tmp_path: Path) -> None:

@@ -92,6 +92,20 @@ def test_stopped_runs_resume(saved: Path, name: str, task: int, epoch: int) -> N
     assert float((logits(stopped, "abcdef") - whole).abs().max()) < 0.01 * float(whole.std())
 
 
+def test_settings_of_other_heads_that_were_ignored_are_dropped(saved: Path) -> None:
+    """Heads took the settings of all kinds until version 0.1: ``--set head.projections=500`` under a linear head."""
+    for path in (*saved.glob("l*/run.json"), *saved.glob("l*/model/model.json"), *saved.glob("*/versions/*.json")):
+        note = json.loads(path.read_text())
+        for place in (note, note.get("config", {}), note.get("settings", {}).get("config", {})):
+            if "head" in place and isinstance(place["head"], dict):
+                place["head"] |= {"projections": 500} if place["head"]["kind"] != "ridge" else {"shrinkage": 0.1}
+        path.write_text(json.dumps(note))
+    assert package.Run.open(saved / "linear").record.flat_settings["head.projections"] == 2000
+    assert package.resume(saved / "linear-stopped").finished
+    assert len(logits(saved / "linear", "a")) == 3
+    assert labels(ContinualClassifier.load(saved / "classifier"), "abcde") == "aabbccddee"
+
+
 def test_finished_runs_are_left_as_they_are(saved: Path, probprompt: Command) -> None:
     before = (saved / "ridge" / "run.json").read_bytes()
     assert package.resume(saved / "ridge").finished

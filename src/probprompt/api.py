@@ -8,6 +8,7 @@ from probprompt import distributed, presets
 from probprompt.config import RunConfig, apply_values, merge, parse_config, with_absolute_paths
 from probprompt.data.datasets import benchmark_label
 from probprompt.engine.build import pick_device
+from probprompt.errors import UserError
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import train as runs_train
 from probprompt.runs.executors import run_grid
@@ -120,7 +121,7 @@ def compare(
 
 
 def audit(
-    target: str | Path = "emoji-r",
+    target: str | Path | None = None,
     *,
     method: str | None = None,
     data: str | None = None,
@@ -132,17 +133,23 @@ def audit(
     """Check that predictions do not leak information between images.
 
     ``target`` is the folder of a run or of a model, audited on the images of ``data`` or its own; or, with
-    ``method``, the benchmark that this method is trained on for the audit, with ``config`` over the settings of a short
-    training.
+    ``method``, the benchmark that this method is trained on for the audit (emoji-r by default), with ``config`` over
+    the settings of a short training.
     """
     from probprompt.runs import leak_audit
 
     where = pick_device(device)
     if method is None:
+        if target is None:
+            raise UserError("name what to audit: the folder of a run or of a model, or method=NAME")
+        if config:
+            raise UserError("config= goes with method=: a saved model has its settings already")
         return leak_audit.audit_saved(
             Path(target), where, count=images or leak_audit.SAVED_IMAGES, data=data, progress=progress
         )
-    settings = leak_audit.quick_config(method, str(target), config or {})
+    if data is not None:
+        raise UserError("data= goes with a saved model: name the benchmark of a method as the target")
+    settings = leak_audit.quick_config(method, str(target or "emoji-r"), config or {})
     return leak_audit.audit_method(settings, where, count=images or leak_audit.METHOD_IMAGES, progress=progress)
 
 

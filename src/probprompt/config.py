@@ -150,7 +150,8 @@ class RunConfig(_Settings):
         if not isinstance(value, Mapping):
             return value
         method = info.data.get("method")
-        return heads.complete(value, methods.find(method.name).preferred_head if method else "linear")
+        preferred = methods.find(method.name).preferred_head if method else "linear"
+        return heads.complete(value, preferred, any_head=bool(info.context and info.context["any_head"]))
 
     def images_at_a_time(self, device: str) -> int:
         """How many images are looked at together on this type of device where nothing is learned."""
@@ -165,10 +166,14 @@ class RunConfig(_Settings):
         return limit is None or task < limit
 
 
-def parse_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Check nested settings; a mistake is told with the field's name and, for a wrong name, the nearest right one."""
+def parse_config(settings: Mapping[str, Any], any_head: bool = False) -> RunConfig:
+    """Check nested settings; a mistake is told with the field's name and, for a wrong name, the nearest right one.
+
+    A setting of another kind of head is a mistake too. With ``any_head`` it is dropped: earlier versions saved such
+    settings and ignored them, and a grid has one set of settings for all its heads.
+    """
     try:
-        return RunConfig.model_validate(settings)
+        return RunConfig.model_validate(settings, context={"any_head": any_head})
     except ValidationError as problem:
         known = list(field_names(RunConfig, settings))
         mistakes = dict.fromkeys(_explain(error, known) for error in problem.errors())
@@ -341,7 +346,7 @@ def field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str
             chosen = chosen.get("name") if isinstance(chosen, Mapping) else chosen
             inner = methods.find(chosen if isinstance(chosen, str) else "probprompt").Config
         if name == "head" and model is RunConfig:
-            yield from (f"head.{setting}" for setting in heads.setting_names())
+            yield from (f"head.{setting}" for setting in heads.default_settings())
         elif isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from field_names(inner, settings, f"{prefix}{name}.")
         else:

@@ -49,7 +49,7 @@ def has_prompts(method: type[Method]) -> bool:
 
 def resolve(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Lay nested settings, which may name the preset, over those of a preset for their method and benchmark."""
-    asked = parse_config(given)
+    asked = parse_config(given, any_head=True)  # the preset may choose the head
     name = preset or asked.preset
     if name is None:
         return dict(given)

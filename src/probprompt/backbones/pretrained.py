@@ -162,7 +162,7 @@ def origin(name: str) -> tuple[str, str]:
     """
     if name == "demo":
         return "", "apache-2.0"
-    checkpoint = _by_name(name)
+    checkpoint = find_checkpoint(name)
     return checkpoint.source, checkpoint.licence
 
 
@@ -171,15 +171,16 @@ def find_file(name: str) -> Path | None:
 
     Unknown names are an error, and so are missing weights that cannot be downloaded.
     """
-    return _PACKAGED / _PACKAGED_FILE if name == "demo" else _found(_by_name(name))[0]
+    return _PACKAGED / _PACKAGED_FILE if name == "demo" else _found(find_checkpoint(name))[0]
 
 
 def fetch(name: str) -> Path:
     """Download named weights unless they are on this machine, and return their file."""
-    return find_file(name) or _download(_by_name(name))
+    return find_file(name) or _download(find_checkpoint(name))
 
 
-def _by_name(name: str) -> Checkpoint:
+def find_checkpoint(name: str) -> Checkpoint:
+    """Return what is known of a named checkpoint, or of a timm name; unknown names are an error."""
     return _NAMED[name] if name in _NAMED else _find_in_timm(name)
 
 
@@ -203,7 +204,7 @@ def load_backbone(
         if weights is not None:
             raise UserError("'demo' brings its own weights: leave those away, or name a timm architecture")
         return _load_packaged(image_size, expected_sha256)
-    checkpoint = _by_name(name)
+    checkpoint = find_checkpoint(name)
     if weights is None:
         return _load_by_name(checkpoint, image_size, expected_sha256)
     if weights == RANDOM:

@@ -81,7 +81,7 @@ class Epochs:
     """Trains one epoch after another, and counts what it did."""
 
     def __init__(self, setup: BenchSetup) -> None:
-        self.setup, self.optimizer = setup, setup.learner.optimiser(setup.task)
+        self.setup, self.optimizer = setup, setup.learner.optimizer(setup.task)
         self.shortest = STATIC_STEPS[setup.device.type] if setup.model.static else 1
         """Steps of the shortest epoch that can be made."""
         self._number = 0

@@ -179,7 +179,7 @@ def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
     watch = Stopwatch(device)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # a replayed step cannot be timed by call
-        optimizer = learner.optimiser(task)  # a new one, so that the engine makes a new step
+        optimizer = learner.optimizer(task)  # a new one, so that the engine makes a new step
         learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
         calls: tuple[tuple[Any, str, str], ...] = (
             (type(learner.viewer), "random", "data"),  # itself it is frozen

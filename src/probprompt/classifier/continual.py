@@ -322,7 +322,7 @@ class ContinualClassifier:
             with suppress(UserError):  # one that was pruned just now, or is damaged, keeps no other from being used
                 every.insert(0, store.read(number)[1])
         try:
-            config = parse_config(note["config"])
+            config = parse_config(note["config"], any_head=True)
             place, own_epochs = pick_device(device), bool(note["own_epochs"])
             engine = ModelFactory(
                 config, place, note["backbone"]["sha256"], own_epochs, note["preprocessing"], store.folder

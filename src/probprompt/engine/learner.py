@@ -114,7 +114,7 @@ class Learner:
         progress.advance(first * self.steps(task))
         epochs = range(first, self.epochs(task))
         if epochs:
-            optimizer = self.optimiser(task)
+            optimizer = self.optimizer(task)
             if resume:
                 resume.restore(optimizer)
         for epoch in epochs:
@@ -202,7 +202,7 @@ class Learner:
         """Optimizer steps per epoch."""
         return self.loader.steps(task)
 
-    def optimiser(self, task: TaskImages) -> AdamW:
+    def optimizer(self, task: TaskImages) -> AdamW:
         """A new optimizer: prompts at a multiple of the head's rate, which may be another after the first task."""
         settings, model = self.config.training, self.model
         later = settings.later_rate_factor if task.index else 1.0

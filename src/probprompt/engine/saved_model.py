@@ -77,7 +77,8 @@ def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedMod
     tensors, _ = read_tensors(folder / note["tensors"], where)
     weights = {name: value for name, value in note["backbone"].items() if name != "sha256"}
     config = RunConfig.model_validate(
-        {"method": note["method"], "head": note["head"], "backbone": weights, "seeds": {"init": note["seed"]}}
+        {"method": note["method"], "head": note["head"], "backbone": weights, "seeds": {"init": note["seed"]}},
+        context={"any_head": True},
     )
     backbone = load_frozen(config.backbone, note["backbone"]["sha256"], folder)
     state = ModelState(tuple(note["task_sizes"][: note["adapted_tasks"]]), tensors)

@@ -104,18 +104,22 @@ def make_head(settings: HeadSettings, width: int, seed: int) -> Head:
     return HEADS[settings.kind].create(settings, width, seed)
 
 
-def setting_names(kind: str | None = None) -> list[str]:
-    """Return the settings of one kind of head, or of all.
+def default_settings() -> dict[str, JsonValue]:
+    """Return the settings of all kinds of heads at their defaults; what several kinds have has the same default."""
+    return {name: field.default for head in HEADS.values() for name, field in head.Settings.model_fields.items()}
+
+
+def setting_names(kind: str) -> list[str]:
+    """Return the settings of one kind of head.
 
     >>> setting_names("linear")
     ['kind']
     """
-    kinds = HEADS if kind is None else [kind]
-    return list(dict.fromkeys(name for one in kinds for name in HEADS[one].Settings.model_fields))
+    return list(HEADS[kind].Settings.model_fields)
 
 
-def complete(given: Mapping[str, JsonValue], preferred: str) -> dict[str, JsonValue]:
-    """Name the kind of head, and drop the settings of other kinds that have their default.
+def complete(given: Mapping[str, JsonValue], preferred: str, any_head: bool = False) -> dict[str, JsonValue]:
+    """Name the kind of head, and drop the settings of other kinds that have their default, or with ``any_head`` all.
 
     Until version 0.1 every head recorded the settings of all kinds.
 
@@ -125,13 +129,10 @@ def complete(given: Mapping[str, JsonValue], preferred: str) -> dict[str, JsonVa
     kind = str(given.get("kind") or preferred)
     if kind not in HEADS:
         raise ValueError(f"head.kind must be one of {', '.join(HEADS)}, not {kind!r}")
-    settings: dict[str, JsonValue] = {"kind": kind}
-    for name, value in given.items():
-        others = [other for other, head in HEADS.items() if name in head.Settings.model_fields]
-        if name != "kind" and others and kind not in others:
-            if value != HEADS[others[0]].Settings.model_fields[name].default:
-                kinds = ", ".join(others)
-                raise ValueError(f"head.{name} does not apply to head.kind={kind}, only to {kinds}")
-        elif name != "kind":
-            settings[name] = value
-    return settings
+    defaults, own = default_settings(), setting_names(kind)
+    foreign = [name for name in given if name in defaults and name not in own]
+    for name in foreign:
+        if not any_head and given[name] != defaults[name]:
+            kinds = ", ".join(other for other in HEADS if name in setting_names(other))
+            raise ValueError(f"head.{name} does not apply to head.kind={kind}, only to {kinds}")
+    return {**{name: value for name, value in given.items() if name not in foreign}, "kind": kind}

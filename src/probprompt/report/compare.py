@@ -617,12 +617,12 @@ def _usual(varied: Varied, record: RunRecord, flat: Sequence[dict[str, Value]]) 
     return tuple((name, value) for name, value in varied if 2 * sum(own.get(name) == value for own in flat) > len(flat))
 
 
-def gather_runs(paths: Sequence[Path], preset_columns: bool = True) -> Comparison:
+def gather_runs(paths: Sequence[str | Path], preset_columns: bool = True) -> Comparison:
     """Read finished runs in folders or books; rows of a method are distinguished by the settings in which they differ.
 
     Presets are groups of columns, or otherwise part of the rows' labels.
     """
-    runs = [run for path in paths for run in _read(path)]
+    runs = [run for path in paths for run in _read(Path(path))]
     if not runs:
         raise UserError("there is no run to compare")
     results: list[Result] = []

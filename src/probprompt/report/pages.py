@@ -62,7 +62,7 @@ class RunFiles:
     label: str
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: str | Path) -> Self:
         """Read a run's folder; a missing or invalid file is an error that names it."""
         run = Run.open(folder)
         record = run.record
@@ -324,7 +324,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def write_report(runs: Sequence[Path], out: Path) -> Path:
+def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Write one self-contained HTML page on the given run folders and return its path.
 
     One run gets a separate page; several finished runs are compared, as by ``compare``.
@@ -336,7 +336,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     return write(Path(out), page.encode("utf-8", "replace"))
 
 
-def save_overview(runs: Sequence[Path], out: Path) -> Path:
+def save_overview(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Save one wide picture (PNG or SVG, by the name) of the essentials of the given runs.
 
     It shows the average accuracy of all runs, and the accuracy matrix and the prompt similarity of the first.

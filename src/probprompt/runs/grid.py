@@ -19,7 +19,7 @@ from probprompt import methods, presets
 from probprompt.config import RunConfig, field_names, flatten, merge, nest, parse_config, with_absolute_paths
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
-from probprompt.heads import HEADS, setting_names
+from probprompt.heads import setting_names
 from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_json, write_errors, write_json
@@ -216,6 +216,7 @@ class Grid:
         self._settings, self._vary = self._resolved(flatten(spec.settings)), self._resolved(spec.vary)
         self.cells = self._expand()
         """Every one with checked settings, all those of the first seed first: a whole table comes early."""
+        self._refuse_unused()
         self._refuse_clashes()
         self._refuse_other_settings()
 
@@ -256,19 +257,15 @@ class Grid:
         return {name: value for name, value in settings.items() if name in self._fields[method]}
 
     def _base(self, benchmark: str, preset: str, method: str) -> dict[str, Any] | None:
-        """A cell's settings before they are varied; None for what the preset does not offer."""
-        base: dict[str, Any] = {"data": {"benchmark": benchmark}, "method": {"name": method}}
-        if preset != CUSTOM:
-            try:
-                base = presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
-            except UserError as problem:
-                left_out = self._not_offered.setdefault((preset, datasets.benchmark_label(benchmark)), {})
-                left_out[method] = str(problem)
-                return None
-        own = self._own(self._settings, method)
-        kind = own.get("head.kind") or base.get("head", {}).get("kind") or methods.find(method).preferred_head
-        foreign = {f"head.{name}" for name in setting_names() if kind in HEADS and name not in setting_names(kind)}
-        return merge(base, nest({name: value for name, value in own.items() if name not in foreign}))
+        """The settings of a cell's preset; None for what it does not offer."""
+        if preset == CUSTOM:
+            return {"data": {"benchmark": benchmark}, "method": {"name": method}}
+        try:
+            return presets.settings(preset, method, benchmark, self._settings.get("data.tasks"))
+        except UserError as problem:
+            left_out = self._not_offered.setdefault((preset, datasets.benchmark_label(benchmark)), {})
+            left_out[method] = str(problem)
+            return None
 
     def _variations(self, method: str) -> Iterator[Varied]:
         """All combinations of the values that are varied for this method: one and empty where none is."""
@@ -281,11 +278,22 @@ class Grid:
         row = f"{label}/{preset}/{','.join((method, *map(_folder_name, describe(varied))))}"
         seeds = dict.fromkeys(("order", "init", "data"), seed)
         try:
-            config = with_absolute_paths(parse_config(merge(merge(base, nest(dict(varied))), {"seeds": seeds})))
+            given = nest({**self._own(self._settings, method), **dict(varied), "seeds": seeds})
+            config = with_absolute_paths(parse_config(merge(base, given), any_head=True))  # see _refuse_unused
         except UserError as problem:
             raise UserError(f"{row}: {problem}") from None
         name = f"{row}/seed-{seed}"
         return Cell(method, varied, preset, label, seed, config, self.out / name, name)
+
+    def _refuse_unused(self) -> None:
+        """Refuse settings of a head that no cell has; where some have it, the others go without."""
+        kinds = {cell.config.head.kind for cell in self.cells}
+        used = {f"head.{name}" for kind in kinds for name in setting_names(kind)}
+        unused = [name for name in (*self._settings, *self._vary) if name.startswith("head.") and name not in used]
+        if unused:
+            raise UserError(
+                f"{', '.join(unused)}: no cell of the grid has such a head, only {', '.join(sorted(kinds))}"
+            )
 
     def _refuse_clashes(self) -> None:
         """Refuse two cells in one folder: benchmarks of one name, or a value that is named twice."""

@@ -18,6 +18,7 @@ from probprompt import presets
 from probprompt.config import RunConfig, flatten, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
+from probprompt.heads import default_settings
 from probprompt.storage import (
     is_changed,
     is_part,
@@ -120,6 +121,12 @@ class HardwareRecord(Part):
     gpu: str | None = None
 
 
+def _flat(config: RunConfig) -> dict[str, Value]:
+    """All settings by dotted names, those of other kinds of head at their defaults: so two heads can be compared."""
+    settings = config.model_dump(mode="json")
+    return flatten(settings | {"head": default_settings() | settings["head"]})
+
+
 class RunRecord(Part):
     """``run.json``: what was run, on what, and at what cost."""
 
@@ -167,14 +174,14 @@ class RunRecord(Part):
     def settings(self) -> RunConfig | None:
         """All settings, younger ones at their defaults; None if another version made them."""
         try:
-            return parse_config(self.config)
+            return parse_config(self.config, any_head=True)
         except UserError:
             return None
 
     @cached_property
     def flat_settings(self) -> dict[str, Value]:
         """All settings by dotted names; as stored if another version made them."""
-        return flatten(self.settings.model_dump(mode="json") if self.settings else self.config)
+        return _flat(self.settings) if self.settings else flatten(self.config)
 
     @cached_property
     def preset_settings(self) -> dict[str, Value] | None:
@@ -182,7 +189,7 @@ class RunRecord(Part):
         defaults = {"data": {"benchmark": self.benchmark}, "method": {"name": self.method}}
         try:
             chosen = presets.of_run(self.preset, self.config, self.config["data"].get("tasks")) or defaults
-            return flatten(parse_config(chosen).model_dump(mode="json"))
+            return _flat(parse_config(chosen))
         except UserError:
             return None
 
@@ -352,7 +359,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """The run's settings."""
-        return parse_config(self.record.config)
+        return parse_config(self.record.config, any_head=True)
 
     @property
     def finished(self) -> bool:
