@@ -332,6 +332,7 @@ def _refuse_changed_data(record: RunRecord, workshop: TrainingSetup) -> None:
 def _carry_out(
     run: Run, workshop: TrainingSetup, saved: Saved | None, progress: ProgressCallback, track: str | None
 ) -> Run:
+    import_module("sklearn.manifold")  # for the diagnostics; the second that it takes is in no recorded time
     if workshop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(workshop.device)
     tracker = Tracker(track, run.folder, workshop.config) if track and workshop.world.writes else None
