@@ -112,6 +112,8 @@ def test_finished_runs_are_left_as_they_are(saved: Path, probprompt: Command) ->
     assert (saved / "ridge" / "run.json").read_bytes() == before
     assert probprompt("report", saved / "linear", saved / "ridge", "--out", "both.html").code == 0
     assert "100.0" in Path("both.html").read_text(encoding="utf-8")
+    again = package.write_report([str(saved / "linear"), str(saved / "ridge")], "again.html")
+    assert again.read_bytes() == Path("both.html").read_bytes()
 
 
 def test_saved_records_are_compared(saved: Path, probprompt: Command) -> None:

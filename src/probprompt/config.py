@@ -167,7 +167,7 @@ class RunConfig(_Settings):
 
 
 def parse_config(settings: Mapping[str, Any], any_head: bool = False) -> RunConfig:
-    """Check nested settings; a mistake is told with the field's name and, for a wrong name, the nearest right one.
+    """Check nested settings; an error names the field and, for a wrong name, the nearest right one.
 
     A setting of another kind of head is a mistake too. With ``any_head`` it is dropped: earlier versions saved such
     settings and ignored them, and a grid has one set of settings for all its heads.
