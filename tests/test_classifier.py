@@ -241,7 +241,7 @@ def test_mirror_images_follow_their_images(projections: int) -> None:
     labels = torch.tensor([made.classes.index(name) for name, group in every.items() for _ in group])
     head = joint(made, every)  # of the images alone
     assert not torch.allclose(weight(made), head.weight, rtol=1e-2)
-    head.learn(made.predictor.look_at(views.flip(-1)), labels, 0, 1)
+    head.learn(made.predictor.model.look(views.flip(-1)), labels, 0, 1)
     torch.testing.assert_close(weight(made), head.weight, rtol=1e-3, atol=1e-5)
     state = made.predictor.state
     assert [known.images for known in state.classes] == [len(every[name]) for name in made.classes]

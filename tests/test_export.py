@@ -246,7 +246,7 @@ def test_a_classifier_is_exported(
     for count in BATCHES:
         pixels = images(count, side=32)
         probabilities, novelty = session.run(None, {"images": pixels})
-        expected, far = predictor.judge(predictor.look_at(prepared(pixels, View(32, 0, "", mean, std))))
+        expected, far = predictor.judge(predictor.model.look(prepared(pixels, View(32, 0, "", mean, std))))
         assert probabilities.shape == (count, 5)
         np.testing.assert_allclose(probabilities, expected.numpy(), atol=1e-5)
         np.testing.assert_allclose(novelty, far.numpy(), rtol=1e-3, atol=1e-3)

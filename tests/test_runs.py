@@ -95,7 +95,7 @@ def test_run_leaves_its_files_and_no_others(finished: Run) -> None:
     for path in finished.folder.rglob("*.json"):
         assert isinstance(strict(path.read_text(encoding="utf-8")), dict), path
     diagnostics = strict((finished.folder / "diagnostics.json").read_text())
-    assert set(diagnostics) == {"similarity", "relevance", "queries"}
+    assert set(diagnostics) == {"similarity", "relevance", "queries", "prompts", "swap"}
     assert diagnostics["similarity"]["labels"] == finished.record.stream.classes
     page = finished.report.read_text(encoding="utf-8")
     assert "first" in page and "</html>" in page

@@ -26,8 +26,8 @@ def run(name, method, **settings):
     done = probprompt.train("images", method, tasks=3, out=f"runs/{name}", device="cpu",
         config={"backbone": {"name": "test_vit", "weights": "random"}}, **sized)
     files = sorted(path.name for path in done.model.glob("*.safetensors"))
-    texts = [json.loads((done.folder / name).read_text()) for name in ("accuracy.json", "diagnostics.json")]
-    found[name] = [files, texts]
+    accuracy, inside = (json.loads((done.folder / f"{kind}.json").read_text()) for kind in ("accuracy", "diagnostics"))
+    found[name] = [files, accuracy, {part: inside.get(part) for part in ("similarity", "relevance", "queries")}]
 for method in methods.registered():
     run(method, method)
 for kind in ("ridge", "lda", "nearest-mean", "normalised"):

@@ -47,6 +47,8 @@ class DataConfig(_Settings):
     validation: float = Field(0.0, ge=0, lt=1)
     """Above 0: hold out this part of the training images (of emoji-r two whole styles) and evaluate on it instead of
     the test set."""
+    per_class: int | None = Field(None, ge=1)
+    """Learn from at most so many training images of each class, the same for every seed."""
     stored_side: int | Literal["full"] | None = None
     """Images are kept with the short side at most this long, bilinearly reduced. None: 256/224 of the input."""
     skip_unreadable: bool = False

@@ -15,14 +15,15 @@ __all__ = ["aggregate", "average", "gaussian_kl", "mixture_moments", "relevance"
 _SMALLEST_NORM = 1e-8  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
 
 
-def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float = 1.0) -> Tensor:
+def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float = 1.0, density: bool = False) -> Tensor:
     """Say how relevant each Gaussian of a pool is to each query (Eqs. 2 and 3).
 
         S²(n) = Σ_d (q_d - μ_d(n))² / σ_d(n)²
         s(n)  = exp(-S²(n) / temperature) / Σ_j exp(-S²(j) / temperature)
 
     query (B, D), mean and log_std (M, N, D) -> (B, M, N), where each row over N sums to 1.
-    A temperature of 1 is the paper's formula; √D or D soften the choice.
+    A temperature of 1 is the paper's formula; √D or D soften the choice. With ``density`` the log-determinant
+    2 Σ_d log σ_d(n) is added to S²(n): at a temperature of 2 that is Bayes' rule for Gaussians of equal weight.
 
     >>> mean = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])  # one pool of two Gaussians
     >>> query = torch.tensor([[1.0, 0.0], [0.5, 0.0]])  # half-way, and nearer to the first
@@ -42,7 +43,30 @@ def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float =
     origin = -mean.double() * inverse  # (M, N, D)
     whitened = torch.addcmul(origin, query.double()[:, None, None, :], inverse)  # (B, M, N, D)
     distance = whitened.square().sum(dim=-1)  # (B, M, N), S²
+    if density:
+        distance = distance + 2 * log_std.double().sum(dim=-1)
     return torch.softmax(-distance / temperature, dim=-1).to(_widest(query, mean, log_std))  # (B, M, N)
+
+
+def whitening(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Find what makes queries (n, D) have mean 0 and, nearly, covariance I: their mean (D,) and a matrix (D, D).
+
+    The covariance is drawn towards a multiple of I by the oracle approximating shrinkage (Chen et al., 2010), so few
+    queries will do.
+
+    >>> mean, matrix = whitening(torch.tensor([[3.0, 0.0], [1.0, 0.0], [2.0, 1.0], [2.0, -1.0]]))
+    >>> mean, bool((matrix - matrix[0, 0] * torch.eye(2)).abs().max() < 1e-9)
+    (tensor([2., 0.], dtype=torch.float64), True)
+    """
+    count, width = queries.shape
+    wide = queries.double()
+    mean = wide.mean(dim=0)
+    covariance = (wide - mean).T @ (wide - mean) / count  # (D, D)
+    scale, square = covariance.trace() / width, covariance.square().mean()
+    within = (count + 1) * (square - scale.square() / width)
+    share = ((square + scale.square()) / within).clamp(max=1) if within > 0 else 1.0
+    values, vectors = torch.linalg.eigh((1 - share) * covariance + share * scale * torch.eye(width).to(covariance))
+    return mean, vectors / values.clamp_min(_SMALLEST_NORM).sqrt() @ vectors.T
 
 
 def top_k(weights: Tensor, k: int) -> Tensor:
@@ -116,13 +140,13 @@ def sample_prompts(
     return torch.addcmul(center, scale, noise.to(wide).expand(shape)).to(dtype)  # (B, M, K, D)
 
 
-def aggregate(samples: Tensor, query: Tensor) -> Tensor:
+def aggregate(samples: Tensor, query: Tensor, temperature: float = 1.0) -> Tensor:
     """Make one prompt of each token's samples; those that point the way of the query weigh more (Eqs. 9, 10).
 
-        w_k = exp(cos(P_k, q)) / Σ_j exp(cos(P_j, q))
+        w_k = exp(cos(P_k, q) / temperature) / Σ_j exp(cos(P_j, q) / temperature)
         P   = Σ_k w_k P_k
 
-    samples (B, M, K, D), query (B, D) -> (B, M, D).
+    samples (B, M, K, D), query (B, D) -> (B, M, D). The paper's formula has no temperature.
 
     >>> samples = torch.tensor([[[[3.0, 0.0], [0.0, 1.0]]]])  # their cosines with the query are 1 and 0
     >>> aggregate(samples, torch.tensor([[2.0, 0.0]]))
@@ -133,12 +157,12 @@ def aggregate(samples: Tensor, query: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(wide, dim=-1).clamp_min(_SMALLEST_NORM)  # (B, M, K)
     product = wide.flatten(1, 2) @ direction[..., None]  # (B, M * K, 1)
     cosine = product.view_as(length) / length  # (B, M, K)
-    weights = torch.softmax(cosine, dim=-1)  # (B, M, K)
+    weights = torch.softmax(cosine / temperature, dim=-1)  # (B, M, K)
     prompt = (weights[..., None, :] @ wide).squeeze(-2)  # (B, M, D)
     return prompt.to(_widest(samples, query))
 
 
-def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor) -> Tensor:
+def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor, temperature: float = 1.0) -> Tensor:
     """``aggregate(sample_prompts(mean, std, noise=noise), query)`` without ever forming the samples (Eqs. 8-10).
 
     The weights sum to one, so P = μ + σ Σ_k w_k ε_k, and a sample's cosine needs only inner products:
@@ -146,7 +170,8 @@ def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor) -> T
         <P_k, q>  = <μ, q> + <σ q, ε_k>
         |P_k|²    = |μ|² + 2 <μ σ, ε_k> + <σ², ε_k²>
 
-    mean and std (B, M, D), query (B, D), noise (M, K, D) shared by the batch or (B, M, K, D) -> (B, M, D).
+    mean and std (B, M, D), query (B, D) or one per token (B, M, D), noise (M, K, D) shared by the batch or
+    (B, M, K, D) -> (B, M, D).
 
     >>> mean, std, query = torch.ones(1, 1, 2), torch.full((1, 1, 2), 0.5), torch.tensor([[1.0, 0.0]])
     >>> noise = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
@@ -157,12 +182,14 @@ def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor) -> T
     """
     dtype = _widest(mean, std, query)
     wide = torch.promote_types(dtype, torch.float32)
-    mean, std, query, noise = mean.to(wide), std.to(wide), query.to(wide)[:, None], noise.to(wide)  # query (B, 1, D)
+    mean, std, query, noise = mean.to(wide), std.to(wide), query.to(wide), noise.to(wide)
+    query = query if query.ndim == 3 else query[:, None]  # (B, 1 or M, D)
     along = (mean * query).sum(-1, keepdim=True) + _against(std * query, noise)  # (B, M, K)
     square = (mean * mean).sum(-1, keepdim=True) + 2 * _against(mean * std, noise)  # (B, M, K)
     square = square + _against(std * std, noise * noise)  # (B, M, K)
     length = square.clamp_min(_SMALLEST_NORM**2).sqrt() * torch.linalg.vector_norm(query, dim=-1, keepdim=True)
-    weights = torch.softmax(along / length.clamp_min(_SMALLEST_NORM), dim=-1)  # (B, M, K)
+    cosine = along / length.clamp_min(_SMALLEST_NORM)  # (B, M, K)
+    weights = torch.softmax(cosine / temperature, dim=-1)  # (B, M, K)
     mixed = torch.einsum("bmk,mkd->bmd" if noise.ndim == 3 else "bmk,bmkd->bmd", weights, noise)  # (B, M, D)
     return torch.addcmul(mean, std, mixed).to(dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -14,7 +14,8 @@ class Prefix:
     """Key and value tokens that every token of one attention layer sees in front of the sequence's own.
 
     Both are (B, P, W), or (P, W) where one prefix serves the whole batch; W is the attention's width, all
-    heads together. They live in the space of the projected keys and values: they are not projected again.
+    heads together. They live in the space of the projected keys and values: they are not projected again. With
+    ``projected`` they are of the backbone's width instead, and the block projects them like its own tokens.
 
     >>> import torch
     >>> Prefix(torch.zeros(4, 48), torch.zeros(4, 48)).length
@@ -23,6 +24,7 @@ class Prefix:
 
     key: Tensor
     value: Tensor
+    projected: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         key, value = tuple(self.key.shape), tuple(self.value.shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 from probprompt import kernels
 
 Key = int | str
+Start = Literal["uniform", "symmetric", "normal"]
 
 
 def _words(key: tuple[Key, ...]) -> list[int]:
@@ -41,7 +42,7 @@ def normal(shape: tuple[int, ...], *key: Key) -> Tensor:
     return torch.from_numpy(stream(*key).standard_normal(shape).astype(np.float32))
 
 
-def initial(kind: Literal["uniform", "symmetric", "normal"], shape: tuple[int, ...], *key: Key) -> Tensor:
+def initial(kind: Start, shape: tuple[int, ...], *key: Key) -> Tensor:
     """Float32 numbers for parameters to begin with: of U[0, 1), U(-1, 1) or N(0, 1).
 
     >>> bool((initial("symmetric", (3,), 1, "keys") == 2 * uniform((3,), 1, "keys") - 1).all())
@@ -67,6 +68,44 @@ def number(*key: Key) -> int:
 def generator(device: torch.device, *key: Key) -> torch.Generator:
     """A torch generator on the device, for draws too large to make on the CPU."""
     return torch.Generator(device=device).manual_seed(number(*key))
+
+
+_GOLDEN, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def bits(keys: Tensor, count: int, *key: Key) -> Tensor:
+    """64 random bits so many times for each of many keys (B,), the same on every device: (B, count)."""
+    places = torch.arange(1, count + 1, device=keys.device) * _GOLDEN + number(*key)
+    mixed = keys[:, None] + places  # the steps and the mixing of SplitMix64, in numbers that wrap
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return mixed
+
+
+class Turns:
+    """For each of many keys (B,) a shift of pools and features with random signs.
+
+    Noise that all images share becomes noise of each image's own when it is turned; and instead of the noise, whatever
+    is compared with it may be turned, which costs far less.
+    """
+
+    def __init__(self, keys: Tensor, pools: int, width: int, *key: Key) -> None:
+        device, words = keys.device, -(-width // 64)
+        drawn = bits(keys, pools * words + 2, *key)
+        signs = drawn[:, 2:].view(-1, pools, words, 1) >> torch.arange(64, device=device) & 1
+        self._signs = 1 - 2 * signs.flatten(2)[..., :width].float()  # (B, M, D)
+        pool = (torch.arange(pools, device=device) + (drawn[:, :1] >> 8)) % pools  # (B, M)
+        feature = (torch.arange(width, device=device) + (drawn[:, 1:2] >> 8)) % width  # (B, D)
+        self._places = (pool[:, :, None] * width + feature[:, None]).flatten(1)  # (B, M D): where each number goes
+
+    def turn(self, values: Tensor, signs: bool = True) -> Tensor:
+        """Turned values (B, M, D); those that are squares, say, have no signs."""
+        values = values * self._signs if signs else values.expand(self._signs.shape)
+        return torch.empty_like(values).flatten(1).scatter_(1, self._places, values.flatten(1)).view_as(values)
+
+    def back(self, values: Tensor) -> Tensor:
+        """Turned values (B, M, D) as they were."""
+        return values.flatten(1).gather(1, self._places).view_as(values) * self._signs
 
 
 class Noise:

@@ -156,6 +156,7 @@ class FrozenViT(nn.Module):
         """
         prompts = prompts or {}
         _check_prompts(self.model, prompts, images.shape[0])  # len() would fix the batch of an exported graph
+        prompts = {index: _projected(self.model.blocks[index].attn, prompt) for index, prompt in prompts.items()}
         fast = self._fast()
         if isinstance(images, Tensor):
             _check_images(self.model, images)
@@ -333,7 +334,7 @@ def _check_prompts(model: Any, prompts: Prompts, batch: int) -> None:
         if not isinstance(prompt, Prefix | Tokens | ClassTokenShift):
             raise TypeError(f"block {index}: a prompt is a Prefix, Tokens or a ClassTokenShift, got a {kind}")
         what, width = "attention", _attention_width(model.blocks[index].attn)
-        if isinstance(prompt, Tokens):
+        if isinstance(prompt, Tokens) or (isinstance(prompt, Prefix) and prompt.projected):
             what, width = "backbone", model.embed_dim
         if prompt.width != width:
             raise ValueError(f"block {index}: the {kind} has width {prompt.width}, the {what} {width}")
@@ -392,6 +393,19 @@ def _attend(attention: Any, tokens: Tensor, prompt: Prompt | None, read: slice) 
         mixed = mixed * gate(tokens[:, read]).sigmoid()
     attended: Tensor = attention.proj_drop(attention.proj(mixed))  # (B, T or fewer, D)
     return attended
+
+
+def _projected(attention: Any, prompt: Prompt) -> Prompt:
+    """Send a prefix that is still to be projected through the attention's own weights."""
+    if not isinstance(prompt, Prefix) or not prompt.projected:
+        return prompt
+    width, weight, bias = _attention_width(attention), attention.qkv.weight, attention.qkv.bias
+    key, value = (
+        functional.linear(part.to(weight.dtype), weight[rows], None if bias is None else bias[rows])
+        for part, rows in ((prompt.key, slice(width, 2 * width)), (prompt.value, slice(2 * width, None)))
+    )
+    heads = key.unflatten(-1, (attention.num_heads, attention.head_dim))
+    return Prefix(attention.k_norm(heads).flatten(-2), value)
 
 
 def _expanded(prefix: Prompt | None, batch: int) -> tuple[Tensor, Tensor] | None:

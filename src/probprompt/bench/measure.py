@@ -102,7 +102,7 @@ def inference(setup: BenchSetup, seconds: float) -> Rate:
     rows = setup.rows_of(batch).rows
 
     def predict() -> tuple[int, int]:
-        setup.model.predict(setup.learner.viewer.evaluation(setup.learner.images.store, rows))
+        setup.predict(rows)
         return batch, 1
 
     return timing.rate(predict, seconds, setup.device)
@@ -110,11 +110,10 @@ def inference(setup: BenchSetup, seconds: float) -> Rate:
 
 def latency(setup: BenchSetup, seconds: float) -> Latency:
     """Predictions of one image at a time, from its pixels to its logits."""
-    learner, rows = setup.learner, setup.rows_of(len(setup.learner.images.store)).rows
+    rows = setup.rows_of(len(setup.learner.images.store)).rows
 
     def predict(number: int) -> None:
-        one = rows[number % len(rows)][None]
-        setup.model.predict(learner.viewer.evaluation(learner.images.store, one))
+        setup.predict(rows[number % len(rows)][None])
 
     return timing.latency(predict, seconds, setup.device)
 

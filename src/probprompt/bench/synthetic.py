@@ -121,6 +121,11 @@ class BenchSetup:
         """What predicts."""
         return self.learner.model
 
+    def predict(self, rows: Tensor) -> None:
+        """Predict images (n,) from their pixels."""
+        images, viewer = self.learner.images.store, self.learner.viewer
+        self.model.predict(viewer.evaluation(images, rows), keys=self.model.known(images, rows).keys)
+
     def close(self) -> None:
         """End the task as the engine does; a head that is solved then learns the classes of later tasks, too."""
         self.learner.finish(self.task, lambda _: None)

@@ -399,6 +399,8 @@ def make_config(
         preset = "flagship" if method == "probprompt" else others
     base = presets.settings(preset, method, "emoji-r")
     base = {name: part for name, part in base.items() if name not in ("data", "backbone")}
+    if method == "probprompt":
+        base = merge(base, {"method": {"evaluation": "mean"}})  # the same on the command line, on the page and in ONNX
     usual = "sup1k" if device.type == "cuda" else SMALL_VIT
     named: dict[str, Any] = {"seeds": dict.fromkeys(("order", "init", "data"), seed), "method": {"name": method}}
     given = apply_values(merge(config or {}, named), settings)

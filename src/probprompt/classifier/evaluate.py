@@ -200,15 +200,17 @@ def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
     if not state.classes or not isinstance(head, ClosedFormSettings) or not head.with_query:
         return None
     width = engine.backbone.model.width
-    queries, names = [], []
+    queries, names, keys = [], [], []
     for known in state.classes[:MOST_CLASSES]:
-        rows = known.held.tensors["rows"]
-        if not len(rows):
-            rows = known.rest.tensors.get("rows", rows)
-        if len(rows):
-            queries.append(rows[0, width : 2 * width])  # features, then the query, then readings of blocks
+        kept = known.held.tensors
+        if not len(kept["rows"]):
+            kept = {**kept, **{name: rows for name, rows in known.rest.tensors.items() if name in ("rows", "keys")}}
+        if len(kept["rows"]):
+            queries.append(kept["rows"][0, width : 2 * width])  # features, then the query, then readings of blocks
             names.append(known.name)
+            keys += kept["keys"][:1].tolist() if "keys" in kept else []
     if len(names) < 2:
         return None
     fresh = engine.build(replace(State(), adapted=state.adapted)).method
-    return prompt_diversity(engine.build(state).method, fresh, torch.stack(queries).to(engine.device), names)
+    given = torch.tensor(keys, device=engine.device) if keys else None
+    return prompt_diversity(engine.build(state).method, fresh, torch.stack(queries).to(engine.device), names, given)

@@ -18,6 +18,7 @@ from probprompt.data.image_store import Loaded, load
 from probprompt.data.inputs import LabeledImages, refuse_empty, same_name, unreadable
 from probprompt.engine.learner import Learner
 from probprompt.engine.loader import TaskImages
+from probprompt.engine.model import PromptedModel
 from probprompt.engine.saved_model import learner_tensors
 from probprompt.errors import UserError, shorten
 from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
@@ -92,7 +93,7 @@ def with_lesson(
         tasks = (*tasks, LearnedTask(name, version, int((lesson.labels >= len(old.classes)).sum())))
     return replace(
         old,
-        classes=_extended(engine, old, lesson, features),
+        classes=_extended(engine, old, lesson, features, learner.model),
         tasks=tasks,
         adapted=(*old.adapted, len(new)) if new and engine.adapts(len(old.tasks)) else old.adapted,
         next_uid=old.next_uid + len(new),
@@ -133,15 +134,24 @@ def sort_classes(
     return tuple(name for name in classes if name not in state.names), found
 
 
-def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tensor) -> tuple[KnownClass, ...]:
+def _extended(
+    engine: ModelFactory, state: State, lesson: Lesson, features: Tensor, model: PromptedModel
+) -> tuple[KnownClass, ...]:
     """The classes with what is kept of the new images."""
     classes = list(state.classes)
     order = (*state.names, *lesson.new)
+    keys = model.known(lesson.loaded.store, torch.arange(len(features), device=features.device)).keys  # (n,)
     for label in lesson.labels.unique().tolist():
         own = lesson.labels == label
         rest, held = features[own & ~lesson.held], dict(zip(VIEWS, features[own & lesson.held].unbind(1), strict=False))
         before = classes[label] if label < len(classes) else None
-        kept = compact(rest.flatten(0, 1), before.rest.tensors if before else {}, engine.views, engine.widths)
+        earlier = before.rest.tensors if before else {}
+        kept = compact(rest.flatten(0, 1), earlier, engine.views, engine.widths)
+        if keys is not None:
+            held["keys"] = keys[own & lesson.held]
+            if "rows" in kept:
+                more = keys[own & ~lesson.held].repeat_interleave(features.shape[1])
+                kept["keys"] = torch.cat([earlier["keys"].to(more), more]) if earlier else more
         if before is not None:
             held = {view: torch.cat([before.held.tensors[view].to(rows), rows]) for view, rows in held.items()}
         known = KnownClass(
@@ -149,7 +159,7 @@ def _extended(engine: ModelFactory, state: State, lesson: Lesson, features: Tens
             name=order[label],
             task=before.task if before else len(state.tasks),
             images=(before.images if before else 0) + int(own.sum()),
-            held=Part.of({view: rows.float() for view, rows in held.items()}),
+            held=Part.of({name: rows if name == "keys" else rows.float() for name, rows in held.items()}),
             rest=Part.of(kept),
         )
         classes[label : label + 1] = [known]  # in its place, or at the end

@@ -60,15 +60,12 @@ class Predictor:
     state: State
     gaussians: Gaussians
 
+    @torch.no_grad()
     def look(self, pixels: list[Pixels]) -> Tensor:
         """What the head is given of images: (n, D or more)."""
         device = self.viewer.mean.device
-        return self.look_at(self.viewer.evaluation(Packed.of(pixels, device), torch.arange(len(pixels), device=device)))
-
-    @torch.no_grad()
-    def look_at(self, images: Tensor) -> Tensor:
-        """What the head is given of prepared images (n, 3, size, size)."""
-        return self.model.look(images)
+        store, rows = Packed.of(pixels, device), torch.arange(len(pixels), device=device)
+        return self.model.look(self.viewer.evaluation(store, rows), keys=self.model.known(store, rows).keys)
 
     @torch.no_grad()
     def judge(self, features: Tensor) -> tuple[Tensor, Tensor]:

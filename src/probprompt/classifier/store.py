@@ -74,9 +74,10 @@ class KnownClass:
     """The task that added it."""
     images: int
     held: Part
-    """``rows``: features of the held-out images (h, D); ``mirrors``: those of their horizontal flips."""
+    """``rows``: features of the held-out images (h, D); ``mirrors``: those of their horizontal flips; ``keys`` (h,):
+    what their pixels say to a method that asks for it."""
     rest: Part
-    """Of the other images: ``rows`` (n, D), or sums over them."""
+    """Of the other images: ``rows`` (n, D) and any ``keys`` (n,), or sums over them."""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,17 @@ class Benchmark(ABC):
         kept, held = stratified_split(data.train.labels, fraction, "validation", data.class_names)
         return replace(data, train=data.train.subset(kept), test=data.train.subset(held))
 
+    def select(self, data: ImageData, validation: float, per_class: int | None) -> ImageData:
+        """Hold out a part of the training images if it is above 0, and keep at most so many of each class."""
+        data = self.hold_out(data, validation) if validation else data
+        if per_class is None:
+            return data
+        kept: list[int] = []
+        for label, name in enumerate(data.class_names):
+            members = np.flatnonzero(data.train.labels == label)
+            kept += members[randomness.permutation(len(members), "per class", name)[:per_class]].tolist()
+        return replace(data, train=data.train.subset(sorted(kept)))
+
 
 _REGISTRY: dict[str, type[Benchmark]] = {}
 

@@ -6,9 +6,11 @@ the caller's: uniform numbers in [0, 1), a row per image, decide everything, so 
 row only. Colors are decided on the CPU, wherever the rows are; pixels stay on their device.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import permutations
 from typing import Literal, Self
 
@@ -59,6 +61,18 @@ class Packed:
         """Device on which views of the images are made."""
         return self.sizes.device
 
+    @cached_property
+    def _keys(self) -> Tensor:
+        sizes, starts, found = self.sizes.tolist(), self.offsets.tolist(), []
+        for (height, width), start in zip(sizes, starts, strict=True):
+            pixels = self.pixels[start : start + 3 * height * width].cpu().numpy()
+            found.append(pixel_key(pixels, height, width))
+        return torch.tensor(found, device=self.device)
+
+    def keys(self, indices: Tensor) -> Tensor:
+        """Return a number for each image (B,) that its pixels decide: of equal images it is the same."""
+        return self._keys[indices]
+
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return pixels on the device, the start of each image in them (B,), and sizes (B, 2)."""
         return self.pixels, self.offsets[indices], self.sizes[indices]
@@ -89,6 +103,12 @@ class Packed:
                 begins.append(place)
                 high, wide = height, width
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
+
+
+def pixel_key(pixels: Pixels, height: int, width: int) -> int:
+    """Hash the bytes of an image (H, W, 3)."""
+    digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=8, salt=b"%dx%d" % (height, width))
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] | None:

@@ -134,6 +134,10 @@ class Learner:
     def begin(self, task: TaskImages) -> None:
         """Make room for the task's classes."""
         self.check(task)
+        if task.index == 0 and self.model.method.statistics:
+            queries = self.loader.compute(task, only_queries=True)[1]
+            assert queries is not None
+            self.model.method.see_queries(queries)
         if self._follows(task):
             self.before = self.model.head_input(*self.loader.compute(task, context=EVALUATION))
         self.begin_method(task)

@@ -268,7 +268,7 @@ class TaskLoader:
             if query is not None:
                 queries.append(query)
             if not only_queries:
-                features.append(self.model.evaluated(images, seen, context, query))
+                features.append(self.model.evaluated(images, seen, self.model.known(store, indices, context), query))
             advance(1)
         nothing = torch.empty(0, self.model.backbone.width, device=self.device)
         found = torch.cat(features) if features else nothing.repeat(1, 1 + 2 * self.model.head.layers)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from probprompt.backbones.vit import DTYPES, Embedded, FrozenViT, Precision
+from probprompt.data.transforms import Packed
 from probprompt.errors import UserError
 from probprompt.heads.head import Head
 from probprompt.kernels.cuda_graphs import Replays
@@ -122,29 +123,33 @@ class PromptedModel(nn.Module):
         width = query.shape[1]
         return torch.cat([features[:, :width], query, features[:, width:]], dim=1)
 
-    def look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+    def known(self, store: Packed, rows: Tensor, context: Context = EVALUATION) -> Context:
+        """The context of stored images (B,): with their keys, where the method asks for them."""
+        return replace(context, keys=store.keys(rows)) if self.method.needs_keys else context
+
+    def look(self, images: Tensor, query: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """What the head is given of images at evaluation (B, D or more); a query computed before may be given.
 
         On a GPU batches of few sizes are replayed: launching so many kernels may take longer than running them.
         """
         if query is not None or not images.is_cuda:
-            return self._look(images, query)
+            return self._look(images, keys, query)
         if self._replays is None:
             self._replays = Replays(self._look, self)
-        return self._replays(images)
+        return self._replays(images) if keys is None else self._replays(images, keys)
 
-    def _look(self, images: Tensor, query: Tensor | None = None) -> Tensor:
-        seen = self.embed(images)
+    def _look(self, images: Tensor, keys: Tensor | None = None, query: Tensor | None = None) -> Tensor:
+        seen, context = self.embed(images), EVALUATION if keys is None else Context(keys=keys)
         query = self.query(seen) if query is None else query
-        return self.head_input(self.evaluated(images, seen, EVALUATION, query), query)
+        return self.head_input(self.evaluated(images, seen, context, query), query)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_replays": None}  # a copy has memory of its own
 
     @torch.no_grad()
-    def predict(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+    def predict(self, images: Tensor, query: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Logits (B, C) over the classes seen so far, at evaluation."""
-        logits: Tensor = self.head(self.look(images, query))
+        logits: Tensor = self.head(self.look(images, query, keys))
         return logits
 
 

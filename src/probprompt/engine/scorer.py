@@ -51,7 +51,14 @@ class Scorer:
     @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
         """Logits (n, C) of these images."""
-        features = self.features(rows)
+        return self._logits(rows, self.features(rows))
+
+    @torch.no_grad()
+    def computed_logits(self, rows: Tensor) -> Tensor:
+        """The same from features that are computed anew, whatever the cache knows."""
+        return self._logits(rows, self._compute(rows))
+
+    def _logits(self, rows: Tensor, features: Tensor) -> Tensor:
         query = self.queries(rows) if self.model.head.width > features.shape[1] else None
         logits: Tensor = self.model.head(self.model.head_input(features, query))
         return logits
@@ -59,16 +66,14 @@ class Scorer:
     @torch.no_grad()
     def features(self, rows: Tensor) -> Tensor:
         """Features of these images as the head reads them (n, D or more), from the cache where nothing changes them."""
+        return self._features.get(rows, self._compute) if self.model.static else self._compute(rows)
 
-        def compute(some: Tensor) -> Tensor:
-            images = self.viewer.evaluation(self.images.store, some)
-            seen = self.model.embed(images)
-            query = None
-            if self.model.method.needs_query:
-                query = self._queries.get(some, lambda new: self._ask(new, seen if len(new) == len(some) else None))
-            return self.model.evaluated(images, seen, query=query)
-
-        return self._features.get(rows, compute) if self.model.static else compute(rows)
+    def _compute(self, rows: Tensor) -> Tensor:
+        images = self.viewer.evaluation(self.images.store, rows)
+        seen, query = self.model.embed(images), None
+        if self.model.method.needs_query:
+            query = self._queries.get(rows, lambda new: self._ask(new, seen if len(new) == len(rows) else None))
+        return self.model.evaluated(images, seen, self.model.known(self.images.store, rows), query)
 
     @torch.no_grad()
     def queries(self, rows: Tensor) -> Tensor:

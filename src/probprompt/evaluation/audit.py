@@ -17,15 +17,17 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from probprompt import randomness
 from probprompt.backbones.vit import Precision
+from probprompt.data.transforms import pixel_key
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.evaluation.diagnostics import injected_tokens
-from probprompt.methods import Context, Method, Prompted
+from probprompt.methods import EVALUATION, Context, Method, Prompted
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,14 @@ def audit(
     tasks: Tensor,
     classes: int,
     strangers: Tensor | None = None,
+    keys: Tensor | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Audit:
     """Predict images (n, 3, H, W) of known tasks (n,) in many ways, and compare.
 
     ``classes`` is the number of classes learned so far; ``strangers`` (m, 3, H, W) are images of classes that were
-    not. Where the tasks of the images are not known, all are given as one.
+    not. Where the tasks of the images are not known, all are given as one. ``keys`` (n,) are what the stored pixels of
+    the images say to a method that asks for it; of images without any, the hash of what the backbone is given.
     """
     if len(images) < 2:
         raise UserError(f"an audit needs at least 2 images, got {len(images)}")
@@ -139,7 +143,7 @@ def audit(
         return prompts(query, context)
 
     with mock.patch.object(model.method, "prompts", watched):
-        subject = _Subject(model, images, tasks, TOLERANCES[model.precision])
+        subject = _Subject(model, images, tasks, TOLERANCES[model.precision], keys)
         made: tuple[Callable[[], Check], ...] = (
             partial(_outputs, subject, classes),
             partial(_batch_size, subject),
@@ -208,17 +212,23 @@ def spread_of(logits: Tensor) -> float:
 class _Subject:
     """A model under audit, with images and what it predicts of each alone."""
 
-    def __init__(self, model: PromptedModel, images: Tensor, tasks: Tensor, tolerance: Tolerance) -> None:
+    def __init__(
+        self, model: PromptedModel, images: Tensor, tasks: Tensor, tolerance: Tolerance, keys: Tensor | None
+    ) -> None:
         self.model, self.images, self.tolerance = model, images, tolerance
-        self.tasks = tasks.to(images.device)
+        self.tasks, self.keys = tasks.to(images.device), _hashed(images) if keys is None else keys
         self.rows = torch.arange(len(images), device=images.device)  # (n,)
         self.alone = self.predict_in(self.rows.split(1))  # (n, C)
         self.spread = spread_of(self.alone)
 
     def predict_in(self, batches: Sequence[Tensor]) -> Tensor:
         """Logits (n, C) of all images, predicted in these batches of row numbers."""
-        logits = torch.cat([self.model.predict(self.images[batch]) for batch in batches])  # (n, C)
+        logits = torch.cat([self.predict(self.images[batch], self.keys[batch]) for batch in batches])  # (n, C)
         return logits[torch.cat(list(batches)).argsort()]
+
+    def predict(self, images: Tensor, keys: Tensor) -> Tensor:
+        """Logits (B, C) of images with their keys (B,), where the method asks for these."""
+        return self.model.predict(images, keys=keys if self.model.method.needs_keys else None)
 
     def predict_beside(self, mates: Callable[[int], Tensor]) -> Tensor:
         """Logits (n, C) of all images, each in a batch with its mates (k, 3, H, W), at changing places among them."""
@@ -227,7 +237,9 @@ class _Subject:
             others = mates(row)
             place = row % (len(others) + 1)
             batch = torch.cat([others[:place], image[None], others[place:]])  # (k + 1, 3, H, W)
-            found.append(self.model.predict(batch)[place])
+            keys = _hashed(others)
+            keys = torch.cat([keys[:place], self.keys[row : row + 1], keys[place:]])  # (k + 1,)
+            found.append(self.predict(batch, keys)[place])
         return torch.stack(found)
 
     def noise(self, row: int, *key: str) -> Tensor:
@@ -303,21 +315,29 @@ def _prompts(subject: _Subject) -> Check:
         return Check(name, question, note="not applicable: the method is asked without queries")
     backbone = subject.model.backbone
     queries = torch.cat([backbone.query(image, method.query_readout) for image in subject.images.split(1)])  # (n, D)
-    expected = _injected(method, queries.split(1))  # (n, P)
+    keys = subject.keys
+    expected = _injected(method, queries.split(1), keys.split(1))  # (n, P)
     if not expected.numel():
         return Check(name, question, note="not applicable: nothing is injected")
-    found = [_injected(method, queries.split(size)) for size in (BATCH, ODD_BATCH)]
-    found.append(_injected(method, queries.flip(0).split(BATCH)).flip(0))
+    found = [_injected(method, queries.split(size), keys.split(size)) for size in (BATCH, ODD_BATCH)]
+    found.append(_injected(method, queries.flip(0).split(BATCH), keys.flip(0).split(BATCH)).flip(0))
     crowds = [torch.cat([query, -query, -query]) for query in queries.split(1)]
-    found.append(_injected(method, crowds)[::3])
+    found.append(_injected(method, crowds, [torch.cat([key, ~key, -key]) for key in keys.split(1)])[::3])
     return replace(compare(name, question, found, expected, spread_of(expected), TOLERANCES["fp32"]), changed=None)
 
 
-def _injected(method: Method, batches: Sequence[Tensor]) -> Tensor:
+def _hashed(images: Tensor) -> Tensor:
+    """Keys (n,) of images (n, 3, H, W) that nothing is stored of."""
+    keys = [pixel_key(image.cpu().float().numpy().view(np.uint8), *image.shape[1:]) for image in images]
+    return torch.tensor(keys, device=images.device)
+
+
+def _injected(method: Method, batches: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
     """All numbers that are injected for each query, (n, P), the method being asked in these batches."""
     rows = []
-    for queries in batches:
-        tokens = injected_tokens(method, queries).values()  # per block (slots, B, W)
+    for queries, some in zip(batches, keys, strict=True):
+        context = Context(keys=some) if method.needs_keys else EVALUATION
+        tokens = injected_tokens(method, queries, context).values()  # per block (slots, B, W)
         rows.append(torch.cat([queries[:, :0], *(part.transpose(0, 1).flatten(1) for part in tokens)], dim=1))  # (B, P)
     return torch.cat(rows)
 
@@ -334,7 +354,7 @@ def _told(contexts: Sequence[Context]) -> Check:
         for context in contexts
         for name, value in vars(context).items()
         if value is not None and value is not False and (name != "first" or value)
-        if name != "draw"  # says nothing about an image: all have the same
+        if name not in ("draw", "keys")  # all images have the same; the audit makes them of the image's own pixels
     }
     note = f"the method was told: {', '.join(sorted(given))}" if given else ""
     question = "neither task, labels nor noise are given to the method"

@@ -1,26 +1,32 @@
 """What happens inside: how alike the injected prompts are, which components are used, what the queries look like."""
 
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from probprompt.methods import EVALUATION, Method
-from probprompt.prompts import ClassTokenShift, Tokens
+from probprompt import randomness
+from probprompt.engine.scorer import Scorer
+from probprompt.methods import EVALUATION, Context, Method, Prompted
+from probprompt.prompts import ClassTokenShift, Prompt, Tokens
 
 QUERIES = 128  # looked at together: a query meets every component in float64
 POINTS = 300  # queries embedded at most: exact t-SNE grows with their square
+SWAPPED = 512  # images at most that are predicted with prompts not their own
 FEWEST = 10  # with fewer distinct points, neighborhoods mean nothing and PCA replaces t-SNE
 
 
-def injected_tokens(method: Method, queries: Tensor) -> dict[int, Tensor]:
+def injected_tokens(method: Method, queries: Tensor, context: Context = EVALUATION) -> dict[int, Tensor]:
     """The prompt tokens that evaluation injects for these queries, per block: (slots, B, W).
 
     The slots of a prefix are its keys, then its values; of a shift of the class token its key and its value.
     """
-    prompts = method.prompts(queries if method.needs_query else None, EVALUATION).prompts
+    prompts = method.prompts(queries if method.needs_query else None, context).prompts
     tokens = {}
     for block, prompt in prompts.items():
         if isinstance(prompt, Tokens):
@@ -63,12 +69,14 @@ def effective_rank(tokens: dict[int, Tensor]) -> float:
 
 
 @torch.no_grad()
-def prompt_diversity(method: Method, fresh: Method, queries: Tensor, labels: list[str]) -> dict[str, Any] | None:
+def prompt_diversity(
+    method: Method, fresh: Method, queries: Tensor, labels: list[str], keys: Tensor | None = None
+) -> dict[str, Any] | None:
     """Similarity of the prompts for one query per class, after training and at the start; None without prompts."""
-    tokens = injected_tokens(method, queries)
+    tokens = injected_tokens(method, queries, Context(keys=keys))
     if not tokens:
         return None
-    start = injected_tokens(fresh, queries)
+    start = injected_tokens(fresh, queries, Context(keys=keys))
     matrix = similarity(tokens)
     return {
         "labels": labels,
@@ -95,6 +103,94 @@ def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
         "entropy": [float(torch.special.entr(part.double()).sum(-1).mean()) / largest for part in weights.values()],
         "max_weight": [float(part.amax(dim=-1).mean()) for part in weights.values()],
     }
+
+
+@torch.no_grad()
+def mean_and_sampled(method: Method, fresh: Method, queries: Tensor) -> dict[str, float]:
+    """How alike mean prompts are, and those with noise of each image's own; how large that noise is; both before, too.
+
+    ``noise`` is the standard deviation that is left of the samples once they are averaged: σ/√N_s.
+    """
+    found, keys = dict[str, float](), torch.arange(len(queries), device=queries.device)
+    for when, made in (("", method), ("initial_", fresh)):
+        mean = injected_tokens(made, queries, Context(sampled=False))
+        sampled = injected_tokens(made, queries, Context(sampled=True, keys=keys))
+        square = torch.stack([(sampled[block] - mean[block]).square().mean() for block in mean] or [torch.zeros(())])
+        found[f"{when}noise"] = float(square.mean().sqrt())
+        for kind, tokens in (("mean", mean), ("sampled", sampled)):
+            if tokens and (kind == "mean" or found[f"{when}noise"]):
+                found[f"{when}{kind}_similarity"] = mean_pairwise(similarity(tokens))
+                found[f"{when}{kind}_rank"] = effective_rank(tokens)
+    return found
+
+
+@torch.no_grad()
+def selection(method: Method, queries: Tensor) -> dict[str, float]:
+    """How many components are the most relevant for more than 1 % of the images, and the share of the first of them.
+
+    Means over all pools; empty where the method has no components.
+    """
+    most = [method.relevance(some) for some in queries.split(QUERIES)]
+    if not most or not most[0]:
+        return {}
+    weights = torch.cat([torch.cat(list(part.values()), dim=1) for part in most])  # (B, pools, N)
+    first = torch.nn.functional.one_hot(weights.argmax(dim=-1), weights.shape[-1])
+    shares = first.double().mean(dim=0)  # (pools, N)
+    used = (shares > 0.01).sum(dim=-1).double()
+    return {
+        "components": float(weights.shape[-1]),
+        "components_used": float(used.mean()),
+        "largest_share": float(shares.amax(dim=-1).mean()),
+    }
+
+
+@torch.no_grad()
+def swap_test(scorer: Scorer, rows: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy in % of images with their own prompts, with those of another image, and with the average of all.
+
+    Where the second is no lower than the first, it makes no difference which prompt an image gets. Empty where prompts
+    do not depend on the image.
+    """
+    model, count = scorer.model, min(SWAPPED, len(rows))
+    method, plain = model.method, model.method.prompts
+    if not method.needs_query or method.trains_backbone or count < 2:
+        return {}
+    chosen = torch.from_numpy(randomness.permutation(len(rows), "swap test")[:count]).to(rows.device)
+    batches = [rows[part] for part in chosen.chunk(-(-count // scorer.batch))]
+    asked = [plain(scorer.queries(some), model.known(scorer.images.store, some)).prompts for some in batches]
+    if not any(part.batch for part in asked[0].values()):
+        return {}
+    sizes = [len(some) / count for some in batches]
+
+    def mean(parts: list[Tensor]) -> Tensor:
+        return torch.stack([part.mean(dim=0) * size for part, size in zip(parts, sizes, strict=True)]).sum(dim=0)
+
+    average = {block: _changed([found[block] for found in asked], mean) for block in asked[0]}
+
+    def another(query: Tensor | None, context: Context) -> Prompted:
+        own = plain(query, context).prompts
+        return Prompted({block: _changed([prompt], lambda parts: parts[0].roll(1, 0)) for block, prompt in own.items()})
+
+    def accuracy(logits: Callable[[Tensor], Tensor]) -> float:
+        predicted = torch.cat([logits(some).argmax(dim=1) for some in batches])
+        return 100 * float((predicted == labels[chosen]).double().mean())
+
+    found = {"images": float(count), "own": accuracy(scorer.logits)}
+    with mock.patch.object(method, "prompts", another):
+        found["swapped"] = accuracy(scorer.computed_logits)
+    with mock.patch.object(method, "prompts", lambda *_: Prompted(average)):
+        found["average"] = accuracy(scorer.computed_logits)
+    return found
+
+
+def _changed(prompts: list[Prompt], change: Callable[[list[Tensor]], Tensor]) -> Prompt:
+    """A prompt whose tensors are made of those of others of its kind; one that is the same for all images stays so."""
+    first = prompts[0]
+    if first.batch is None:
+        return first
+    names = [part.name for part in fields(first) if isinstance(getattr(first, part.name), Tensor)]
+    made: dict[str, Any] = {name: change([getattr(prompt, name) for prompt in prompts]) for name in names}
+    return replace(first, **made)
 
 
 def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -156,6 +156,11 @@ def export_onnx(folder: str | Path, file: str | Path) -> Exported:
 def write_onnx(source: Source, path: Path) -> Exported:
     """Write a model as an ONNX file, once onnxruntime gives the results of torch."""
     runtime = _require()
+    if source.model.method.needs_keys:
+        raise UserError(
+            "the model draws noise for each image from its stored pixels (method.evaluation is 'image'), which no ONNX "
+            "file can: export a model with method.evaluation=mean"
+        )
     graph = Graph(source).eval().requires_grad_(False)
     size = sum(part.numel() * part.element_size() for part in (*graph.parameters(), *graph.buffers()))
     if size > LARGEST:

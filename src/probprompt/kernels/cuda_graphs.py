@@ -123,34 +123,34 @@ class Replays:
     filled = 64
     most = 256
 
-    def __init__(self, function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Tensor], module: nn.Module) -> None:
         self._function, self._module = function, module
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._places = list[tuple[int, torch.Size, torch.dtype]]()
         self._lock = threading.Lock()
 
-    def __call__(self, batch: Tensor) -> Tensor:
-        """What the function makes of a batch (B, ...); memory of one's own."""
-        if not batch.is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
-            return self._function(batch)
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """What the function makes of a batch, (B, ...) each; memory of one's own."""
+        if not batch[0].is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
+            return self._function(*batch)
         if torch.is_inference_mode_enabled():  # what is captured in it could not be written to outside of it
-            return self._function(batch)
-        count = len(batch)
+            return self._function(*batch)
+        count = len(batch[0])
         size = 1 << max(count - 1, 0).bit_length()
         if not (0 < count <= self.filled or count == size <= self.most):
-            return self._function(batch)
+            return self._function(*batch)
         with self._lock:
             self._check()
             if size > count:
-                batch = torch.cat([batch, batch[:1].expand(size - count, *batch.shape[1:])])
-            key = (size, *batch.shape[1:])
+                batch = tuple(torch.cat([part, part[:1].expand(size - count, *part.shape[1:])]) for part in batch)
+            key = tuple(number for part in batch for number in part.shape)
             if key not in self._captured:
                 self._captured[key] = Captured(self._one, True, 2)
-            (found,) = self._captured[key](batch)
+            (found,) = self._captured[key](*batch)
             return found[:count].clone()
 
-    def _one(self, batch: Tensor) -> tuple[Tensor, ...]:
-        return (self._function(batch),)
+    def _one(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        return (self._function(*batch),)
 
     def _check(self) -> None:
         """Throw away what was captured with tensors that are no longer there."""

@@ -3,22 +3,32 @@
 What :mod:`probprompt.equations` says, with a way back by hand. Sums run in float64 there and here.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from probprompt.kernels import usable
 
+Learning = Literal["full", "means", "none"]
+"""What the gradient of the weights reaches: means and log_std, the means alone, or nothing."""
+
 
 def mixture(
-    query: Tensor, mean: Tensor, log_std: Tensor, temperature: float = 1.0, top_k: int | None = None
+    query: Tensor,
+    mean: Tensor,
+    log_std: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    density: bool = False,
+    gradient: Learning = "full",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weigh the Gaussians of each pool by a query, and match one Gaussian to the mixture (Eqs. 2 to 7).
 
     query (B, D), mean and log_std (M, N, D) -> the weights (B, M, N), of which all but the ``top_k`` largest are 0,
     the mixture's mean (B, M, D) and its standard deviation (B, M, D), in the dtype of the means. Gradients reach mean
-    and log_std.
+    and log_std: through the moments always, through the weights as ``gradient`` says. ``density`` adds the
+    log-determinant to the squared distance.
 
     >>> mean = torch.tensor([[[-1.0], [1.0]]])  # one pool of two Gaussians
     >>> weights, center, std = mixture(torch.zeros(1, 1), mean, torch.zeros(1, 2, 1))
@@ -32,7 +42,7 @@ def mixture(
     if query.requires_grad:
         raise ValueError("mixture has no gradient for the query: detach it, or use probprompt.equations")
     result: tuple[Tensor, Tensor, Tensor] = _Mixture.apply(  # type: ignore[no-untyped-call]
-        query, mean, log_std, temperature, top_k
+        query, mean, log_std, temperature, top_k, density, gradient
     )
     return result
 
@@ -42,13 +52,23 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, mean: Tensor, log_std: Tensor, temperature: float, top_k: int | None
+        ctx: Any,
+        query: Tensor,
+        mean: Tensor,
+        log_std: Tensor,
+        temperature: float,
+        top_k: int | None,
+        density: bool,
+        gradient: Learning,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weigh the Gaussians and match the moments."""
         inverse = torch.exp(-log_std.double())  # (M, N, D), 1/σ
-        weights = _softmax(_distances(query, mean, inverse).div_(-temperature), top_k)  # (B, M, N)
+        distances = _distances(query, mean, inverse)  # (B, M, N), S²
+        if density:
+            distances += 2 * log_std.double().sum(dim=-1)
+        weights = _softmax(distances.div_(-temperature), top_k)  # (B, M, N)
         center, std = _moments(weights, mean, inverse.square().reciprocal_())  # (B, M, D)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.density, ctx.gradient = temperature, density, gradient
         ctx.save_for_backward(query, mean, inverse, weights, std)
         return weights.to(mean.dtype), center, std
 
@@ -60,6 +80,9 @@ class _Mixture(torch.autograd.Function):
         grad_weights, grad_center, grad_std = gradients
         variance = inverse.square().reciprocal_()  # (M, N, D)
         slope, grad_mean, grad_variance = _moments_backward(grad_center, grad_std, std, weights, mean, variance)
+        if ctx.gradient == "none":
+            grad_log_std = grad_variance.mul_(variance).mul_(2)
+            return None, grad_mean.to(mean.dtype), grad_log_std.to(mean.dtype), None, None, None, None
         slope += grad_weights
         # Weights outside the top are 0 and stay so: the softmax over those inside has the same formula.
         slope -= (slope * weights).sum(dim=-1, keepdim=True)
@@ -67,8 +90,12 @@ class _Mixture(torch.autograd.Function):
         first, second = _distances_backward(slope, query, mean)  # (M, N, D)
         precision = inverse.square().mul_(-2)  # (M, N, D), -2/σ²
         grad_mean = grad_mean.addcmul_(precision, first).to(mean.dtype)
-        grad_log_std = grad_variance.mul_(variance).mul_(2).addcmul_(precision, second).to(mean.dtype)
-        return None, grad_mean, grad_log_std, None, None
+        grad_log_std = grad_variance.mul_(variance).mul_(2)
+        if ctx.gradient == "full":
+            grad_log_std.addcmul_(precision, second)
+            if ctx.density:
+                grad_log_std += 2 * slope.sum(dim=0)[..., None]
+        return None, grad_mean, grad_log_std.to(mean.dtype), None, None, None, None
 
 
 def drift(mean: Tensor, log_std: Tensor, cached_mean: Tensor, cached_log_std: Tensor) -> Tensor:

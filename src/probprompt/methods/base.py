@@ -57,7 +57,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a method may know while it makes prompts: at evaluation nothing at all."""
+    """What a method may know while it makes prompts: at evaluation nothing but what each image's own pixels say."""
 
     training: bool = False
     """Whether the prompts are made for a training step."""
@@ -71,6 +71,10 @@ class Context:
     """Source of noise in a training step."""
     draw: int = 0
     """Which of a method's ``draws`` of noise is meant at evaluation."""
+    keys: Tensor | None = None
+    """A number for each image (B,) that its pixels decide: at evaluation, where a method asks for it."""
+    sampled: bool | None = None
+    """Diagnostics ask for prompts with noise of each image's own, or without any. None: as settings say."""
 
 
 EVALUATION = Context()
@@ -129,6 +133,10 @@ class Method(nn.Module):
     """Whether :meth:`initial_rows` is asked."""
     step_key: object = None
     """What decides, beside tensors, which operations a training step consists of: it may change from epoch to epoch."""
+    needs_keys: bool = False
+    """Whether prompts at evaluation depend on the keys of the images."""
+    statistics: tuple[str, ...] = ()
+    """Buffers that :meth:`see_queries` fills."""
     draws: int = 1
     """From so many draws of noise prompts are made at evaluation, and the features that they lead to averaged."""
     tuned_rates: ClassVar[TunedRates] = TunedRates()
@@ -158,6 +166,9 @@ class Method(nn.Module):
         Names and shapes of what is there afterwards depend on the tasks so far and nothing else: a saved method is
         rebuilt by the same calls and then given its tensors. Random numbers come from :mod:`probprompt.randomness`.
         """
+
+    def see_queries(self, queries: Tensor) -> None:
+        """Take statistics of the first task's training queries (n, D), before anything is learned."""
 
     def begin_epoch(self) -> None:
         """Take note that an epoch begins."""

@@ -9,6 +9,7 @@ literal reading.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -16,10 +17,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from probprompt import equations, kernels, randomness
-from probprompt.kernels.mixture import drift, mixture
+from probprompt.errors import UserError
+from probprompt.kernels import mixture as mixtures
 from probprompt.methods.base import EVALUATION, Blocks, Context, Method, MethodConfig, Prompted, Shape, register
 from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, vq_protocol
-from probprompt.prompts import Prefix
+from probprompt.prompts import Prefix, Prompt, Tokens
 
 
 class ProbPromptConfig(MethodConfig):
@@ -29,22 +31,37 @@ class ProbPromptConfig(MethodConfig):
     blocks: Blocks = (0, 1, 2, 3, 4)
     """Blocks that receive prompts, counted from 0."""
     tokens: int = Field(8, ge=2, multiple_of=2)
-    """M: prompt tokens per block, half for the keys and half for the values; each has a pool of its own."""
+    """M: prompt tokens per block; each has a pool of its own."""
     components: int = Field(10, ge=1)
     """N: Gaussians per pool."""
     samples: int = Field(30, ge=0)
     """N_s: prompts drawn per token and image; 0 takes the mixture's mean."""
+    evaluation_samples: int | None = Field(None, ge=0)
+    """N_s at evaluation; as in training by default."""
+    query: Literal["raw", "unit", "whitened"] = "raw"
+    """The query as it is; scaled to length 1; or centered and decorrelated, with the statistics of the first task."""
+    relevance: Literal["distance", "density"] = "distance"
+    """Eq. 3; ``density`` adds the log-determinant, without which a wider Gaussian is nearer to everything."""
+    relevance_gradient: mixtures.Learning = "full"
+    """What the relevance trains: means and deviations, ``means`` alone, or ``none`` of them."""
     relevance_temperature: Literal["sqrt_dim", "dim"] | Positive = 1.0
     """What S^2 is divided by before the softmax of Eq. 2: 1 is the literal reading."""
     initial_mean: Literal["uniform", "symmetric", "normal"] = "uniform"
     """U[0, 1), U(-1, 1) or N(0, 1), times ``initial_mean_scale``."""
     initial_mean_scale: Positive = 1.0
     initial_std: Positive = 1.0
-    evaluation: Literal["sample", "mean"] = "sample"
-    """Prompts at evaluation: one fixed draw of noise, the same for every image; or the mixture's mean."""
+    initial_log_std_scale: float = Field(0.0, ge=0)
+    """Numbers of U[0, 1) times this are added to the logarithm of ``initial_std``."""
+    log_std_lr_scale: float = Field(1.0, ge=0)
+    """Standard deviations learn at this multiple of the means' rate; 0 leaves them as they begin."""
+    evaluation: Literal["sample", "image", "mean"] = "sample"
+    """Prompts at evaluation: one draw for all images, a draw that the image's pixels decide, or the mixture's mean."""
     evaluation_draws: int = Field(1, ge=1)
-    """Beyond the paper: features at evaluation are averaged over the prompts of so many draws, each of N_s samples and
-    with a pass through the backbone of its own."""
+    """Beyond the paper: features at evaluation are means over so many draws, each with N_s samples and a pass."""
+    injection: Literal["prefix", "projected", "tokens"] = "prefix"
+    """Prompts are put before the block's keys and values, before what is projected to these, or into the sequence."""
+    halves: bool = True
+    """Half the M tokens of a prefix are keys, half are values; else each token is both."""
     regularisation: float = Field(1e-6, ge=0)
     """lambda: the weight of the distribution regularisation loss."""
     reference: Literal["step", "epoch", "task"] = "step"
@@ -53,6 +70,8 @@ class ProbPromptConfig(MethodConfig):
     """Keep only the K most relevant Gaussians of a pool."""
     aggregation: Literal["cosine", "mean"] = "cosine"
     """How the samples are averaged: Eq. 10, or equally."""
+    aggregation_temperature: Positive = 1.0
+    """What the cosines of Eq. 10 are divided by."""
     variant: Literal["mixture", "independent", "deterministic"] = "mixture"
     """The paper's ablation: sample from the mixture; sample from each Gaussian and mix the samples; no sampling."""
 
@@ -75,7 +94,8 @@ class ProbPrompt(Method):
     cached_mean: Tensor
     cached_log_std: Tensor
     fixed_noise: Tensor
-    more_noise: Tensor
+    query_mean: Tensor
+    whitening: Tensor
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
@@ -86,66 +106,95 @@ class ProbPrompt(Method):
         super().__init__(shape, seed)
         shape.check_blocks(config.blocks)
         self.config = config
-        self.temperature = _temperature(config.relevance_temperature, shape.width)
-        pools, kind = (config.tokens, config.components, shape.width), config.initial_mean
-        drawn = [randomness.initial(kind, pools, seed, "initial mean", block) for block in config.blocks]
-        mean = config.initial_mean_scale * torch.stack(drawn)
+        scale, pool = config.relevance_temperature, (config.tokens, config.components)
+        self.temperature = shape.width ** (0.5 if scale == "sqrt_dim" else 1.0) if isinstance(scale, str) else scale
+        mean = config.initial_mean_scale * self._drawn(config.initial_mean, pool, "initial mean")
         self.mean = nn.Parameter(mean)  # (blocks, M, N, D)
+        log_std = torch.full_like(mean, math.log(config.initial_std))  # (blocks, M, N, D)
+        if config.initial_log_std_scale:
+            log_std += config.initial_log_std_scale * self._drawn("uniform", pool, "initial log std")
         if config.variant == "deterministic":  # the ablation's first row: unit variance, never learned
             self.register_buffer("log_std", torch.zeros_like(mean))
         else:
-            self.log_std = nn.Parameter(torch.full_like(mean, math.log(config.initial_std)))  # (blocks, M, N, D)
+            self.log_std = nn.Parameter(log_std, requires_grad=config.log_std_lr_scale > 0)
         self.register_buffer("cached_mean", mean.clone())
         self.register_buffer("cached_log_std", self.log_std.detach().clone())
-        # Drawn from the seed again when a model is loaded, so it need not be stored.
-        self.register_buffer("fixed_noise", self._fixed_noise("evaluation noise"), persistent=False)
+        if config.query == "whitened":
+            self.statistics = ("query_mean", "whitening")
+            self.register_buffer("query_mean", torch.zeros(shape.width, dtype=torch.float64))
+            self.register_buffer("whitening", torch.eye(shape.width, dtype=torch.float64))
         if self._samples(EVALUATION):
-            self.draws = config.evaluation_draws
-        more = [self._fixed_noise("evaluation noise", draw) for draw in range(1, self.draws)]
-        self.register_buffer("more_noise", torch.stack(more) if more else torch.empty(0), persistent=False)
+            self.draws, self.needs_keys = config.evaluation_draws, config.evaluation == "image"
+        more = config.samples if config.evaluation_samples is None else config.evaluation_samples
+        count = (config.tokens * (config.components if config.variant == "independent" else 1), more)  # G, N_s
+        keys = [(draw,) if draw else () for draw in range(self.draws)]
+        noise = [self._drawn("normal", count, "evaluation noise", *key) for key in keys]
+        # (draws, blocks, G, N_s, D), drawn from the seed again when a model is loaded: it need not be stored.
+        self.register_buffer("fixed_noise", torch.stack(noise), persistent=False)
+
+    def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
+        """Means and standard deviations, which may learn at another rate."""
+        scale, parts = self.config.log_std_lr_scale, [part for part in self.parameters() if part.requires_grad]
+        yield from zip([parts] if scale == 1 else [[part] for part in parts], (1.0, scale), strict=False)
+
+    def see_queries(self, queries: Tensor) -> None:
+        """Take the statistics that decorrelate queries."""
+        self.query_mean, self.whitening = equations.whitening(queries)
 
     def begin_task(self, task: int, classes: int) -> None:
         """Nothing grows; the reference of the regularisation may move."""
-        if self.config.reference == "task":
-            self._cache()
+        self._cache("task")
 
     def begin_epoch(self) -> None:
         """Move the reference of the regularisation if it is the epoch's."""
-        if self.config.reference == "epoch":
-            self._cache()
+        self._cache("epoch")
 
     def before_step(self) -> None:
         """Move the reference of the regularisation if it is the step's."""
-        if self.config.reference == "step":
-            self._cache()
+        self._cache("step")
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
         """Sample prompts for each query (B, D); in training also weigh how far the Gaussians moved."""
         assert query is not None
+        query = self._prepared(query)
         if self.config.variant == "independent" and self._samples(context):
             tokens = self._mix_samples(query, context)
         else:
             tokens = self._sample_mixture(query, context)
         weight = self.config.regularisation
         loss = weight * self.drift() if context.training and weight else None
-        halves = tokens.unflatten(1, (2 * len(self.config.blocks), -1)).unbind(dim=1)  # (B, M / 2, D) each
-        each = map(Prefix, halves[::2], halves[1::2])
-        return Prompted(dict(zip(self.config.blocks, each, strict=True)), loss)
+        parts = tokens.chunk(len(self.config.blocks), dim=1)  # (B, M, D) each
+        return Prompted(dict(zip(self.config.blocks, map(self._injected, parts), strict=True)), loss)
 
     def drift(self) -> Tensor:
         """L_DR (Eqs. 13-14): KL(cached || current), averaged over tokens and components, summed over blocks."""
         pools = self.config.tokens * self.config.components  # of a block
-        return drift(self.mean, self.log_std, self.cached_mean, self.cached_log_std) / pools
+        return mixtures.drift(self.mean, self.log_std, self.cached_mean, self.cached_log_std) / pools
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Relevance scores s(n) per prompted block: (B, M, N)."""
-        weights = self._mixture(query)[0].unflatten(1, (len(self.config.blocks), -1))  # (B, blocks, M, N)
-        return dict(zip(self.config.blocks, weights.unbind(dim=1), strict=True))
+        weights = self._mixture(self._prepared(query))[0].chunk(len(self.config.blocks), dim=1)  # (B, M, N) each
+        return dict(zip(self.config.blocks, weights, strict=True))
+
+    def _injected(self, tokens: Tensor) -> Prompt:  # (B, M, D)
+        if self.config.injection == "tokens":
+            return Tokens(tokens)
+        keys, values = tokens.chunk(2, dim=1) if self.config.halves else (tokens, tokens)
+        return Prefix(keys, values, projected=self.config.injection == "projected")
+
+    def _prepared(self, query: Tensor) -> Tensor:
+        """Queries (B, D) as all equations see them."""
+        if self.config.query == "unit":
+            return nn.functional.normalize(query, dim=-1)
+        if self.config.query == "whitened":
+            return ((query.double() - self.query_mean) @ self.whitening).float()
+        return query
 
     def _mixture(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For every pool of every block, relevance (B, pools, N), mean and deviation of the mixture (B, pools, D)."""
-        pools = self.mean.flatten(0, 1), self.log_std.flatten(0, 1)  # (pools, N, D) each
-        return mixture(query, *pools, self.temperature, self.config.top_k)
+        config, mean, log_std = self.config, self.mean.flatten(0, 1), self.log_std.flatten(0, 1)  # (pools, N, D) each
+        density, learning = config.relevance == "density", config.relevance_gradient
+        return mixtures.mixture(query, mean, log_std, self.temperature, config.top_k, density, learning)
 
     def _sample_mixture(self, query: Tensor, context: Context) -> Tensor:
         """Prompts (B, pools, D), all blocks one after the other, drawn from the mixtures and averaged."""
@@ -153,7 +202,7 @@ class ProbPrompt(Method):
         count = self._samples(context)
         if not count:
             return mean
-        if context.training and kernels.usable(mean.device):
+        if context.training and kernels.usable(mean.device) and self.config.aggregation_temperature == 1:
             from probprompt.kernels.gaussians import sampled_prompt
 
             assert context.noise is not None
@@ -170,40 +219,40 @@ class ProbPrompt(Method):
 
     def _draw(self, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
         """Average samples of Gaussians (B, G, D), a block's after the other's, as many in each."""
-        blocks = len(self.config.blocks)
-        parts = zip(mean.chunk(blocks, dim=1), std.chunk(blocks, dim=1), strict=True)
-        drawn = [self._average(slot, *part, query, context) for slot, part in enumerate(parts)]
+        means, stds = (part.chunk(len(self.config.blocks), dim=1) for part in (mean, std))
+        drawn = [self._average(slot, means[slot], stds[slot], query, context) for slot in range(len(means))]
         return torch.cat(drawn, dim=1)  # (B, G, D)
 
     def _average(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
-        count = self._samples(context)
-        noise = self.more_noise[context.draw - 1, slot] if context.draw else self.fixed_noise[slot]
+        """Average samples of the Gaussians (B, G, D) of one block."""
+        noise, turns, (images, pools, width) = self.fixed_noise[context.draw, slot], None, mean.shape
         if context.training:
             assert context.noise is not None
-            shape = (len(mean), mean.shape[1], count, mean.shape[2])
-            noise = context.noise.normal(shape, slot * mean.shape[1])  # (B, G of the block, N_s, D)
+            noise = context.noise.normal((images, pools, self.config.samples, width), slot * pools)  # (B, G, N_s, D)
+        elif self.needs_keys or context.sampled:
+            if context.keys is None:
+                raise UserError("method.evaluation is 'image', which needs the stored pixels of the images: give keys")
+            turns = randomness.Turns(context.keys, pools, width, self.seed, "turned noise", slot)
+            mean, std, query = turns.turn(mean), turns.turn(std, signs=False), turns.turn(query[:, None])
         if self.config.aggregation == "mean":
-            return equations.average(equations.sample_prompts(mean, std, count, noise=noise))
-        return equations.sampled_prompt(mean, std, query, noise)
+            drawn = equations.average(equations.sample_prompts(mean, std, noise.shape[-2], noise=noise))
+        else:
+            drawn = equations.sampled_prompt(mean, std, query, noise, self.config.aggregation_temperature)
+        return turns.back(drawn) if turns else drawn
 
     def _samples(self, context: Context) -> int:
-        if self.config.variant == "deterministic":
-            return 0
-        if not context.training and self.config.evaluation == "mean":
-            return 0
-        return self.config.samples
+        config, other = self.config, None if context.training else self.config.evaluation_samples
+        wanted = context.training or (config.evaluation != "mean" if context.sampled is None else context.sampled)
+        count = config.samples if other is None else other
+        return count if wanted and config.variant != "deterministic" else 0
 
-    def _fixed_noise(self, *key: randomness.Key) -> Tensor:
-        config = self.config
-        draws = config.tokens * (config.components if config.variant == "independent" else 1)
-        shape = (draws, config.samples, self.shape.width)  # G of a block, N_s, D
-        return torch.stack([randomness.normal(shape, self.seed, *key, block) for block in config.blocks])
+    def _drawn(self, kind: randomness.Start, count: tuple[int, int], *key: randomness.Key) -> Tensor:
+        shape = (*count, self.shape.width)
+        parts = [randomness.initial(kind, shape, self.seed, *key, block) for block in self.config.blocks]
+        return torch.stack(parts)  # (blocks, *count, D)
 
     @torch.no_grad()
-    def _cache(self) -> None:
-        self.cached_mean.copy_(self.mean)
-        self.cached_log_std.copy_(self.log_std)
-
-
-def _temperature(setting: str | float, width: int) -> float:
-    return {"sqrt_dim": math.sqrt(width), "dim": float(width)}[setting] if isinstance(setting, str) else setting
+    def _cache(self, now: str) -> None:
+        if self.config.reference == now:
+            self.cached_mean.copy_(self.mean)
+            self.cached_log_std.copy_(self.log_std)

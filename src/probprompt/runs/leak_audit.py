@@ -65,6 +65,7 @@ class Sample:
     tasks: Tensor  # (n,)
     strangers: Tensor | None  # (m, 3, H, W): of classes not learned
     source: str
+    keys: Tensor | None = None  # (n,): computed from the stored pixels
 
 
 # A saved model --------------------------------------------------------------------------------------------------
@@ -102,7 +103,13 @@ def audit_saved(
         loaded.model.set_precision(precision)
         with progress.stage("auditing", CHECKS):
             outcome = audit(
-                loaded.model, sample.images, sample.tasks, len(loaded.class_names), sample.strangers, progress.advance
+                loaded.model,
+                sample.images,
+                sample.tasks,
+                len(loaded.class_names),
+                sample.strangers,
+                sample.keys,
+                progress.advance,
             )
         about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
         home = folder if run or (folder / "model.json").is_file() else folder / "model"
@@ -120,8 +127,7 @@ def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device,
     config, record = run.config.data, run.record
     benchmark = datasets.find(config.benchmark, config.test, config.test_fraction, config.root)
     found = benchmark.load(config.short_side(_stored_side(loaded)))
-    if config.validation:
-        found = benchmark.hold_out(found, config.validation)
+    found = benchmark.select(found, config.validation, config.per_class)
     before, now = record.stream.split_hash, found.split_hash()
     if before != now:
         raise UserError(
@@ -165,7 +171,8 @@ def _sample(
     size, resized, mean, std = (note[name] for name in ("image_size", "resized", "mean", "std"))
     view = Preprocessor.of(size, resized, mean, std, note.get("interpolation", "bilinear"), device)
     tasks = torch.tensor([task_of[label] for label in own.labels.tolist()], device=device)
-    return Sample(_views(view, own), tasks, _views(view, strange) if len(strange.labels) else None, source)
+    keys = own.store.keys(torch.arange(len(own.labels), device=device))
+    return Sample(_views(view, own), tasks, _views(view, strange) if len(strange.labels) else None, source, keys)
 
 
 def _stored_side(loaded: LoadedModel) -> int:
@@ -224,7 +231,8 @@ def audit_method(
         same = _future(models, sample, device)
         model = models[0]
         model.set_precision(precision)
-        outcome = audit(model, sample.images, sample.tasks, known, sample.strangers, progress.advance).also(same)
+        found = audit(model, sample.images, sample.tasks, known, sample.strangers, sample.keys, progress.advance)
+        outcome = found.also(same)
         progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
     about = {
         "method": config.method.model_dump(mode="json"),
@@ -294,7 +302,8 @@ def _future(models: list[PromptedModel], sample: Sample, device: torch.device) -
     name, question = "future classes", "trained with other tasks to come, and with none"
     if len(models) < 2:
         return Check(name, question, note="not applicable: all classes are learned at once")
-    expected, *others = (model.predict(sample.images) for model in models)
+    keys = sample.keys if models[0].method.needs_keys else None
+    expected, *others = (model.predict(sample.images, keys=keys) for model in models)
     tolerance = Tolerance(0.0) if device.type == "cpu" else TOLERANCES["fp32"]
     return compare(name, question, others, expected, spread_of(expected), tolerance)
 
@@ -312,10 +321,11 @@ def _test_sample(workshop: TrainingSetup, common: int, count: int) -> Sample:
         return scorer.viewer.evaluation(scorer.images.store, torch.tensor(chosen, device=workshop.device))
 
     strangers = views(_spread(later, _STRANGERS)) if later else None
-    images = views([row for group in rows for row in group])
+    chosen = [row for group in rows for row in group]
+    keys = scorer.images.store.keys(torch.tensor(chosen, device=workshop.device))
     kind = "validation" if workshop.config.data.validation else "test"
     source = f"{workshop.config.data.benchmark} ({kind})"
-    return Sample(images, torch.tensor(numbers, device=workshop.device), strangers, source)
+    return Sample(views(chosen), torch.tensor(numbers, device=workshop.device), strangers, source, keys)
 
 
 def _circumstances(device: torch.device) -> dict[str, str | Mapping[str, str | int]]:

@@ -281,12 +281,41 @@ class Queries(Part):
         return self
 
 
+class Prompts(Part):
+    """Mean prompts and sampled ones apart, at the end and before training; how components are selected."""
+
+    mean_similarity: Finite | None = None
+    mean_rank: Finite | None = None
+    sampled_similarity: Finite | None = None
+    sampled_rank: Finite | None = None
+    noise: Finite | None = None
+    initial_mean_similarity: Finite | None = None
+    initial_mean_rank: Finite | None = None
+    initial_sampled_similarity: Finite | None = None
+    initial_sampled_rank: Finite | None = None
+    initial_noise: Finite | None = None
+    components: Finite | None = None
+    components_used: Finite | None = None
+    largest_share: Finite | None = None
+
+
+class Swap(Part):
+    """Accuracy in % with prompts that are not an image's own."""
+
+    images: Finite
+    own: Finite
+    swapped: Finite
+    average: Finite
+
+
 class Diagnostics(Part):
     """``diagnostics.json``: any part may be missing."""
 
     similarity: Similarity | None = None
     relevance: Relevance | None = None
     queries: Queries | None = None
+    prompts: Prompts | None = None
+    swap: Swap | None = None
 
 
 class _Epoch(Part):
@@ -476,8 +505,10 @@ class Recorded:
     def of(cls, run: Run, where: str) -> "Recorded":
         """Read a run's folder."""
         inside = run.folder / "diagnostics.json"
-        found = read_json(inside).get("similarity", {}) if inside.exists() else {}
-        return cls(where, run.record, run.matrix, {name: found[name] for name in _INSIDE if name in found})
+        content = read_json(inside) if inside.exists() else {}
+        found = {name: value for name, value in content.get("similarity", {}).items() if name in _INSIDE}
+        found |= content.get("prompts", {}) | {f"swap_{name}": value for name, value in content.get("swap", {}).items()}
+        return cls(where, run.record, run.matrix, found)
 
     def line(self) -> str:
         """As a line of a book, without any path of this machine."""

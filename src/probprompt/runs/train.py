@@ -210,8 +210,7 @@ def prepare(
     differences = verify.differences(source, data) if isinstance(source, Dataset) else []
     for difference in differences:
         progress.note(f"{source.name} is not as published: {difference}")
-    if config.data.validation:
-        data = source.hold_out(data, config.data.validation)
+    data = source.select(data, config.data.validation, config.data.per_class)
     _refuse_empty_classes(data, config.data.benchmark)
     tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
     stream = build_stream(data.class_names, tasks_given, config.seeds.order)
@@ -479,10 +478,18 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     relevance = diagnostics.component_usage(model.method, torch.cat(every)) if every else None
     adapted = [task.classes for task in workshop.tasks if workshop.learner.adapts(task)]
     fresh = build_method(workshop.config, workshop.backbone, workshop.device, adapted)
-    similarity = diagnostics.prompt_diversity(model.method, fresh, single, names)
+    known = model.method.state_dict()
+    fresh.load_state_dict({name: known[name] for name in model.method.statistics}, strict=False)
+    keys = model.known(scorer.images.store, torch.cat(one_each)).keys
+    similarity = diagnostics.prompt_diversity(model.method, fresh, single, names, keys)
     queries = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
     parts = {"relevance": relevance, "similarity": similarity, "queries": queries}
-    return {name: part for name, part in parts.items() if part is not None}
+    if similarity is not None:
+        used = diagnostics.selection(model.method, torch.cat(every)) if every else {}
+        parts["prompts"] = diagnostics.mean_and_sampled(model.method, fresh, single) | used
+        rows, labels = (torch.cat([getattr(task, name) for task in tasks]) for name in ("rows", "labels"))
+        parts["swap"] = diagnostics.swap_test(scorer, rows, labels)
+    return {name: part for name, part in parts.items() if part}
 
 
 def _peak_memory(device: torch.device) -> float:
