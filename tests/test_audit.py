@@ -108,6 +108,12 @@ def test_there_are_published_mistakes_to_find() -> None:
     assert {"l2p", "l2p++", "deep-l2p++"} <= set(names) and names.count("dual-prompt") == 2
 
 
+def test_noise_of_each_image_is_independent_and_comes_from_its_pixels(proved: Callable[..., AuditReport]) -> None:
+    outcome = proved({"name": "probprompt", "evaluation": "image"}).audit
+    assert outcome.passed and by_name(outcome)["prompts"].passed and by_name(outcome)["future classes"].worst == 0
+    assert outcome.spread != proved({"name": "probprompt"}).audit.spread
+
+
 @pytest.mark.parametrize("name", ["probprompt", "ft"])
 def test_methods_are_independent_in_bf16(proved: Callable[..., AuditReport], name: str) -> None:
     outcome, exact = proved({"name": name}, "bf16").audit, proved({"name": name}).audit

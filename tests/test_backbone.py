@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def doubled(prompts: Prompts) -> dict[int, Prompt]:
         if isinstance(prompt, Tokens):
             found[index] = Tokens(prompt.tokens.double(), prompt.positioned)
         else:
-            found[index] = type(prompt)(prompt.key.double(), prompt.value.double())
+            found[index] = replace(prompt, key=prompt.key.double(), value=prompt.value.double())
     return found
 
 
@@ -131,6 +132,11 @@ def attend(attention: Any, tokens: Tensor, prompt: Prompt | None, place: int = 0
         for image in range(len(tokens)):
             key[image, place] += prompt.key if prompt.batch is None else prompt.key[image]
             value[image, place] += prompt.value if prompt.batch is None else prompt.value[image]
+    if isinstance(prompt, Prefix) and prompt.projected:
+        parts = zip((prompt.key, prompt.value), weights[1:], biases[1:], strict=True)
+        own = [part @ w.T + b for part, w, b in parts]  # (B, P, W) each
+        heads = own[0].split(attention.head_dim, dim=-1)
+        prompt = Prefix(torch.cat([attention.k_norm(part) for part in heads], dim=-1), own[1])
     outputs = []
     for head in range(attention.num_heads):
         rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
@@ -173,7 +179,7 @@ def reference(model: Any, images: Tensor, prompts: Prompts, readout: Readout = "
     return torch.cat([found, *behind], dim=1)
 
 
-KINDS = ("prefixes", "tokens", "positioned tokens", "shifts")
+KINDS = ("prefixes", "projected prefixes", "tokens", "positioned tokens", "shifts")
 MIXTURES = ("tokens, shift, prefix", "tokens, prefix, shift", "prefix, tokens, shift", "shift, tokens, tokens")
 
 
@@ -181,6 +187,9 @@ def draw(kind: str, vit: FrozenViT, blocks: list[int], batch: int = BATCH) -> Pr
     """Prompts of one kind for these blocks, or a mixture: a kind for each block."""
     if kind == "prefixes":
         return draw_prompts(vit, blocks, batch)
+    if kind == "projected prefixes":
+        parts = {block: prompt.tokens for block, prompt in draw_tokens(blocks, batch).items()}
+        return {index: Prefix(part[..., :2, :], part[..., -2:, :], projected=True) for index, part in parts.items()}
     if kind in ("tokens", "positioned tokens"):
         return draw_tokens(blocks, batch, positioned=kind != "tokens")
     if kind == "shifts":
@@ -328,7 +337,9 @@ def parts_of(prompt: Prompt) -> list[Tensor]:
 
 def with_parts(prompt: Prompt, parts: list[Tensor]) -> Prompt:
     """A prompt of the same kind."""
-    return Tokens(parts[0], prompt.positioned) if isinstance(prompt, Tokens) else type(prompt)(*parts)
+    names = ("tokens",) if isinstance(prompt, Tokens) else ("key", "value")
+    made: dict[str, Any] = dict(zip(names, parts, strict=True))
+    return replace(prompt, **made)
 
 
 def test_a_shared_prompt_is_the_same_for_every_image() -> None:

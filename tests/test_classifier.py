@@ -15,6 +15,7 @@ from PIL import Image
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, confidence, statistics
 from probprompt.data.image_store import ImageStore
+from probprompt.data.transforms import pixel_key
 from probprompt.heads.closed_form import RidgeHead, RidgeSettings
 from probprompt.progress import ProgressCallback
 
@@ -659,6 +660,23 @@ def test_the_matrix_follows_the_path_to_the_current_version(tmp_path: Path) -> N
     assert ContinualClassifier.load(tmp_path / "model").accuracy_matrix() == before
 
 
+def test_kept_images_keep_their_keys_where_prompts_depend_on_them(tmp_path: Path) -> None:
+    made = taught(paint("ab", 10), evaluation="image")
+    made.learn(paint("b", 5, seed=4) | paint("c", 2), known="refine")
+    images = {"a": paint("a", 10)["a"], "b": paint("b", 10)["b"] + paint("b", 5, seed=4)["b"], "c": paint("c", 2)["c"]}
+    for known in made._state.classes:
+        kept = [part.tensors["keys"].tolist() for part in (known.held, known.rest)]
+        keys = {pixel_key(image, *image.shape[:2]) for image in images[known.name]}
+        assert set(kept[0]) | set(kept[1]) == keys and len(kept[0]) == len(known.held.tensors["rows"])
+    assert made.prompt_diversity() is not None
+    made.save(tmp_path / "model")
+    pictures = flat(paint("abc", 3, seed=9))
+    again = ContinualClassifier.load(tmp_path / "model", device="cpu")
+    assert labels_of(again.predict(pictures)) == labels_of(made.predict(pictures))
+    one = [round(answer.probability, 4) for picture in pictures for answer in again.predict([picture])]
+    assert one == pytest.approx([answer.probability for answer in made.predict(pictures)], abs=2e-3)
+
+
 def test_prompt_diversity_compares_one_image_of_each_class(two_tasks: ContinualClassifier) -> None:
     found = two_tasks.prompt_diversity()
     assert found is not None and found["labels"] == list("abcde")
@@ -666,4 +684,5 @@ def test_prompt_diversity_compares_one_image_of_each_class(two_tasks: ContinualC
     assert matrix.shape == (5, 5) and np.allclose(matrix.diagonal(), 1, atol=1e-3) and np.allclose(matrix, matrix.T)
     assert found["mean"] == pytest.approx((matrix.sum() - 5) / 20, abs=1e-3) and found["mean"] != found["initial_mean"]
     plain = taught(paint("ab", 3), method="ranpac", projections=60)
+    assert two_tasks.settings.method.model_dump()["evaluation"] == "mean"
     assert plain.prompt_diversity() is None and plain.accuracy_matrix().versions == (1,)

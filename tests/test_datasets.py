@@ -273,6 +273,19 @@ def test_validation_holds_out_training_images_only(tmp_path: Path) -> None:
         np.testing.assert_array_equal(held.test.read(index), np.asarray(Image.open(tmp_path / "train" / name)))
 
 
+def test_few_training_images_of_each_class_are_the_same_ones_every_time(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=20, bee=10, cow=2)
+    folder(tmp_path / "test", ant=4, bee=4, cow=4)
+    data, source = read(tmp_path), find(str(tmp_path))
+    few, fewer = (source.select(data, 0.0, number) for number in (5, 3))
+    assert count(few.train) == {0: 5, 1: 5, 2: 2} and count(few.test) == count(data.test)
+    assert set(fewer.train.names) < set(few.train.names) < set(data.train.names)
+    assert source.select(data, 0.0, 5).split_hash() == few.split_hash() != data.split_hash()
+    assert source.select(data, 0.0, None).split_hash() == data.split_hash()
+    held = source.select(data, 0.3, 5)
+    assert count(held.train) == {0: 5, 1: 5, 2: 1} and not set(held.train.names) & set(held.test.names)
+
+
 def test_a_run_with_validation_never_sees_the_test_images(settings: Settings) -> None:
     plain, validated = (
         prepare(parse_config(settings(data={"validation": share})), CPU, ProgressCallback()) for share in (0.0, 0.25)

@@ -1,6 +1,7 @@
 """What is read off a trained method: likeness and rank of prompts, use of components, the map of queries."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from probprompt.evaluation.diagnostics import (
     component_usage,
     effective_rank,
     injected_tokens,
+    mean_and_sampled,
     mean_pairwise,
     pca,
     prompt_diversity,
     query_map,
+    selection,
     similarity,
+    swap_test,
     tsne,
 )
 from probprompt.methods import EVALUATION, Context, Method, Prompted, Shape, find, parse_config, registered
@@ -36,7 +40,7 @@ class Fixed(Method):
         self.given, self.weights = prompts or {}, weights or {}
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        assert context == EVALUATION and (query is not None) == self.needs_query
+        assert context in (EVALUATION, Context(keys=None)) and (query is not None) == self.needs_query
         return Prompted(self.given)
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
@@ -50,6 +54,69 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def probprompt(seed: int = 0, **settings: Any) -> ProbPrompt:
     small = {"blocks": (0, 2), "tokens": 4, "components": 3, "samples": 2, **settings}
     return ProbPrompt(ProbPromptConfig(**small), Shape(WIDTH, 4), seed)
+
+
+def test_mean_prompts_and_samples_with_noise_of_their_own_are_told_apart() -> None:
+    """For means from U[0, 1), samples of one component are alike by s / (1 + 3 sigma^2 / N_s)."""
+    shape, queries = Shape(1024, 5), normal(20, 1024)
+    for std, samples in ((1.0, 4), (4.0, 16)):
+        config = ProbPromptConfig(components=1, samples=samples, initial_std=std)
+        method = ProbPrompt(config, shape, 0)
+        found = mean_and_sampled(method, method, queries)
+        assert found["mean_similarity"] == pytest.approx(1) and found["mean_rank"] == pytest.approx(1)
+        assert found["noise"] == pytest.approx(std / samples**0.5, rel=0.03) == found["initial_noise"]
+        assert found["sampled_similarity"] == pytest.approx(1 / (1 + 3 * std**2 / samples), abs=0.02)
+        assert found["sampled_rank"] > 5
+    sampled = {"sampled_similarity", "sampled_rank", "initial_sampled_similarity", "initial_sampled_rank"}
+    plain = ProbPrompt(ProbPromptConfig(variant="deterministic"), shape, 0)
+    without = mean_and_sampled(plain, plain, queries)
+    assert without["noise"] == 0 and not sampled & set(without) and sampled <= set(found)
+
+
+def test_selection_counts_the_most_relevant_components() -> None:
+    first = torch.zeros(200, 2, 4).scatter_(2, torch.tensor([0] * 150 + [1] * 48 + [2] * 2)[:, None, None], 1.0)
+    second = torch.full((200, 2, 4), 0.1).scatter_(2, torch.full((200, 2, 1), 3), 0.7)
+    first[:, 1] = first[:, 0]
+    found = selection(Fixed(weights={0: first, 3: second}), normal(200, WIDTH))
+    assert found == {"components": 4, "components_used": 1.5, "largest_share": pytest.approx((0.75 + 1) / 2)}
+    assert selection(Fixed(), normal(2, WIDTH)) == {}
+
+
+class Echo(Method):
+    """A method whose prompts are the queries."""
+
+    def prompts(self, query: Tensor | None, context: Context) -> Prompted:
+        assert query is not None
+        return Prompted({0: Tokens(query[:, None]), 2: Prefix(torch.zeros(1, WIDTH), torch.zeros(1, WIDTH))})
+
+
+@pytest.mark.parametrize("method", [Echo(Shape(WIDTH, 4), 0), Fixed({0: Tokens(torch.zeros(2, WIDTH))})])
+def test_the_swap_test_gives_images_the_prompts_of_others(method: Method) -> None:
+    """Logits are the prompts: wrong with another image's, and equal with the average; no image is of class 1."""
+    rows, queries = torch.arange(10), torch.nn.functional.one_hot(torch.arange(10) + 2).float()
+
+    def logits(some: Tensor) -> Tensor:
+        prompt = method.prompts(queries[some], EVALUATION).prompts[0]
+        assert isinstance(prompt, Tokens) and prompt.batch in (None, len(some))
+        return prompt.tokens.expand(len(some), -1, -1)[:, 0]
+
+    def changed(some: Tensor) -> Tensor:
+        prompt = method.prompts(queries[some], EVALUATION).prompts[0]
+        assert isinstance(prompt, Tokens)
+        seen.append(prompt.tokens.expand(len(some), -1, -1)[:, 0])
+        return seen[-1]
+
+    seen: list[Tensor] = []
+    model = SimpleNamespace(method=method, known=lambda *_: EVALUATION)
+    parts = {"queries": lambda some: queries[some], "logits": logits, "computed_logits": changed, "batch": 4}
+    scorer: Any = SimpleNamespace(model=model, images=SimpleNamespace(store=None), **parts)
+    found = swap_test(scorer, rows, rows + 2)
+    if isinstance(method, Fixed):
+        assert found == {}
+        return
+    assert found["images"] == 10 and found["own"] == 100 and found["swapped"] == 0 and found["average"] <= 10
+    torch.testing.assert_close(seen[-1], queries.mean(dim=0).expand(len(seen[-1]), -1))
+    assert method.prompts(queries, EVALUATION).prompts[0].batch == 10, "the method is as it was"
 
 
 def test_injected_tokens_have_the_slots_of_their_kind() -> None:

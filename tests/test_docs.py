@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from probprompt import api, methods, presets
 from probprompt.cli.cmd_compare import read_spec
@@ -19,8 +18,7 @@ from probprompt.report.compare import gather_runs, pixels_hash
 from probprompt.report.tables import fill_page
 from probprompt.runs.grid import Grid, describe
 from probprompt.runs.run import RunRecord, read_book
-from reproduction import bench_pages, paper
-from reproduction import results_page as page
+from reproduction import bench_pages
 from reproduction.results import Entry, count_tasks, read_entries, read_entry
 from reproduction.results import preset_overrides as departures
 
@@ -101,99 +99,6 @@ def test_tables_come_from_the_recorded_runs(page: str) -> None:
     """To the letter what `probprompt compare --from BOOK --page PAGE` writes."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert fill_page(text, gather_runs([ROOT / "results" / BOOKS[page]])) == text
-
-
-def test_the_words_on_fidelity_tell_the_recorded_numbers() -> None:
-    """Every row of the table in words, from the settings that it is about."""
-    found = dict[str, list[NDArray[np.float64]]]()
-    for run in read_book(ROOT / "results" / "cifar100" / "fidelity.jsonl"):
-        found.setdefault(json.dumps(_varied(run.record), sort_keys=True), []).append(run.matrix)
-
-    def mean(change: Mapping[str, object], measure: Callable[[NDArray[np.float64]], float]) -> float:
-        return float(np.mean([measure(matrix) for matrix in found[json.dumps(change, sort_keys=True)]]))
-
-    def told(name: str, *values: object, **others: object) -> list[str]:
-        """Without a value: as the preset has it."""
-        more = {f"method.{other}": value for other, value in others.items()}
-        changes = [({name: value} if value is not None else {}) | more for value in values]
-        return [f"{mean(change, metrics.final_average_accuracy):.1f}" for change in changes]
-
-    text = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").replace("**", "")
-    for words, numbers in {
-        "Relevance": told("method.relevance_temperature", None, "sqrt_dim", "dim"),
-        "Initial standard": told("method.initial_std", None, 0.3, 0.1, 0.02),
-        "Initial means": told("method.initial_mean", None, "symmetric", "normal"),
-        "Samples N_s": told("method.samples", 0, 1, 5, 10, 20, None, 40),
-        "Prompts at evaluation": told("method.evaluation", None, "mean"),
-        "λ of": told("method.regularisation", 0.0, None, 0.01, 1.0, 100.0),
-        "What that loss": told("method.reference", None, "epoch", "task", regularisation=1.0),
-        "K of": told("method.top_k", 3, 7, 8, 9, None),
-        "Aggregation": told("method.aggregation", "mean", None, regularisation=0.0),
-        "Ablation": told("method.variant", "deterministic", "independent", None, regularisation=0.0),
-        "Alignment": told("alignment.enabled", None, False),
-        "Input": told("backbone.normalisation", None, "unit"),
-    }.items():
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| {words}")]
-        assert row.split("|")[3].strip().startswith(", ".join(numbers)), row
-    scales = [{}, *({"method.relevance_temperature": scale} for scale in ("sqrt_dim", "dim"))]
-    forgotten = [f"{mean(scale, metrics.average_forgetting):.1f}" for scale in scales]
-    assert f"the more is forgotten ({', '.join(forgotten)})" in text
-    least = min(
-        (np.mean([metrics.average_forgetting(matrix) for matrix in each]), change) for change, each in found.items()
-    )
-    assert f"least is forgotten of all ({least[0]:.1f})" in text and '"method.reference": "epoch"' in least[1]
-    final = {change: [metrics.final_average_accuracy(matrix) for matrix in each] for change, each in found.items()}
-    assert {len(each) for each in final.values()} == {2}
-    apart = [abs(one - two) for one, two in final.values()]
-    words = " ".join(text.split())
-    assert f"lie {np.mean(apart):.1f} points apart on average and up to {max(apart):.1f}," in words
-    strong = np.array(final['{"method.regularisation": 1.0}']) - np.array(final["{}"])
-    assert f"came out best, by {strong.mean():.1f} points each" in words
-    assert f"led by {strong[0]:.1f} with the first seed and lost {-strong[1]:.1f} with the second" in words
-    best = sorted(final, key=lambda change: -float(np.mean(final[change])))[:2]
-    assert set(best) == {'{"method.regularisation": 1.0}', '{"method.evaluation": "mean"}'}
-
-
-def test_the_words_on_fidelity_tell_the_recorded_runs_on_test(recorded: dict[tuple[str, ...], list[float]]) -> None:
-    text = _words("docs/fidelity.md")
-    own, rival = ([_told(recorded["cifar100", m, p]) for p in PROTOCOLS] for m in ("probprompt", "vq-prompt"))
-    assert f"ends at {own[0]}, VQ-Prompt at {rival[0]};" in text
-    assert f"(`published`) at {own[1]} and {rival[1]}." in text
-
-
-def test_the_words_on_fidelity_tell_the_papers_studies_as_run_here() -> None:
-    text = _words("docs/fidelity.md")
-    entries = [entry for entry in read_entries(ROOT / "results") if entry.benchmark == "tu-berlin"]
-
-    def told(study: str, column: str) -> dict[str, str]:
-        """By the label of the paper's row."""
-        table, found = paper.find(study), dict[str, str]()
-        for label, ours in page.our_rows(table, entries).items():
-            ((run,),) = [cells[column] for cells in ours.values()]
-            found[label] = f"{metrics.final_average_accuracy(run.matrix):.1f}"
-        return found
-
-    samples = told("samples", "10")
-    several = [float(samples[count]) for count in ("10", "20", "30", "40")]
-    assert f"{samples['1']} with one and {samples['5']} with five against {min(several)} to {max(several)}" in text
-    assert f"without any sample, is as good ({samples['none']})" in text
-    parts = list(told("ablation", "10").values())
-    assert f"goes {', '.join(parts[:3])} without the loss and {', '.join(parts[3:])} with it" in text
-    ten, five, twenty = (", ".join(told("topk", tasks).values()) for tasks in ("10", "5", "20"))
-    assert f"{ten} in 10 tasks, {five} in 5 and {twenty} in 20:" in text
-    plain, cosine = told("aggregation", "10").values()
-    assert f"equal weights end at {plain}, the weights by cosine at {cosine}." in text
-
-
-def test_the_words_on_fidelity_tell_how_alike_prompts_are() -> None:
-    text = _words("docs/fidelity.md")
-    for method, words in {"probprompt": "ProbPrompt", "vq-prompt": "VQ-Prompt", "coda-prompt": "CODA-Prompt"}.items():
-        means = list[str]()
-        for benchmark in ("cifar100", "cub200", "tu-berlin"):
-            paths = (ROOT / "results" / benchmark).glob(f"vit-ti16-*/{method}-matched-s*.json")
-            found = [read_entry(ROOT / "results", path).content["similarity"]["mean"] for path in paths]
-            means.append(f"{np.mean(found):.2f}")
-        assert f"{', '.join(means)} for {words}" in text
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sklearn.covariance import oas
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.distributions import (
@@ -25,6 +26,7 @@ from probprompt.equations import (
     sample_prompts,
     sampled_prompt,
     top_k,
+    whitening,
 )
 
 B, M, N, K, D = 3, 2, 4, 5, 6
@@ -81,6 +83,27 @@ def test_relevance_against_densities(temperature: float) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     narrow = relevance(query.float(), mean.float(), log_std.float(), temperature)
     assert (narrow - expected).abs().max() < 1e-6
+    dense = torch.softmax(-(squared_distance(query, mean, log_std) + 2 * log_std.sum(-1)) / temperature, dim=-1)
+    torch.testing.assert_close(relevance(query, mean, log_std, temperature, density=True), dense, rtol=1e-9, atol=0)
+
+
+def test_the_density_at_a_temperature_of_two_is_bayes_rule() -> None:
+    query, (mean, log_std) = normal(B, D), pool()
+    whole = mixture(torch.full((B, M, N), 1 / N, dtype=torch.float64), mean, log_std)
+    parts = whole.component_distribution.log_prob(query[:, None, None].expand(B, M, N, D))
+    torch.testing.assert_close(relevance(query, mean, log_std, 2.0, density=True), parts.softmax(dim=-1))
+
+
+@pytest.mark.parametrize("count", [2, 5, 40, 4000])
+def test_whitened_queries_have_the_covariance_that_shrinkage_leaves(count: int) -> None:
+    queries = 3 + normal(count, D) @ normal(D, D, seed=1)
+    mean, matrix = whitening(queries.float())
+    torch.testing.assert_close(mean, queries.float().double().mean(dim=0))
+    shrunk, share = oas(queries.float().double().numpy())
+    torch.testing.assert_close(matrix @ torch.from_numpy(shrunk) @ matrix, torch.eye(D, dtype=torch.float64))
+    assert (share < 0.05) == (count > 100) and torch.allclose(matrix, matrix.T)
+    same = whitening(queries[:1].expand(3, -1))  # no spread at all
+    assert all(part.isfinite().all() for part in same)
 
 
 def exact(query: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,14 +395,14 @@ def test_gradients(name: str) -> None:
     assert gradcheck(function, tuple(tensor.clone().requires_grad_() for tensor in inputs))
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_short_way_to_a_sampled_prompt_equals_the_long_one(shared: bool) -> None:
+@pytest.mark.parametrize(("shared", "temperature"), [(True, 1.0), (False, 1.0), (True, 0.1)])
+def test_the_short_way_to_a_sampled_prompt_equals_the_long_one(shared: bool, temperature: float) -> None:
     batch, tokens, count, width = 5, 4, 7, 96
     mean, std = normal(batch, tokens, width), normal(batch, tokens, width, seed=1).abs() + 0.01
     query, noise = 50 * normal(batch, width, seed=2), normal(batch, tokens, count, width, seed=3)
     noise = noise[0] if shared else noise
-    short = sampled_prompt(mean.float(), std.float(), query.float(), noise.float())
-    exact = aggregate(sample_prompts(mean, std, count, noise=noise), query)
+    short = sampled_prompt(mean.float(), std.float(), query.float(), noise.float(), temperature)
+    exact = aggregate(sample_prompts(mean, std, count, noise=noise), query, temperature)
     assert short.dtype == torch.float32
     assert (short - exact).norm() / exact.norm() < 1e-6
     torch.testing.assert_close(short.double(), exact, rtol=1e-5, atol=1e-6)

@@ -180,6 +180,14 @@ def test_places_that_cannot_be_written_are_told_at_once(tmp_path: Path) -> None:
             export_onnx(tmp_path, path)
 
 
+def test_noise_of_each_image_is_in_no_file(tmp_path: Path) -> None:
+    given = source("probprompt")
+    given.model.method.needs_keys = True
+    with pytest.raises(UserError, match=r"method\.evaluation=mean"):
+        write_onnx(given, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_too_large_for_one_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx, "LARGEST", 1000)
     with pytest.raises(UserError, match="2 GB"):

@@ -17,7 +17,7 @@ from kernel_helpers import DEVICE, assert_near, compile_for_a_gpu
 from probprompt import equations
 from probprompt.errors import UserError
 from probprompt.kernels import mixture as mixture_module
-from probprompt.kernels.mixture import mixture
+from probprompt.kernels.mixture import Learning, mixture
 
 pytest.importorskip("triton")
 
@@ -175,11 +175,18 @@ def test_what_the_sampling_kernel_refuses() -> None:
 
 
 def plain_mixture(
-    query: Tensor, mean: Tensor, log_std: Tensor, temperature: float = 1.0, top_k: int | None = None
+    query: Tensor,
+    mean: Tensor,
+    log_std: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    density: bool = False,
+    gradient: Learning = "full",
 ) -> Moments:
     """In float64."""
     query, mean, log_std = query.double(), mean.double(), log_std.double()
-    weights = equations.relevance(query, mean, log_std, temperature)
+    given = (mean.detach() if gradient == "none" else mean, log_std if gradient == "full" else log_std.detach())
+    weights = equations.relevance(query, *given, temperature, density)
     weights = weights if top_k is None else equations.top_k(weights, top_k)
     return weights, *equations.mixture_moments(weights, mean, log_std)
 
@@ -198,15 +205,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (6.0, None), (6.0, 2)])
-def test_mixtures_equal_the_equations(way: str, temperature: float, top_k: int | None) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [(1.0, None), (6.0, None), (6.0, 2), (6.0, 2, True), (6.0, None, True, "means"), (6.0, None, False, "none")],
+    ids=str,
+)
+def test_mixtures_equal_the_equations(way: str, settings: tuple[Any, ...]) -> None:
     query, (mean, log_std) = normal(5, 6), pool(2, 3, 6)  # two blocks of images, two of features
-    found = mixture(query, mean, log_std, temperature, top_k)
-    exact = plain_mixture(query, mean, log_std, temperature, top_k)
+    found, exact = mixture(query, mean, log_std, *settings), plain_mixture(query, mean, log_std, *settings)
     for one, other in zip(found, exact, strict=True):
         assert one.dtype == torch.float32 and one.is_contiguous()
         assert_near(one, other, 1e-7)
-    check_gradients(found, exact, (mean, log_std), 1e-6)
+    first = 1 if "none" in settings else 0  # then the weights have no gradient
+    check_gradients(found[first:], exact[first:], (mean, log_std), 1e-6)
 
 
 @pytest.mark.parametrize("index", range(3), ids=["weights", "center", "std"])

@@ -22,6 +22,7 @@ from learner_helpers import (
     train,
     weights_of,
 )
+from probprompt import equations
 from probprompt.config import parse_config
 from probprompt.data.transforms import JITTER_DRAWS, Boxes, Preprocessor, RandomViews
 from probprompt.engine.learner import Learner
@@ -549,6 +550,45 @@ def test_features_at_evaluation_are_the_mean_over_all_draws(settings: Settings) 
         each = [model.features(images, Context(draw=draw), layers=1)[0] for draw in range(3)]
         torch.testing.assert_close(model.look(images), (each[0] + each[1] + each[2]) / 3)
     assert not torch.allclose(each[0], each[1]) and not torch.allclose(each[1], each[2])
+
+
+def test_noise_of_each_image_follows_its_pixels_wherever_it_is_looked_at(settings: Settings) -> None:
+    """In the loader, in the scorer, in batches and alone, of a mirror image, and after saving."""
+    chosen = settings(head={"kind": "ridge", "projections": 0, "mirrored": True})
+    workshop = build({**chosen, "method": {**chosen["method"], "evaluation": "image", "initial_std": 3.0}})
+    learner, scorer = workshop.learner, workshop.scorer
+    model, store, rows = learner.model, learner.images.store, workshop.tasks[0].rows
+    learner.fit(workshop.tasks[0])
+    model.fix()
+    images, keys = learner.viewer.evaluation(store, rows), store.keys(rows)
+    assert keys.unique().numel() == len(rows) and model.known(store, rows).keys is not None
+    with torch.no_grad():
+        found = learner.look(workshop.tasks[0], quiet)
+        alone = [model.look(image[None], keys=key[None]) for image, key in zip(images, keys, strict=True)]
+        torch.testing.assert_close(torch.cat(alone), found, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(model.look(images, keys=keys.flip(0)), found, rtol=1e-2, atol=1e-2)
+        views = [(image, Context(keys=keys)) for image in (images, images.flip(-1))]
+        both = sum(model.features(image, context)[0] for image, context in views) / 2
+    torch.testing.assert_close(found[:, : model.backbone.width], both, rtol=1e-4, atol=1e-5)
+    tested = workshop.test_tasks[0].rows[:3]
+    seen = scorer.viewer.evaluation(scorer.images.store, tested)
+    expected = model.predict(seen, keys=scorer.images.store.keys(tested))
+    torch.testing.assert_close(scorer.logits(tested), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_of_queries_are_of_the_first_task_and_then_stay(settings: Settings) -> None:
+    chosen = settings()
+    workshop = build({**chosen, "method": {**chosen["method"], "query": "whitened"}})
+    learner, method = workshop.learner, prompts_of(workshop.learner)
+    for task in workshop.tasks:
+        before = method.whitening.clone()
+        learner.fit(task)
+        assert torch.equal(method.whitening, before) == (task.index > 0)
+        if task.index == 0:
+            queries = learner.loader.compute(task, only_queries=True)[1]
+            assert queries is not None
+            for name, value in zip(method.statistics, equations.whitening(queries), strict=True):
+                torch.testing.assert_close(method.state_dict()[name], value)
 
 
 @pytest.mark.parametrize(("head", "epochs"), [("linear", [3] * 3), ("lda", [0] * 3)])

@@ -24,6 +24,7 @@ from probprompt.data.transforms import (
     DRAWS,
     Augmentation,
     Kernel,
+    Packed,
     Preprocessor,
     RandomViews,
     draws_needed,
@@ -74,6 +75,19 @@ def test_stores_hold_the_images(sizes: Sizes, rows: list[int] | None) -> None:
                 found = drawn[:, : image.shape[0], : image.shape[1]].permute(1, 2, 0).numpy()
                 np.testing.assert_array_equal(found, image)
                 np.testing.assert_array_equal(pixels[start : start + image.size].numpy(), image.reshape(-1))
+
+
+def test_keys_follow_the_pixels_and_the_size() -> None:
+    first = np.random.RandomState(0).randint(0, 255, (6, 8, 3)).astype(np.uint8)
+    other = first.copy()
+    other[5, 7, 2] ^= 1
+    images = [first, other, first.reshape(8, 6, 3), first, np.ascontiguousarray(first[:, ::-1])]
+    store = Packed.of(images, torch.device("cpu"))
+    keys = store.keys(torch.arange(5))
+    assert keys[0] == keys[3] and keys.unique().numel() == 4 and keys.dtype == torch.long
+    assert torch.equal(keys[[4, 1]], store.keys(torch.tensor([4, 1])))
+    assert torch.equal(Packed.of(images[::-1], torch.device("cpu")).keys(torch.arange(5)), keys.flip(0))
+    assert keys[0] == 3727788898050532886, "saved classifiers keep such numbers"
 
 
 @both

@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
 from method_helpers import Array, check_gradient, close, injected, loss_of, move, normal, same, training
+from probprompt import equations
+from probprompt.errors import UserError
 from probprompt.methods import EVALUATION, Context, Shape
 from probprompt.methods.probprompt import ProbPrompt, ProbPromptConfig
+from probprompt.prompts import Prefix
+from probprompt.randomness import Turns
 
 WIDTH, DEPTH, BATCH = 6, 5, 3
 BLOCKS = (1, 3)
@@ -31,6 +35,13 @@ SETTINGS: list[dict[str, Any]] = [
     {"relevance_temperature": "dim"},
     {"relevance_temperature": 0.5},
     {"evaluation": "mean"},
+    {"evaluation": "image"},
+    {"evaluation": "image", "variant": "independent", "aggregation": "mean"},
+    {"evaluation_samples": 3, "aggregation_temperature": 0.1},
+    {"query": "unit", "initial_log_std_scale": 0.5},
+    {"query": "whitened", "evaluation": "image"},
+    {"relevance": "density", "relevance_temperature": 2.0},
+    {"relevance": "density", "top_k": 2, "variant": "independent"},
     {"variant": "deterministic"},
     {"variant": "independent"},
     {"variant": "independent", "samples": 0},
@@ -49,6 +60,7 @@ def moved(**settings: Any) -> ProbPrompt:
     """A small method whose Gaussians are no longer where they began; the cached ones are."""
     method = fresh(**settings)
     move(method, 7)
+    method.see_queries(some_queries(9)) if method.statistics else None
     return method
 
 
@@ -68,24 +80,35 @@ def training_noise(method: ProbPrompt, seed: int = 5, images: int = BATCH) -> li
 # The paper once more, for one query and one pool: mean and sigma (N, D), noise (N_s, D) or (N, N_s, D)
 
 
-def paper_relevance(query: Array, mean: Array, sigma: Array, temperature: float, top_k: int | None) -> Array:
+def paper_query(method: ProbPrompt, query: Array) -> Array:
+    if method.config.query == "whitened":
+        return np.asarray((query - method.query_mean.numpy()) @ method.whitening.numpy())
+    return query / math.sqrt(query @ query) if method.config.query == "unit" else query
+
+
+def paper_relevance(
+    query: Array, mean: Array, sigma: Array, temperature: float, top_k: int | None, density: bool
+) -> Array:
     scores = np.empty(len(mean))
     for n in range(len(mean)):
-        precision = np.linalg.inv(np.diag(sigma[n] ** 2))
-        scores[n] = math.exp(-((query - mean[n]) @ precision @ (query - mean[n])) / temperature)
+        covariance = np.diag(sigma[n] ** 2)
+        distance = (query - mean[n]) @ np.linalg.inv(covariance) @ (query - mean[n])
+        scores[n] = math.exp(-(distance + density * math.log(np.linalg.det(covariance))) / temperature)
     for n in np.argsort(scores)[: 0 if top_k is None else len(mean) - top_k]:
         scores[n] = 0.0
     return np.asarray(scores / scores.sum())
 
 
-def paper_aggregate(samples: list[Array], query: Array, aggregation: str) -> Array:
+def paper_aggregate(samples: list[Array], query: Array, aggregation: tuple[str, float]) -> Array:
     cosines = [sample @ query / math.sqrt(sample @ sample) / math.sqrt(query @ query) for sample in samples]
-    weights = [math.exp(cosine) if aggregation == "cosine" else 1.0 for cosine in cosines]
+    weights = [math.exp(cosine / aggregation[1]) if aggregation[0] == "cosine" else 1.0 for cosine in cosines]
     shares = np.array(weights) / sum(weights)
     return np.asarray(sum(share * sample for share, sample in zip(shares, samples, strict=True)))
 
 
-def paper_mixture(scores: Array, mean: Array, sigma: Array, noise: Array, query: Array, aggregation: str) -> Array:
+def paper_mixture(
+    scores: Array, mean: Array, sigma: Array, noise: Array, query: Array, aggregation: tuple[str, float]
+) -> Array:
     middle, variance = np.zeros(len(query)), np.zeros(len(query))
     for n, score in enumerate(scores):
         middle += score * mean[n]
@@ -96,7 +119,9 @@ def paper_mixture(scores: Array, mean: Array, sigma: Array, noise: Array, query:
     return paper_aggregate([middle + np.sqrt(variance) * epsilon for epsilon in noise], query, aggregation)
 
 
-def paper_independent(scores: Array, mean: Array, sigma: Array, noise: Array, query: Array, aggregation: str) -> Array:
+def paper_independent(
+    scores: Array, mean: Array, sigma: Array, noise: Array, query: Array, aggregation: tuple[str, float]
+) -> Array:
     prompt = np.zeros(len(query))
     for n, score in enumerate(scores):
         samples = [mean[n] + sigma[n] * epsilon for epsilon in noise[n]]
@@ -112,16 +137,25 @@ def paper_tokens(method: ProbPrompt, slot: int, query: Tensor, noise: Tensor, sa
     temperature = {"sqrt_dim": math.sqrt(WIDTH), "dim": WIDTH}.get(str(config.relevance_temperature))
     divisor = temperature or float(config.relevance_temperature)
     epsilons = noise.double().numpy()[:, :, : config.samples if sampled else 0]
+    density, aggregation = config.relevance == "density", (config.aggregation, config.aggregation_temperature)
     result = np.empty((len(query), config.tokens, WIDTH))
-    for b, one in enumerate(query.double().numpy()):
+    for b, one in enumerate(paper_query(method, each) for each in query.double().numpy()):
         for m in range(config.tokens):
-            scores = paper_relevance(one, means[m], sigmas[m], divisor, config.top_k)
+            scores = paper_relevance(one, means[m], sigmas[m], divisor, config.top_k, density)
             if config.variant == "independent":
                 pool = epsilons[b, m * config.components : (m + 1) * config.components]
-                result[b, m] = paper_independent(scores, means[m], sigmas[m], pool, one, config.aggregation)
+                result[b, m] = paper_independent(scores, means[m], sigmas[m], pool, one, aggregation)
             else:
-                result[b, m] = paper_mixture(scores, means[m], sigmas[m], epsilons[b, m], one, config.aggregation)
+                result[b, m] = paper_mixture(scores, means[m], sigmas[m], epsilons[b, m], one, aggregation)
     return result
+
+
+def own_noise(keys: Tensor, noise: Tensor, slot: int) -> Tensor:
+    """The noise of a block (G, N_s, D), turned for every image: (B, G, N_s, D)."""
+    if not noise.shape[1]:
+        return noise.expand(len(keys), -1, -1, -1)
+    turns = Turns(keys, noise.shape[0], WIDTH, 7, "turned noise", slot)
+    return torch.stack([turns.back(part.expand(len(keys), -1, -1)) for part in noise.unbind(dim=1)], dim=2)
 
 
 def test_the_first_half_of_the_tokens_are_keys() -> None:
@@ -138,11 +172,16 @@ def test_tokens_follow_the_paper(settings: dict[str, Any]) -> None:
     """In training, at evaluation with the fixed noise, and in every further draw with noise of its own."""
     method, query = moved(**settings, evaluation_draws=3), some_queries()
     random = method.config.variant != "deterministic"
-    sampled = random and method.config.evaluation == "sample"
+    sampled, keys = random and method.config.evaluation != "mean", torch.tensor([7, -1, 2**60])
     assert method.draws == (3 if sampled and method.config.samples else 1)
+    assert method.needs_keys == (method.config.evaluation == "image")
     cases = [(training(), random, training_noise(method))]
     for draw, noise in enumerate(method.fixed_noise):
-        cases.append((Context(draw=draw), sampled, [part.expand(BATCH, -1, -1, -1) for part in noise]))
+        shared = [part.expand(BATCH, -1, -1, -1) for part in noise]
+        own = [own_noise(keys, part, slot) for slot, part in enumerate(noise)]
+        cases.append((Context(draw=draw, keys=keys), sampled, own if method.needs_keys else shared))
+        cases.append((Context(draw=draw, keys=keys, sampled=True), random, own))
+        cases.append((Context(draw=draw, sampled=False), False, shared))
     for context, with_noise, noises in cases:
         found = injected(method, query, context)
         for slot, noise in enumerate(noises):
@@ -153,7 +192,7 @@ def test_tokens_follow_the_paper(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_relevance_is_shown_as_it_is_used(settings: dict[str, Any]) -> None:
     shown = moved(**settings).relevance(some_queries())
-    method = moved(**{**settings, "samples": 0})
+    method = moved(**{**settings, "samples": 0, "evaluation_samples": None})
     found = injected(method, some_queries())
     assert list(shown) == list(BLOCKS)
     for slot, block in enumerate(BLOCKS):
@@ -207,7 +246,10 @@ def test_training_noise_is_fresh_for_every_image_token_and_block() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"variant": "independent"}, {"aggregation": "mean"}, {"top_k": 2}, {"samples": 0}, {"samples": 1}],
+    [
+        *({}, {"variant": "independent"}, {"aggregation": "mean"}, {"top_k": 2}, {"samples": 0}, {"samples": 1}),
+        *({"relevance": "density"}, {"query": "whitened", "aggregation_temperature": 0.2}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["mean", "log_std"])
@@ -220,6 +262,53 @@ def test_gradients_go_through_relevance_moments_and_aggregation(settings: dict[s
 
     gradient = check_gradient(value, getattr(method, name))
     assert (gradient != 0).flatten(1).any(dim=1).all()
+
+
+@pytest.mark.parametrize("kind", ["means", "none"])
+@pytest.mark.parametrize("settings", [{}, {"relevance": "density", "top_k": 2}], ids=str)
+def test_the_gradient_of_the_relevance_stops_where_it_is_told_to(settings: dict[str, Any], kind: str) -> None:
+    """Against autograd through the equations, detached by hand."""
+    method, query = moved(**settings, relevance_gradient=kind, samples=0).double(), some_queries().double()
+    weights = normal(BATCH, 4, WIDTH, seed=4).double()
+    sum((weights * part).sum() for part in injected(method, query, training()).values()).backward()  # type: ignore[union-attr]
+    for slot in range(len(BLOCKS)):
+        mean, log_std = (part[slot].detach().requires_grad_() for part in (method.mean, method.log_std))
+        given = (mean, log_std.detach()) if kind == "means" else (mean.detach(), log_std.detach())
+        relevance = equations.relevance(query, *given, density=method.config.relevance == "density")
+        relevance = equations.top_k(relevance, 2) if settings else relevance
+        (weights * equations.mixture_moments(relevance, mean, log_std)[0]).sum().backward()
+        assert method.mean.grad is not None and method.log_std.grad is not None
+        torch.testing.assert_close(method.mean.grad[slot], mean.grad)
+        assert (method.log_std.grad[slot] == 0).all()  # a mean prompt reaches them through the relevance alone
+
+
+def test_prompts_are_injected_where_the_settings_say() -> None:
+    query, tokens = some_queries(), injected(moved(), some_queries())
+    for injection, projected in (("prefix", False), ("projected", True)):
+        for block, prompt in moved(injection=injection).prompts(query, EVALUATION).prompts.items():
+            assert isinstance(prompt, Prefix) and prompt.projected == projected
+            assert torch.equal(torch.cat([prompt.key, prompt.value], dim=1), tokens[block])
+    for prompt in moved(halves=False).prompts(query, EVALUATION).prompts.values():
+        assert isinstance(prompt, Prefix) and torch.equal(prompt.key, prompt.value) and prompt.length == 4
+    for injection, readout in (("tokens", "class"), ("read-tokens", "tokens")):
+        method = moved(injection=injection)
+        assert method.readout == readout and same(injected(method, query), tokens)
+
+
+def test_deviations_may_begin_apart_and_learn_at_their_own_rate() -> None:
+    log_std = fresh(initial_std=2.0, initial_log_std_scale=0.5).log_std.detach() - math.log(2.0)
+    assert 0 <= log_std.min() < 0.05 and 0.45 < log_std.max() < 0.5 and log_std.unique().numel() > 100
+    method = fresh(log_std_lr_scale=0.1)
+    (means, one), (deviations, scale) = method.groups()
+    assert means[0] is method.mean and deviations[0] is method.log_std and (one, scale) == (1.0, 0.1)
+    fixed = fresh(log_std_lr_scale=0)
+    assert not fixed.log_std.requires_grad and [len(parts) for parts, _ in fixed.groups()] == [1]
+    assert [(len(parts), scale) for parts, scale in fresh().groups()] == [(2, 1.0)]
+
+
+def test_noise_of_each_image_asks_for_keys() -> None:
+    with pytest.raises(UserError, match="keys"):
+        injected(moved(evaluation="image"), some_queries())
 
 
 def gaussians(mean: Tensor, log_std: Tensor) -> Independent[Normal]:

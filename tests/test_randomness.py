@@ -25,6 +25,38 @@ def test_uniform_is_below_one_and_normal_is_standard() -> None:
     assert abs(normal.mean()) < 0.02 and abs(normal.std() - 1) < 0.02
 
 
+def test_turned_noise_is_standard_and_each_images_own() -> None:
+    """Moments over keys at every place, and correlations between images, features and samples."""
+    images, pools, samples, width = 4000, 4, 3, 48
+    bank = randomness.normal((pools, samples, width), 0, "bank")
+    turns = randomness.Turns(torch.arange(images) << 20, pools, width, 1, "turns")
+    noise = torch.stack([turns.back(bank[:, k].expand(images, -1, -1)) for k in range(samples)], dim=2)
+    flat = noise.flatten(1)  # (images, pools samples width)
+    assert flat.mean(dim=0).abs().max() < 5 / images**0.5
+    spread = torch.stack([noise[:, :, k].square().mean(dim=0) for k in range(samples)])  # (samples, pools, width)
+    expected = bank.square().mean(dim=(0, 2))[:, None, None]  # at every place all numbers of the bank come by
+    assert ((spread / expected - 1).abs() < 0.15).all()
+    assert 2 < float((flat**4).mean() / flat.square().mean() ** 2) < 4  # not two values with a sign
+    between = flat[:500] @ flat[500:1000].T / flat.shape[1]
+    assert abs(float(between.square().mean().sqrt()) * flat.shape[1] ** 0.5 - 1) < 0.2  # as of independent vectors
+    assert between.abs().max() < 0.6 and abs(float(between.mean())) < 0.005
+    features = torch.corrcoef(noise[:, 0, 0].T)
+    assert (features - torch.eye(width)).abs().max() < 6 / images**0.5
+    values = randomness.normal((images, pools, width), 0, "values")
+    assert torch.equal(turns.back(turns.turn(values)), values)
+    assert torch.equal(turns.turn(values, signs=False).abs(), turns.turn(values).abs())
+
+
+def test_bits_are_pinned_fair_and_depend_on_key_and_purpose() -> None:
+    keys = torch.tensor([0, 1, -1, 2**62])
+    found = randomness.bits(keys, 2, 3, "bits")
+    assert torch.equal(found[1:], randomness.bits(keys[1:], 2, 3, "bits"))
+    assert found[0].tolist() == [156516474843693214, -4679628506272161103]
+    assert not torch.isin(randomness.bits(keys, 2, 4, "bits"), found).any() and found.unique().numel() == 8
+    share = (randomness.bits(torch.arange(2000), 8)[..., None] >> torch.arange(64) & 1).double().mean(dim=(0, 1))
+    assert (share - 0.5).abs().max() < 0.02
+
+
 def test_generators_on_a_device_are_keyed() -> None:
     device = torch.device("cpu")
     one, same, other = (

@@ -114,7 +114,7 @@ class Method(nn.Module):
     """Whether prompts depend on the image, through the frozen backbone's answer without prompts."""
     query_readout: ClassVar[Readout] = "class"
     """What of the frozen pass is the query."""
-    readout: ClassVar[Readout] = "class"
+    readout: Readout = "class"
     """What of the prompted pass goes to the head."""
     preferred_head: ClassVar[str] = "linear"
     """The head where the user names none."""

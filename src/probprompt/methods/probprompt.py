@@ -58,8 +58,9 @@ class ProbPromptConfig(MethodConfig):
     """Prompts at evaluation: one draw for all images, a draw that the image's pixels decide, or the mixture's mean."""
     evaluation_draws: int = Field(1, ge=1)
     """Beyond the paper: features at evaluation are means over so many draws, each with N_s samples and a pass."""
-    injection: Literal["prefix", "projected", "tokens"] = "prefix"
-    """Prompts are put before the block's keys and values, before what is projected to these, or into the sequence."""
+    injection: Literal["prefix", "projected", "tokens", "read-tokens"] = "prefix"
+    """Prompts are put before the block's keys and values, before what is projected to these, or into the sequence,
+    where their outputs may be read in place of the class token's, as L2P does."""
     halves: bool = True
     """Half the M tokens of a prefix are keys, half are values; else each token is both."""
     regularisation: float = Field(1e-6, ge=0)
@@ -123,6 +124,7 @@ class ProbPrompt(Method):
             self.statistics = ("query_mean", "whitening")
             self.register_buffer("query_mean", torch.zeros(shape.width, dtype=torch.float64))
             self.register_buffer("whitening", torch.eye(shape.width, dtype=torch.float64))
+        self.readout = "tokens" if config.injection == "read-tokens" else "class"
         if self._samples(EVALUATION):
             self.draws, self.needs_keys = config.evaluation_draws, config.evaluation == "image"
         more = config.samples if config.evaluation_samples is None else config.evaluation_samples
@@ -177,8 +179,8 @@ class ProbPrompt(Method):
         return dict(zip(self.config.blocks, weights, strict=True))
 
     def _injected(self, tokens: Tensor) -> Prompt:  # (B, M, D)
-        if self.config.injection == "tokens":
-            return Tokens(tokens)
+        if self.config.injection in ("tokens", "read-tokens"):
+            return Tokens(tokens, positioned=self.config.injection == "read-tokens")
         keys, values = tokens.chunk(2, dim=1) if self.config.halves else (tokens, tokens)
         return Prefix(keys, values, projected=self.config.injection == "projected")
 
