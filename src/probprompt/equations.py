@@ -10,7 +10,7 @@ squared distances reach 1e5 while differences of 1 decide, and autocast and TF32
 import torch
 from torch import Tensor
 
-__all__ = ["aggregate", "average", "gaussian_kl", "mixture_moments", "relevance", "sample_prompts", "top_k", "whitening"]
+__all__ = ["aggregate", "average", "gaussian_kl", "mixture_moments", "relevance", "sample_prompts", "top_k"]
 
 _SMALLEST_NORM = 1e-8  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
 
