@@ -211,12 +211,14 @@ def steps_of(settings: AlignmentConfig) -> list[float]:
         rates = [rate for rate in cosine(settings.rate, settings.final_rate, settings.epochs) for _ in range(3)]
     else:
         rates = cosine(settings.rate, settings.final_rate, 3 * settings.epochs)
+        rates = [*rates[:1], *rates][: len(rates)] if settings.rate_delay else rates
     return rates if settings.first_rate is None else [settings.first_rate, *rates[1:]]
 
 
 @pytest.mark.parametrize("first", [None, 0.7])
 @pytest.mark.parametrize(
-    "given", [{"optimiser": "adamw", "schedule": "step"}, {"optimiser": "sgd", "schedule": "epoch"}]
+    "given",
+    [{"optimiser": "adamw", "schedule": "step"}, {"rate_delay": 1}, {"optimiser": "sgd", "schedule": "epoch"}],
 )
 @pytest.mark.parametrize("new", [2, 1])
 def test_rates_fall_along_a_cosine_and_the_very_first_may_differ(

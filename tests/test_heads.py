@@ -374,7 +374,7 @@ def by_hand(head: RidgeHead, features: Tensor, labels: Tensor, task_key: int) ->
     """Mean held-out error of every strength, the standard error at the best, and which images were held out."""
     held = held_out(labels, task_key)
     rest = [place for place in range(len(labels)) if place not in held]
-    inner, targets = projected(head, features), np.eye(len(labels.unique()))[labels.numpy()]
+    inner, targets = projected(head, features), np.eye(int(labels.max()) + 1)[labels.numpy()]
     means, deviations = [], []
     for strength in closed_form.STRENGTHS:
         solution = np.linalg.solve(
@@ -389,6 +389,14 @@ def by_hand(head: RidgeHead, features: Tensor, labels: Tensor, task_key: int) ->
 @pytest.mark.parametrize("noise", [0.05, 1.0, 4.0, 30.0])
 def test_the_strength_is_the_largest_within_a_standard_error_of_the_best(noise: float) -> None:
     images = some_images((10, 20, 31), noise)
+    for last in range(1, 4):  # chosen by the best of each task, as RanPAC's code does
+        parts = parts_of((10, 20, 31, 12, 9, 14), noise)[:last]
+        ours = closed("ridge", {"projections": 12, "ridge_choice": "last"})
+        for task, (features, labels) in enumerate(parts):
+            ours.learn(features, labels, 2, task_key=task)
+        assert isinstance(ours, RidgeHead)
+        means = by_hand(ours, features, labels, task_key=last - 1)[0]
+        assert float(ours.strength) == closed_form.STRENGTHS[int(np.argmin(means))]
     head = learned("ridge", {"projections": 12}, images)
     assert isinstance(head, RidgeHead)
     means, deviation, held = by_hand(head, *images, task_key=0)

@@ -142,13 +142,18 @@ def test_views_of_hosted_and_resident_images_are_equal(sizes: Sizes) -> None:
     rows = torch.tensor([3, 6, 1, 1, 0])
     expected = viewer().evaluation(resident, rows)
     assert expected.shape == (5, 3, 16, 16) and torch.equal(viewer().evaluation(hosted, rows), expected)
-    augmentations: tuple[Augmentation, ...] = ("crop", "crop+colour", "autoaugment+crop")
+    augmentations: tuple[Augmentation, ...] = ("crop", "crop+colour", "autoaugment+crop", "crop+brightness")
     seen = []
     for augmentation in augmentations:
         given = views(resident, rows, augmentation)
         seen.append(viewer().random(resident, rows, given))
         assert torch.equal(viewer().random(hosted, rows, given), seen[-1])
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+    given = views(resident, rows, "crop+brightness")
+    sharp = transforms.resample(resident.canvas(rows), given.boxes, 16, "bicubic")  # HiDe-Prompt's crops
+    mean, spread = viewer().mean, viewer().std
+    assert given.draws is not None
+    torch.testing.assert_close(seen[3], (transforms.after_crop(sharp, given.draws, given.augmentation) - mean) / spread)
 
 
 @pytest.mark.parametrize("augmentation", ["crop", "crop+colour"])

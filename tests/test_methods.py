@@ -338,6 +338,19 @@ def test_every_preset_is_valid(name: str, benchmark_name: str, preset: str) -> N
         assert config.backbone.normalisation == "unit" or name == "hide-prompt"
         photographs = benchmark_name in ("imagenet-r", "cub200")
         assert config.data.stored_side == ("full" if photographs else None), "crops are cut from the whole image"
+        assert config.backbone.precision == "fp32"
+        google = name in ("l2p", "dual-prompt", "hide-prompt")
+        assert config.data.center_crop is (True if google else None)
+
+
+def test_published_hide_prompt_trains_as_its_scripts_state() -> None:
+    found = {name: parse_config(presets.settings("published", "hide-prompt", name)) for name in ("cifar100", "cub200")}
+    cifar, cub = found["cifar100"].training, found["cub200"].training
+    rates = {(one.head_rate * one.prompt_rate_factor, one.schedule) for one in (cifar, cub)}
+    assert rates == {(0.03 * 24 / 256, "step")} and cub.head_rate == 10 * cifar.head_rate == 0.03 * 24 / 256
+    assert (cifar.augmentation, cifar.crop_scale) == ("crop+brightness", (0.08, 1.0))
+    assert (cub.augmentation, cub.crop_scale) == ("crop", (0.05, 1.0))
+    assert parse_config(presets.settings("published", "hide-prompt", "imagenet-r")).training.schedule == "cosine"
 
 
 def test_matched_is_one_protocol_for_all() -> None:

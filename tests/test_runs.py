@@ -257,22 +257,26 @@ def test_input_normalization(pictures: Path, normalisation: str, mean: list[floa
     assert workshop.scorer.viewer is workshop.learner.viewer and workshop.scorer.viewer.kernel == "bicubic"
 
 
-@pytest.mark.parametrize(("kernel", "side"), [("bilinear", None), ("bilinear", "full"), ("bicubic", "full")])
-def test_large_images_are_resized_as_by_torchvision(kernel: str, side: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "side", "crop"),
+    [("bilinear", None, None), ("bilinear", "full", False), ("bicubic", "full", True)],
+)
+def test_large_images_are_resized_as_by_torchvision(
+    kernel: str, side: str | None, crop: bool | None, tmp_path: Path
+) -> None:
     """Smaller copies are reduced bilinearly, which is why the preset published keeps images whole."""
     drawn = np.random.default_rng(0)
     for place in range(4):
         path = tmp_path / "photographs" / "ab"[place % 2] / f"{place}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(drawn.integers(0, 256, (90, 120, 3), dtype=np.uint8)).save(path)
-    data = {"interpolation": kernel, "stored_side": side, "tasks": 1, "test_fraction": 0.5}
+    data = {"interpolation": kernel, "stored_side": side, "tasks": 1, "test_fraction": 0.5, "center_crop": crop}
     settings = fast(tmp_path / "photographs", data=data, backbone={"normalisation": "unit"})
     workshop = train.prepare(parse_config(settings), CPU, SILENT)
     images = workshop.scorer.images
     found = workshop.scorer.viewer.evaluation(images.store, torch.arange(len(images.names)))
-    view = transforms.Compose(
-        [transforms.Resize(37, transforms.InterpolationMode(kernel)), transforms.CenterCrop(32), transforms.ToTensor()]
-    )
+    resize = transforms.Resize(32 if crop is False else 37, transforms.InterpolationMode(kernel))
+    view = transforms.Compose([resize, transforms.CenterCrop(32), transforms.ToTensor()])
     for name, one in zip(images.names, found, strict=True):
         expected = view(Image.open(tmp_path / "photographs" / name))
         assert (one - expected).abs().max() < 2 / 255

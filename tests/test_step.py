@@ -1,13 +1,17 @@
 """Learning rates by schedule, captured steps that do what plain ones do, and batches looked at ahead in order."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from timm.scheduler.step_lr import StepLRScheduler
 from torch import Tensor
 
 from learner_helpers import build, train
+from probprompt import presets
+from probprompt.config import parse_config
 from probprompt.engine.loader import Inputs
 from probprompt.engine.step import Schedule, look_ahead
 from probprompt.kernels.cuda_graphs import SWITCH, WARM_UP, Captured
@@ -32,6 +36,34 @@ def test_vq_makes_one_full_step_then_freezes_then_decays() -> None:
     assert rates[81] == 0.0125 and rates[81:] == sorted(rates[81:], reverse=True)
 
 
+def test_vq_may_count_nominal_steps_instead_of_real_ones() -> None:
+    """The settings of the 10-task split of ImageNet-R: 40 nominal steps per epoch, of which a task has 31 to 46."""
+    given = presets.settings("published", "vq-prompt", "imagenet-r")
+    training = parse_config(given).training
+    assert (training.schedule, training.epochs) == ("vq", 20) and training.nominal_steps == 40
+    schedule = Schedule("vq", 20, training.nominal_steps, training.final_rate, training.frozen_epochs)
+    by_hand = [1e-6] * 40 + [1e-6 + (1 - 1e-6) * (1 + math.cos(math.pi * step / 760)) / 2 for step in range(760)]
+    rates = [schedule.rate(step, 1.0) for step in range(46 * 20)]
+    assert rates == pytest.approx([1.0, *by_hand, *[1e-6] * 119])
+    assert rates[31 * 20 - 1] > 0.1, "a small task ends early"
+    tasks = {number: presets.settings("published", "probprompt", "imagenet-r", number) for number in (5, 20)}
+    assert [tasks[number]["training"]["nominal_steps"] for number in (5, 20)] == [80, 20]
+    assert presets.settings("published", "vq-prompt", "cub200")["training"]["nominal_steps"] is None
+
+
+def test_step_divides_the_rate_by_ten_every_thirty_epochs() -> None:
+    """timm's StepLRScheduler, told after each epoch that epoch's number."""
+    schedule = Schedule("step", epochs=70, steps_per_epoch=2)
+    rates = [schedule.rate(step, 1.0) for step in range(140)]
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs, expected = StepLRScheduler(optimizer, decay_t=30, decay_rate=0.1), list[float]()
+    for epoch in range(70):
+        expected += [optimizer.param_groups[0]["lr"]] * 2
+        theirs.step(epoch)
+    assert rates == pytest.approx(expected) and min(rates) == pytest.approx(0.01)
+
+
 def test_vq_epoch_starts_with_two_full_epochs_and_ends_near_a_tenth() -> None:
     schedule = Schedule("vq-epoch", epochs=20, steps_per_epoch=4)
     rates = [schedule.rate(step, 1.0) for step in range(80)]
@@ -40,7 +72,7 @@ def test_vq_epoch_starts_with_two_full_epochs_and_ends_near_a_tenth() -> None:
     assert len(set(rates)) == 19
 
 
-@pytest.mark.parametrize("kind", ["cosine", "vq", "vq-epoch", "constant"])
+@pytest.mark.parametrize("kind", ["cosine", "vq", "vq-epoch", "step", "constant"])
 def test_a_single_step_is_at_the_base_rate_and_constant_stays(kind: Any) -> None:
     assert Schedule(kind, 1, 1).rate(0, 0.1) == pytest.approx(0.1)
     assert {Schedule("constant", 3, 5).rate(step, 0.5) for step in range(15)} == {0.5}

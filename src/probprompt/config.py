@@ -53,7 +53,9 @@ class DataConfig(_Settings):
     """Images are kept with the short side at most this long, bilinearly reduced. None: 256/224 of the input."""
     skip_unreadable: bool = False
     interpolation: Kernel = "bilinear"
-    """How evaluation views are resized from what is kept; random crops always are bilinearly."""
+    """How evaluation views are resized from what is kept; random crops are bilinear, except in HiDe-Prompt's."""
+    center_crop: bool | None = None
+    """Evaluate on the center of an image resized to 256/224 of the input. None: except on sets of small images."""
 
     def short_side(self, usual: int) -> int | None:
         """What the short side is reduced to at most when an image is decoded; None leaves it as it is.
@@ -99,8 +101,10 @@ class TrainingConfig(_Settings):
     """In tasks after the first the prompts learn at this multiple of their rate."""
     final_rate: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["cosine", "vq", "vq-epoch", "constant"] = "cosine"
-    """``vq`` and ``vq-epoch`` are the schedules of VQ-Prompt's code, quirks included."""
+    schedule: Literal["cosine", "vq", "vq-epoch", "step", "constant"] = "cosine"
+    """``vq`` and ``vq-epoch`` are the schedules of VQ-Prompt's code, ``step`` is HiDe-Prompt's."""
+    nominal_steps: int | None = Field(None, ge=1)
+    """Steps per epoch that the schedule counts, as VQ-Prompt's config files state them. None: the real number."""
     frozen_epochs: int = Field(1, ge=0)
     """Epochs that the ``vq`` schedule spends at the final rate before its cosine."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
@@ -108,7 +112,7 @@ class TrainingConfig(_Settings):
     that are fixed) are computed once, from evaluation views: there crops and flips play no part."""
     flip: bool = True
     augmentation: Augmentation = "crop"
-    """``crop+colour`` is EvoPrompt's, ``autoaugment+crop`` APT's."""
+    """``crop+colour`` is EvoPrompt's, ``autoaugment+crop`` APT's, ``crop+brightness`` HiDe-Prompt's on CIFAR-100."""
     clip: float | None = Field(None, gt=0)
     """The largest norm of the gradient."""
 

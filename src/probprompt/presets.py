@@ -121,7 +121,8 @@ def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
     if not known:  # the user's benchmark, our weights
         found = {name: part for name, part in found.items() if name != "backbone"}
     whole = {"data": {"stored_side": "full"}} if benchmark in PHOTOS else {}
-    return merge(merge(_surroundings(benchmark), {"backbone": {"normalisation": "unit"}, **whole}), found)
+    base = {"backbone": {"normalisation": "unit", "precision": "fp32"}, **whole}
+    return merge(merge(_surroundings(benchmark), base), found)
 
 
 _WIDE: dict[str, Setting] = {"projections": 10_000, "ridge_choice": "every"}

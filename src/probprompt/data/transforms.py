@@ -244,8 +244,9 @@ def _cubic(distance: Tensor) -> Tensor:
 
 _KERNELS = {"bilinear": _triangle, "bicubic": _cubic}
 # Colors ---------------------------------------------------------------------------------------------------------
-Augmentation = Literal["crop", "crop+colour", "autoaugment+crop"]
-"""``crop``: box and flip alone; ``crop+colour``: EvoPrompt's; ``autoaugment+crop``: APT's."""
+Augmentation = Literal["crop", "crop+colour", "autoaugment+crop", "crop+brightness"]
+"""``crop``: box and flip alone; ``crop+colour``: EvoPrompt's; ``autoaugment+crop``: APT's; ``crop+brightness``:
+HiDe-Prompt's, with bicubic crops."""
 
 JITTER_DRAWS = 7
 """Numbers per image that :func:`jitter` needs: whether, order, four strengths, whether gray."""
@@ -256,6 +257,7 @@ _DRAWS: dict[Augmentation, int] = {
     "crop": 0,
     "crop+colour": JITTER_DRAWS,
     "autoaugment+crop": AUTOAUGMENT_DRAWS,
+    "crop+brightness": 1,
 }
 
 
@@ -275,6 +277,8 @@ def before_crop(canvas: Tensor, sizes: Tensor, draws: Tensor, kind: Augmentation
 
 def after_crop(images: Tensor, draws: Tensor, kind: Augmentation) -> Tensor:
     """Augment what was cut out: images (B, 3, H, W) in [0, 1], the same draws as :func:`before_crop`."""
+    if kind == "crop+brightness":
+        return _brightness(images, 1 + 63 / 255 * (2 * draws[:, 0].to(images) - 1))
     return jitter(images, draws) if kind == "crop+colour" else images
 
 
@@ -480,7 +484,8 @@ class Preprocessor:
         """The same where colors are changed, of images whose canvas is not too large."""
         assert views.draws is not None
         canvas = before_crop(store.canvas(indices), store.sizes[indices], views.draws, views.augmentation)
-        images = after_crop(resample(canvas, views.boxes, self.size), views.draws, views.augmentation)
+        kernel: Kernel = "bicubic" if views.augmentation == "crop+brightness" else "bilinear"
+        images = after_crop(resample(canvas, views.boxes, self.size, kernel), views.draws, views.augmentation)
         return self._normalize(images)
 
     def _cut(self, store: Packed, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:

@@ -223,7 +223,11 @@ class Learner:
         self.model.method.begin_epoch()
         settings, rate = self.config.training, 0.0
         schedule = Schedule(
-            settings.schedule, settings.epochs, self.steps(task), settings.final_rate, settings.frozen_epochs
+            settings.schedule,
+            settings.epochs,
+            settings.nominal_steps or self.steps(task),
+            settings.final_rate,
+            settings.frozen_epochs,
         )
         step = self._step(task, optimizer)
         step.tally.zero_()

@@ -197,9 +197,9 @@ class Schedule:
     """The learning rate at each step of a task, as a function of a base rate.
 
     ``cosine`` falls from the base to the final rate over the steps really made. ``vq`` is what VQ-Prompt's code
-    does: one step at the base rate, then ``frozen_epochs`` at the final rate, then the cosine (counted in real steps,
-    where that code counts nominal ones that its config files name). ``vq-epoch`` is its
-    schedule for CUB-200: per epoch, the first two epochs at the base rate, ending near a tenth of it.
+    does: one step at the base rate, then ``frozen_epochs`` at the final rate, then the cosine. ``vq-epoch`` is its
+    schedule for CUB-200: per epoch, the first two epochs at the base rate, ending near a tenth of it. ``step`` divides
+    the rate by ten after 31 epochs, then every 30.
 
     >>> schedule = Schedule("cosine", epochs=2, steps_per_epoch=2, final=0.0)
     >>> [round(schedule.rate(step, 1.0), 3) for step in range(4)]
@@ -209,7 +209,7 @@ class Schedule:
     [1.0, 0.0, 0.0, 1.0, 0.854, 0.5]
     """
 
-    kind: Literal["cosine", "vq", "vq-epoch", "constant"]
+    kind: Literal["cosine", "vq", "vq-epoch", "step", "constant"]
     epochs: int
     steps_per_epoch: int
     final: float = 1e-6
@@ -219,8 +219,10 @@ class Schedule:
         """The rate of the step, counted from 0 at the beginning of the task."""
         if self.kind == "constant":
             return base
+        epoch = max(0, step // self.steps_per_epoch - 1)  # timm's schedulers, called so, are late by one, too
+        if self.kind == "step":
+            return base * 0.1 ** (epoch // 30)
         if self.kind == "vq-epoch":
-            epoch = max(0, step // self.steps_per_epoch - 1)
             return base * math.cos(99 * math.pi * epoch / (200 * max(1, self.epochs - 1)))
         frozen = self.frozen_epochs * self.steps_per_epoch if self.kind == "vq" else 0
         if 0 < step <= frozen:

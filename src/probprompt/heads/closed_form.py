@@ -26,9 +26,10 @@ class _ProjectionSettings(HeadSettings):
     """Random ReLU projections under the ridge head; 0 takes the features as they are."""
     ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
     """lambda of the ridge head; None chooses it on held-out images."""
-    ridge_choice: Literal["first", "every"] = "first"
-    """Lambda is chosen once, on a fifth of the first task's images; or anew after every task, on a fifth of the images
-    of all tasks so far, each judged when it came. What is right for a first task of few classes is too much later."""
+    ridge_choice: Literal["first", "every", "last"] = "first"
+    """Images that choose lambda: a fifth of the first task's; after every task, a fifth of all tasks' so far, each
+    judged when it came; or, as in RanPAC's code, a fifth of the last task's. What suits few classes is too much
+    later."""
 
 
 class ClosedFormSettings(HeadSettings):
@@ -258,7 +259,8 @@ class RidgeHead(ClosedFormHead):
     With ``every`` it is chosen anew after every task: each lambda is tried on a fifth of the new images, solved from
     all others so far, and what it gets wrong is added to that of the tasks before. The largest is taken that is worse
     than the best by no more than the standard error of the difference. (Squared errors prefer larger lambdas than
-    right answers do, the more so the more classes there are.)
+    right answers do, the more so the more classes there are.) With ``last`` it is the one of the smallest squared error
+    on a fifth of the new images, solved from the rest of these alone.
 
     >>> head = RidgeHead(width=2, seed=0, projections=0, ridge=1.0)
     >>> head.learn(torch.eye(2), torch.tensor([0, 1]), classes=2, task_key=0)
@@ -283,9 +285,9 @@ class RidgeHead(ClosedFormHead):
         projections: int = 2000,
         ridge: float | None = None,
         untouched: int = 0,
-        every: bool = False,
+        choice: str = "first",
     ) -> None:
-        self.every = every and ridge is None
+        self.choice = choice if ridge is None else "first"
         super().__init__(width, seed, projections + untouched if projections else width)
         self.strength.fill_(math.nan if ridge is None else ridge)
         self.untouched = untouched
@@ -296,8 +298,7 @@ class RidgeHead(ClosedFormHead):
     @classmethod
     def _options(cls, settings: HeadSettings, width: int) -> tuple[Any, ...]:
         assert isinstance(settings, RidgeSettings)
-        untouched, every = settings.unprojected_width(width), settings.ridge_choice == "every"
-        return settings.projections, settings.ridge, untouched, every
+        return settings.projections, settings.ridge, settings.unprojected_width(width), settings.ridge_choice
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, lambda, and its trials.
@@ -307,7 +308,7 @@ class RidgeHead(ClosedFormHead):
         inner = self.inner if classes else 0
         rows, tried = (classes, self.inner), (len(STRENGTHS) + 1,) * 2
         usual = {"weight": rows, "gram": (inner, inner), "correlation": rows, "strength": ()}
-        return {**usual, "trials": tried} if self.every else usual
+        return {**usual, "trials": tried} if self.choice == "every" else usual
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits (B, C) of features (B, D)."""
@@ -331,12 +332,12 @@ class RidgeHead(ClosedFormHead):
         return torch.cat([(features[:, :own] @ projection).relu(), math.sqrt(own) * features[:, own:]], dim=1)
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
-        if self.every and len(self) > 1:
+        if self.choice == "every" and len(self) > 1:
             held_out = self._held_out(labels, task_key)
             self._add_sums(self.gram, self.correlation, features[~held_out], labels[~held_out])
             self._try(features[held_out, 0], labels[held_out])
             features, labels = features[held_out], labels[held_out]
-        elif bool(self.strength.isnan()):
+        elif self.choice == "last" or bool(self.strength.isnan()):
             self._choose(features, labels, self._held_out(labels, task_key))
         self._add_sums(self.gram, self.correlation, features, labels)
 
@@ -367,7 +368,8 @@ class RidgeHead(ClosedFormHead):
         weights = self._candidates(*_one_by_one(features[~held_out], labels[~held_out]))  # (L, C) each
         images = _chunks(features[held_out, 0], labels[held_out], self.inner)
         errors = torch.cat([self._errors(some, of, weights) for some, of in images], dim=1)  # (strengths, held out)
-        self.strength.fill_(STRENGTHS[_largest_good(errors)])
+        best = int(errors.mean(dim=1).argmin()) if self.choice == "last" else _largest_good(errors)
+        self.strength.fill_(STRENGTHS[best])
 
     def _candidates(self, features: Tensor, labels: Tensor) -> list[Tensor]:
         """The solutions of these images by themselves, (L, C), for each strength."""

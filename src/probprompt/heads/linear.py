@@ -114,6 +114,8 @@ class AlignmentConfig(BaseModel):
     final_rate: float = Field(1e-6, ge=0)
     first_rate: float | None = Field(None, gt=0)
     """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
+    rate_delay: int = Field(0, ge=0)
+    """Steps by which all later rates are late (1 in VQ-Prompt's code)."""
     optimiser: Literal["adamw", "sgd"] = "adamw"
     """``sgd`` has a momentum of 0.9."""
     schedule: Literal["step", "epoch"] = "step"
@@ -247,9 +249,8 @@ def align(
         return
     size = max(1, round(batch * settings.batch_ratio))
     if new_classes == 1:
-        alone = settings.model_copy(
-            update={"rate": new_row_rate, "first_rate": None, "optimiser": "adamw", "schedule": "step"}
-        )
+        own = {"rate": new_row_rate, "first_rate": None, "rate_delay": 0, "optimiser": "adamw", "schedule": "step"}
+        alone = settings.model_copy(update=own)
         _refit(head, old_classes, old_classes, statistics, alone, size, (*key, "new row"))
     _refit(head, 0, old_classes, statistics, settings, size, key)
 
@@ -308,6 +309,6 @@ def _rates(settings: AlignmentConfig, steps: int) -> Iterator[float]:
     """The rate of every step, so many an epoch: half a cosine down, but for the very first one."""
     base, final, total = settings.rate, settings.final_rate, steps * settings.epochs
     for done in range(total):
-        along = done - done % steps if settings.schedule == "epoch" else done
+        along = done - done % steps if settings.schedule == "epoch" else max(0, done - settings.rate_delay)
         rate = final + (base - final) * (1 + math.cos(math.pi * along / total)) / 2
         yield settings.first_rate if settings.first_rate is not None and done == 0 else rate

@@ -87,8 +87,8 @@ class RanPAC(_Control):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the width that the authors use."""
-        return {"head": {"kind": "ridge", "projections": 10_000}}
+        """Return the width of the authors' code and its choice of lambda."""
+        return {"head": {"kind": "ridge", "projections": 10_000, "ridge_choice": "last"}}
 
 
 class FineTuningConfig(MethodConfig):

@@ -115,12 +115,13 @@ class HiDePrompt(Method):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the settings of the authors' code, except for two things.
+        """Return the settings of the authors' code, except for one thing.
 
-        Its step schedule for CIFAR-100 is a cosine here, and the gradients of prompts and task identity, which it
-        trains separately, are clipped by their common norm. Its batch of 24 is that of one of eight GPUs.
+        The gradients of prompts and task identity, which it trains separately, are clipped by their common norm. Its
+        batch of 24 is that of one of eight GPUs.
         """
         protocol, known = experiment.protocol, experiment.known
+        slower = 1 if protocol == "cub200" else 10  # the head, against the prompts
         settings = google_protocol(
             rate=0.03,
             batch=24,
@@ -132,9 +133,9 @@ class HiDePrompt(Method):
         )
         settings["training"] |= {
             "batch": 192 if known else 24,
-            "head_rate": 0.03 * 24 / 256 / 10,
-            "prompt_rate_factor": 10.0,
-            "schedule": "cosine",
+            "head_rate": 0.03 * 24 / 256 / slower,
+            "prompt_rate_factor": float(slower),
+            "schedule": "cosine" if protocol == "imagenet-r" else "step",
         }
         settings["alignment"] = {
             "enabled": True,
@@ -150,6 +151,7 @@ class HiDePrompt(Method):
         }
         if protocol == "cifar100":
             settings["backbone"]["normalisation"] = "cifar100"
+            settings["training"] |= {"augmentation": "crop+brightness", "crop_scale": (0.08, 1.0)}
         return settings
 
     def __init__(self, config: HiDePromptConfig, shape: Shape, seed: int) -> None:

@@ -40,7 +40,8 @@ NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
 
 def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
     """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
-    bird = experiment.protocol == "cub200"
+    bird, cifar = experiment.protocol == "cub200", experiment.protocol == "cifar100"
+    nominal = 40 if cifar else 400 // experiment.tasks
     return {
         "method": method,
         "training": {
@@ -48,9 +49,10 @@ def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
             "head_rate": 0.0025,
             "prompt_rate_factor": 5.0,
             "schedule": "vq-epoch" if bird else "vq",
-            "frozen_epochs": 2 if experiment.protocol == "cifar100" else 1,
+            "frozen_epochs": 2 if cifar else 1,
+            "nominal_steps": nominal if experiment.known and not bird else None,
         },
-        "alignment": {"rate": 1e-5, "first_rate": 1e-4, "batch_ratio": 2.0 if bird else 4.0},
+        "alignment": {"rate": 1e-5, "first_rate": 1e-4, "rate_delay": 1, "batch_ratio": 2.0 if bird else 4.0},
     }
 
 
@@ -75,7 +77,7 @@ def google_protocol(rate: float, batch: int, epochs: int, **method: Setting) -> 
         **NO_ALIGNMENT,
         "method": method,
         "backbone": {"name": "vit_base_patch16_224.orig_in21k"},
-        "data": {"interpolation": "bicubic"},
+        "data": {"interpolation": "bicubic", "center_crop": True},
         "training": {
             "epochs": epochs,
             "batch": batch,

@@ -217,7 +217,8 @@ def prepare(
     train, test = load_kept((data.train, data.test), device, progress, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
     model = build_model(config, backbone, device, precision)
-    viewer = build_preprocessor(config, backbone, device, short_side if source.enlarge else size)
+    crops = source.enlarge if config.data.center_crop is None else config.data.center_crop
+    viewer = build_preprocessor(config, backbone, device, short_side if crops else size)
     split, order, joint = data.split_hash(), order_hash(stream, data.class_names), model.method.joint
     # All that decides which views an epoch meets in which order, and what the backbone says to them.
     training, chosen = config.training, config.backbone
