@@ -290,6 +290,8 @@ def render_run(run: RunFiles) -> str:
         cells=[[_matrix_cell(value, floor) for value in row] for row in run.matrix],
         ramp=[figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)],
         similarity=inside.similarity,
+        prompts=inside.prompts,
+        swap=inside.swap,
         similarity_figures=_similarity_figures(inside.similarity) if inside.similarity else [],
         relevance=inside.relevance,
         relevance_map=_relevance_map(inside.relevance) if inside.relevance else None,

@@ -281,41 +281,16 @@ class Queries(Part):
         return self
 
 
-class Prompts(Part):
-    """Mean prompts and sampled ones apart, at the end and before training; how components are selected."""
-
-    mean_similarity: Finite | None = None
-    mean_rank: Finite | None = None
-    sampled_similarity: Finite | None = None
-    sampled_rank: Finite | None = None
-    noise: Finite | None = None
-    initial_mean_similarity: Finite | None = None
-    initial_mean_rank: Finite | None = None
-    initial_sampled_similarity: Finite | None = None
-    initial_sampled_rank: Finite | None = None
-    initial_noise: Finite | None = None
-    components: Finite | None = None
-    components_used: Finite | None = None
-    largest_share: Finite | None = None
-
-
-class Swap(Part):
-    """Accuracy in % with prompts that are not an image's own."""
-
-    images: Finite
-    own: Finite
-    swapped: Finite
-    average: Finite
-
-
 class Diagnostics(Part):
     """``diagnostics.json``: any part may be missing."""
 
     similarity: Similarity | None = None
     relevance: Relevance | None = None
     queries: Queries | None = None
-    prompts: Prompts | None = None
-    swap: Swap | None = None
+    prompts: dict[str, Finite] = {}
+    """Similarity and rank of mean prompts, and of sampled ones; use of components; σ/√N_s; and before training."""
+    swap: dict[str, Finite] = {}
+    """Accuracy in % of images with their own prompts, with those of another image, and with the average."""
 
 
 class _Epoch(Part):
