@@ -32,6 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_k": 3, "relevance_temperature": "dim"},
     {"aggregation": "mean"},
     {"relevance_temperature": "sqrt_dim"},
+    {"relevance_temperature": "initial_std", "initial_std": 3.0},
     {"relevance_temperature": "dim"},
     {"relevance_temperature": 0.5},
     {"evaluation": "mean"},
@@ -134,7 +135,8 @@ def paper_tokens(method: ProbPrompt, slot: int, query: Tensor, noise: Tensor, sa
     config = method.config
     means = method.mean[slot].detach().double().numpy()  # (M, N, D)
     sigmas = np.exp(method.log_std[slot].detach().double().numpy())  # (M, N, D)
-    temperature = {"sqrt_dim": math.sqrt(WIDTH), "dim": WIDTH}.get(str(config.relevance_temperature))
+    named = {"sqrt_dim": math.sqrt(WIDTH), "dim": WIDTH, "initial_std": 1 / config.initial_std**2}
+    temperature = named.get(str(config.relevance_temperature))
     divisor = temperature or float(config.relevance_temperature)
     epsilons = noise.double().numpy()[:, :, : config.samples if sampled else 0]
     density, aggregation = config.relevance == "density", (config.aggregation, config.aggregation_temperature)

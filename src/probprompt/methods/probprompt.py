@@ -20,7 +20,7 @@ from probprompt import equations, kernels, randomness
 from probprompt.errors import UserError
 from probprompt.kernels import mixture as mixtures
 from probprompt.methods.base import EVALUATION, Blocks, Context, Method, MethodConfig, Prompted, Shape, register
-from probprompt.methods.settings import Experiment, Positive, Settings, TunedRates, vq_protocol
+from probprompt.methods.settings import Experiment, Positive, Setting, Settings, TunedRates, vq_protocol
 from probprompt.prompts import Prefix, Prompt, Tokens
 
 
@@ -44,8 +44,9 @@ class ProbPromptConfig(MethodConfig):
     """Eq. 3; ``density`` adds the log-determinant, without which a wider Gaussian is nearer to everything."""
     relevance_gradient: mixtures.Learning = "full"
     """What the relevance trains: means and deviations, ``means`` alone, or ``none`` of them."""
-    relevance_temperature: Literal["sqrt_dim", "dim"] | Positive = 1.0
-    """What S^2 is divided by before the softmax of Eq. 2: 1 is the literal reading."""
+    relevance_temperature: Literal["sqrt_dim", "dim", "initial_std"] | Positive = 1.0
+    """What S^2 is divided by before the softmax of Eq. 2: 1 is the literal reading. ``initial_std`` divides by
+    1/initial_std^2: distances start as with a standard deviation of 1; it decides only the noise."""
     initial_mean: Literal["uniform", "symmetric", "normal"] = "uniform"
     """U[0, 1), U(-1, 1) or N(0, 1), times ``initial_mean_scale``."""
     initial_mean_scale: Positive = 1.0
@@ -100,15 +101,17 @@ class ProbPrompt(Method):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the protocol of VQ-Prompt, which the paper follows."""
-        return vq_protocol(experiment)
+        """Return the protocol of VQ-Prompt, and the interpretation that fits the paper best (docs/fidelity.md)."""
+        own: dict[str, Setting] = {"initial_std": 4.5, "relevance_temperature": "initial_std", "evaluation": "image"}
+        return vq_protocol(experiment, relevance_gradient="none", **own)
 
     def __init__(self, config: ProbPromptConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
         shape.check_blocks(config.blocks)
         self.config = config
-        scale, pool = config.relevance_temperature, (config.tokens, config.components)
-        self.temperature = shape.width ** (0.5 if scale == "sqrt_dim" else 1.0) if isinstance(scale, str) else scale
+        pool, std = (config.tokens, config.components), 1.0 if config.variant == "deterministic" else config.initial_std
+        named = {"sqrt_dim": shape.width**0.5, "dim": float(shape.width), "initial_std": std**-2}
+        self.temperature = named.get(str(config.relevance_temperature)) or float(config.relevance_temperature)
         mean = config.initial_mean_scale * self._drawn(config.initial_mean, pool, "initial mean")
         self.mean = nn.Parameter(mean)  # (blocks, M, N, D)
         log_std = torch.full_like(mean, math.log(config.initial_std))  # (blocks, M, N, D)
@@ -127,10 +130,9 @@ class ProbPrompt(Method):
         self.readout = "tokens" if config.injection == "read-tokens" else "class"
         if self._samples(EVALUATION):
             self.draws, self.needs_keys = config.evaluation_draws, config.evaluation == "image"
-        more = config.samples if config.evaluation_samples is None else config.evaluation_samples
-        count = (config.tokens * (config.components if config.variant == "independent" else 1), more)  # G, N_s
-        keys = [(draw,) if draw else () for draw in range(self.draws)]
-        noise = [self._drawn("normal", count, "evaluation noise", *key) for key in keys]
+        groups = config.tokens * (config.components if config.variant == "independent" else 1)
+        count = (groups, self._samples(Context(sampled=True)))  # G, N_s
+        noise = [self._drawn("normal", count, "evaluation noise", *[draw][:draw]) for draw in range(self.draws)]
         # (draws, blocks, G, N_s, D), drawn from the seed again when a model is loaded: it need not be stored.
         self.register_buffer("fixed_noise", torch.stack(noise), persistent=False)
 
@@ -159,12 +161,9 @@ class ProbPrompt(Method):
         """Sample prompts for each query (B, D); in training also weigh how far the Gaussians moved."""
         assert query is not None
         query = self._prepared(query)
-        if self.config.variant == "independent" and self._samples(context):
-            tokens = self._mix_samples(query, context)
-        else:
-            tokens = self._sample_mixture(query, context)
-        weight = self.config.regularisation
-        loss = weight * self.drift() if context.training and weight else None
+        apart = self.config.variant == "independent" and self._samples(context)
+        tokens = (self._mix_samples if apart else self._sample_mixture)(query, context)  # (B, pools, D)
+        loss = self.config.regularisation * self.drift() if context.training and self.config.regularisation else None
         parts = tokens.chunk(len(self.config.blocks), dim=1)  # (B, M, D) each
         return Prompted(dict(zip(self.config.blocks, map(self._injected, parts), strict=True)), loss)
 
@@ -222,8 +221,8 @@ class ProbPrompt(Method):
     def _draw(self, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
         """Average samples of Gaussians (B, G, D), a block's after the other's, as many in each."""
         means, stds = (part.chunk(len(self.config.blocks), dim=1) for part in (mean, std))
-        drawn = [self._average(slot, means[slot], stds[slot], query, context) for slot in range(len(means))]
-        return torch.cat(drawn, dim=1)  # (B, G, D)
+        pairs = enumerate(zip(means, stds, strict=True))
+        return torch.cat([self._average(slot, *pair, query, context) for slot, pair in pairs], dim=1)  # (B, G, D)
 
     def _average(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
         """Average samples of the Gaussians (B, G, D) of one block."""

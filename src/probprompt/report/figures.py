@@ -515,32 +515,33 @@ def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, descripti
 
 @dataclass(frozen=True)
 class Overview:
-    """What the overview shows: named lines, one run's accuracy matrix, a similarity where there is one."""
+    """What the overview shows: named lines, one run's accuracy matrix, the similarity of up to two runs' prompts."""
 
     lines: Sequence[tuple[str, Series]]
     total: int
     floor: float
     matrix: Sequence[Sequence[float | None]]
     matrix_of: str
-    similarity: Sequence[Sequence[float]] | None
-    similarity_of: str
+    similarities: Sequence[tuple[str, Sequence[Sequence[float]]]]
 
 
 @styled
 def overview(content: Overview, kind: str) -> bytes:
     """One wide picture of the essentials, as PNG or SVG bytes."""
-    panels = 2 if content.similarity is None else 3
+    maps = content.similarities[:2]
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
-    figure = Figure(figsize=(4.4 * panels, 3.9), layout=layout, facecolor="white")
-    axes = figure.subplots(1, panels, width_ratios=[1.25, 1.0, 1.0][:panels])
-    _overview_lines(axes[0], content)
-    _overview_matrix(axes[1], content)
-    if content.similarity is not None:
-        low = min(0.0, float(np.min(content.similarity)))
-        image = _heat_map(axes[2], np.asarray(content.similarity), low, 1.0)
-        axes[2].set(xticks=[], yticks=[], aspect="equal", xlabel="class", ylabel="class")
-        _title(axes[2], "Prompt similarity between classes", content.similarity_of)
-        _colour_bar(figure, image, axes[2], "cosine similarity")
+    figure = Figure(figsize=(13.2 if maps else 8.8, 3.9), layout=layout, facecolor="white")
+    rows: list[Any] = [["lines", "matrix", f"map {number}"][: 3 if maps else 2] for number in range(max(1, len(maps)))]
+    axes = figure.subplot_mosaic(rows, width_ratios=[1.25, 1.0, 1.0][: len(rows[0])])
+    _overview_lines(axes["lines"], content)
+    _overview_matrix(axes["matrix"], content)
+    low = min([0.0, *(float(np.min(matrix)) for _, matrix in maps)])
+    for number, (of, matrix) in enumerate(maps):
+        panel = axes[f"map {number}"]
+        image = _heat_map(panel, np.asarray(matrix), low, 1.0)
+        panel.set(xticks=[], yticks=[], aspect="equal", ylabel="class")
+        _title(panel, "" if number else "Prompt similarity between classes", of)
+        _colour_bar(figure, image, panel, "cosine similarity")
     buffer = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     with matplotlib.rc_context({"svg.fonttype": "path"}):  # a picture on its own brings its letters along

@@ -341,7 +341,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
 def save_overview(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Save one wide picture (PNG or SVG, by the name) of the essentials of the given runs.
 
-    It shows the average accuracy of all runs, and the accuracy matrix and the prompt similarity of the first.
+    It shows the average accuracy of all runs, the accuracy matrix of the first, and the prompt similarity of two.
     """
     out = Path(out)
     kind = out.suffix.lower().removeprefix(".")
@@ -362,16 +362,14 @@ def _check_comparable(comparison: Comparison) -> None:
 
 
 def _overview(runs: Sequence[RunFiles]) -> figures.Overview:
-    first, shown = runs[0], next((run for run in runs if run.diagnostics.similarity), None)
-    similarity = shown.diagnostics.similarity if shown else None
+    first, maps = runs[0], [(run.label, run.diagnostics.similarity) for run in runs]
     return figures.Overview(
         lines=[(run.label, Series(run.accuracy.averages, index)) for index, run in enumerate(runs)],
         total=max(run.total for run in runs),
         floor=_floor(runs),
         matrix=first.matrix,
         matrix_of=first.label,
-        similarity=similarity.matrix if similarity else None,
-        similarity_of=f"{shown.label}, {_mean_similarity(similarity)}" if shown and similarity else "",
+        similarities=[(f"{name}, {_mean_similarity(part)}", part.matrix) for name, part in maps if part],
     )
 
 
