@@ -531,9 +531,9 @@ def test_predictions_are_the_engine_s_own(monkeypatch: pytest.MonkeyPatch) -> No
     place, seen = build(), list[int]()
     original = place.model.predict
 
-    def watched(images: Tensor) -> Tensor:
+    def watched(images: Tensor, keys: Tensor | None) -> Tensor:
         seen.append(len(images))
-        return original(images)
+        return original(images, keys=keys)
 
     monkeypatch.setattr(place.model, "predict", watched)
     found = measure.inference(place, 0.01)

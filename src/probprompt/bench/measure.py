@@ -317,7 +317,8 @@ def count_flops(setup: BenchSetup) -> Count:
     """Count the operations for one image, with the prompts that the method really injects."""
     model = setup.model
     query = torch.zeros(1, model.backbone.width, device=setup.device) if model.method.needs_query else None
-    prompts = model.method.prompts(query, EVALUATION).prompts
+    context = Context(keys=torch.zeros(1, dtype=torch.long, device=setup.device))
+    prompts = model.method.prompts(query, context).prompts
     count = flops(model.backbone, prompts, model.method.readout)
     needed = count.query if model.method.needs_query else 0
     return replace(count, query=needed, draws=model.method.draws, looks=2 if model.head.mirrored else 1)
