@@ -20,7 +20,7 @@ from probprompt.bench.synthetic import BenchSetup, build
 from probprompt.bench.timing import Latency, Peak, Rate
 from probprompt.config import RunConfig
 from probprompt.engine.build import release
-from probprompt.methods import EVALUATION
+from probprompt.methods import Context
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import Prompt, Prompts, Readout
 
