@@ -6,6 +6,7 @@ fresh, and the images of the other ten classes are of no known class. The test s
 Beside what the classifier answers, other scores of novelty are compared on the same features: how ours was chosen.
 
     python tools/measure_classifier.py 0 1 2 > results/classifier.jsonl
+    python tools/measure_classifier.py 0 1 2 evaluation=image evaluation_draws=5  # with other settings
 """
 
 import json
@@ -69,7 +70,7 @@ def compare_scores(classifier: ContinualClassifier, learned: Images, fresh: Imag
     return found
 
 
-def measure(seed: int) -> dict[str, Any]:
+def measure(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     data = EmojiR().load(None)
     order = np.random.RandomState(seed).permutation(len(data.class_names))
     learned: Images = {}
@@ -81,7 +82,7 @@ def measure(seed: int) -> dict[str, Any]:
         fresh[name], learned[name] = images[:cut], images[cut:]
     names = list(learned)
     strange = [image for name in names[10:] for image in fresh[name] + learned[name]]
-    classifier = ContinualClassifier(backbone="demo", device="cpu", seed=seed)
+    classifier = ContinualClassifier(backbone="demo", device="cpu", seed=seed, **settings)
     seconds, told = [], None
     for lesson in LESSONS:
         report = classifier.learn({name: learned[name] for name in names[lesson]})
@@ -91,6 +92,7 @@ def measure(seed: int) -> dict[str, Any]:
     found = classifier.evaluate({name: fresh[name] for name in names[:10]}, unknown=strange)
     return {
         "seed": seed,
+        **({"settings": settings} if settings else {}),
         "known": names[:10],
         "images": {"fresh": found.images, "unknown": found.unknown_images},
         "lesson_seconds": seconds,
@@ -104,10 +106,12 @@ def measure(seed: int) -> dict[str, Any]:
         "fpr_at_95": found.fpr_at_95 and round(found.fpr_at_95, 4),
         "known_marked_percent": round(found.flagged, 2),
         "unknown_marked_percent": found.unknown_flagged and round(found.unknown_flagged, 2),
-        "scores": compare_scores(classifier, learned, fresh, strange),
+        **({} if settings else {"scores": compare_scores(classifier, learned, fresh, strange)}),
     }
 
 
 if __name__ == "__main__":
+    chosen = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
     for argument in sys.argv[1:]:
-        print(json.dumps(measure(int(argument))), flush=True)
+        if "=" not in argument:
+            print(json.dumps(measure(int(argument), chosen)), flush=True)
