@@ -221,20 +221,20 @@ class Learner:
     def train_epoch(self, task: TaskImages, epoch: int, optimizer: AdamW, advance: Advance) -> EpochResult:
         """Go once over the task's images."""
         self.model.method.begin_epoch()
-        settings, rate = self.config.training, 0.0
+        settings, rate, steps = self.config.training, 0.0, self.steps(task)
         schedule = Schedule(
             settings.schedule,
             settings.epochs,
-            settings.nominal_steps or self.steps(task),
+            settings.nominal_steps or steps,
             settings.final_rate,
             settings.frozen_epochs,
         )
         step = self._step(task, optimizer)
         step.tally.zero_()
         queries, asked = self.loader.kept_queries(), list[Tensor]()
-        known = queries.get(task.index, epoch, self.steps(task) * self.loader.batch(task)) if queries else None
+        known = queries.get(task.index, epoch, steps * self.loader.batch(task)) if queries else None
         batches = step.ahead(self.loader.batches(task, epoch, known), known is not None)
-        for number, batch in enumerate(batches, start=epoch * self.steps(task)):
+        for number, batch in enumerate(batches, start=epoch * steps):
             if queries and known is None:
                 asked.append(batch[-1].clone())  # before learning begins, which lets go of it
             rate = schedule.rate(number, settings.head_rate)
@@ -247,7 +247,7 @@ class Learner:
         self.world.average([step.tally])
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
-        loss, correct, finite = torch.cat([step.tally / self.steps(task), sound[None]]).tolist()  # the only wait
+        loss, correct, finite = torch.cat([step.tally / steps, sound[None]]).tolist()  # the only wait
         loss = loss if finite else math.nan
         if not math.isfinite(loss):
             raise UserError(

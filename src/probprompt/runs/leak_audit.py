@@ -67,6 +67,10 @@ class Sample:
     source: str
     keys: Tensor | None = None  # (n,): computed from the stored pixels
 
+    def audit(self, model: PromptedModel, classes: int, progress: ProgressCallback) -> Audit:
+        """Audit a model that knows the given number of classes."""
+        return audit(model, self.images, self.tasks, classes, self.strangers, self.keys, progress.advance)
+
 
 # A saved model --------------------------------------------------------------------------------------------------
 
@@ -102,15 +106,7 @@ def audit_saved(
             sample = Sample(noise, torch.zeros(count, dtype=torch.long, device=device), None, "noise")
         loaded.model.set_precision(precision)
         with progress.stage("auditing", CHECKS):
-            outcome = audit(
-                loaded.model,
-                sample.images,
-                sample.tasks,
-                len(loaded.class_names),
-                sample.strangers,
-                sample.keys,
-                progress.advance,
-            )
+            outcome = sample.audit(loaded.model, len(loaded.class_names), progress)
         about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
         home = folder if run or (folder / "model.json").is_file() else folder / "model"
         written = home / ("run.json" if run else "audit.json")
@@ -231,8 +227,7 @@ def audit_method(
         same = _future(models, sample, device)
         model = models[0]
         model.set_precision(precision)
-        found = audit(model, sample.images, sample.tasks, known, sample.strangers, sample.keys, progress.advance)
-        outcome = found.also(same)
+        outcome = sample.audit(model, known, progress).also(same)
         progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
     about = {
         "method": config.method.model_dump(mode="json"),
