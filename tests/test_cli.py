@@ -306,11 +306,11 @@ def test_the_demo_compares_without_a_network(
     answer = probprompt("demo", "--seed", 2)
     assert answer.code == 0 and answer.err == ""
     home = Path("runs/demo")
-    names = [method for method, _ in presets.DEMO]
-    assert names[0] == "probprompt" and "linear-probe" in names
+    names = [method for method, _, _ in presets.DEMO]
+    assert names == ["probprompt", "vq-prompt", "ranpac"]
     runs = [Run.open(home / name) for name in names]
     assert all(run.finished and run.config.seeds.data == 2 for run in runs)
-    assert [(run.config.method.name, run.config.preset) for run in runs] == list(presets.DEMO)
+    assert [(run.config.method.name, run.config.preset) for run in runs] == [row[:2] for row in presets.DEMO]
     assert "docs/demo.md" in answer.out and all(has_row(answer.out, run) for run in runs)
     assert "report: runs/demo/report.html" in answer.out and (home / "report.html").exists()
     message = mistake(probprompt("demo", "--out", home))

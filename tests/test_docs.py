@@ -11,7 +11,7 @@ import pytest
 
 from probprompt import api, methods, presets
 from probprompt.cli.cmd_compare import read_spec
-from probprompt.config import parse_config, read_toml
+from probprompt.config import merge, parse_config, read_toml
 from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.compare import gather_runs, pixels_hash
@@ -345,8 +345,8 @@ def test_the_embedded_weights_reach_what_their_record_says() -> None:
 
 
 def test_the_example_config_is_the_demos() -> None:
-    method, preset = presets.DEMO[0]
-    demo = presets.settings(preset, method, "emoji-r")
+    method, preset, settings = presets.DEMO[0]
+    demo = merge(presets.settings(preset, method, "emoji-r"), settings)
     assert method == "probprompt"
     assert parse_config(read_toml(ROOT / "examples" / "demo.toml")) == parse_config(demo)
 

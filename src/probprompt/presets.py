@@ -186,5 +186,17 @@ def _flagship(method: type[Method], benchmark: str) -> Settings:
 
 # The demo -------------------------------------------------------------------------------------------------------
 
-DEMO: tuple[tuple[str, str], ...] = (("probprompt", "flagship"), ("ranpac", "matched"), ("linear-probe", "matched"))
-"""What the demo runs, each a method and a preset: ProbPrompt beside what the frozen backbone gives without prompts."""
+_READS: dict[str, Setting] = {"layers": 3, "readings": "projected"}
+_DIVERSE: dict[str, Setting] = {
+    "relevance_temperature": "initial_std",
+    "relevance_gradient": "none",
+    "evaluation": "mean",
+    "injection": "read-tokens",
+    "blocks": (0,),
+}
+DEMO: tuple[tuple[str, str, Settings], ...] = (
+    ("probprompt", "flagship", {"method": _DIVERSE}),
+    ("vq-prompt", "ridge", {"head": {"with_query": True, **_READS}}),
+    ("ranpac", "matched", {"head": _READS}),
+)
+"""What the demo runs: methods, presets, and settings over these. All heads read the same blocks of the backbone."""
