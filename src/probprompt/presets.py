@@ -191,8 +191,6 @@ _DIVERSE: dict[str, Setting] = {
     "relevance_temperature": "initial_std",
     "relevance_gradient": "none",
     "evaluation": "mean",
-    "injection": "read-tokens",
-    "blocks": (0,),
 }
 DEMO: tuple[tuple[str, str, Settings], ...] = (
     ("probprompt", "flagship", {"method": _DIVERSE}),
