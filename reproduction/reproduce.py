@@ -44,6 +44,7 @@ from reproduction.results_page import (
     PAPER_NETWORK,
     has_paper_settings,
     has_paper_weights,
+    has_smaller_images,
     is_paper_network,
     is_paper_run,
     read_benches,
@@ -336,7 +337,7 @@ def _are_costs_known(table: paper.Table, benches: Sequence[BenchRecord], device:
 
 
 def _is_as_published(entry: Measured) -> bool:
-    smaller = presets.are_smaller(entry["config"]["data"])
+    smaller = has_smaller_images(entry["config"]["data"])
     return is_paper_network(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET and not smaller
 
 

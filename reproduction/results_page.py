@@ -9,14 +9,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from probprompt import presets
 from probprompt.backbones import pretrained
 from probprompt.backbones.pretrained import backbone_slug, backbone_words
 from probprompt.bench.results import BenchRecord, read_record
 from probprompt.bench.results import Entry as Measured
-from probprompt.data.published import published_lists
+from probprompt.data.datasets import registered
+from probprompt.data.published import Dataset
 from probprompt.engine.hardware import machine_name
 from probprompt.evaluation import metrics
+from probprompt.presets import PHOTOS
 from probprompt.report.compare import ColumnGroup, Comparison, grouped, pixels_hash, read_result
 from probprompt.report.compare import Row as MethodRow
 from probprompt.report.pages import write
@@ -82,14 +83,21 @@ def has_paper_data(entry: Entry, column: paper.Column) -> bool:
     stream = entry.record.stream
     images = sum(stream.train_images), sum(stream.test_images)
     whole = images == _IMAGE_COUNTS.get(column.benchmark) and not entry.record.skipped
-    differs = published_lists(column.benchmark) if stream.differences is None else stream.differences
+    source, differs = registered().get(column.benchmark), bool(stream.differences)
+    if stream.differences is None and source and issubclass(source, Dataset):
+        differs = bool(source.lists())
     return entry.config["data"]["benchmark"] == column.benchmark and whole and not differs
 
 
 def has_paper_settings(entry: Entry, row: paper.Row) -> bool:
     """Return True if a run has the settings behind the paper's number, with crops of images of the same size."""
-    smaller = presets.are_smaller(entry.config["data"])
+    smaller = has_smaller_images(entry.config["data"])
     return entry.preset == paper.PRESET and entry.varied == row.all_settings and not smaller
+
+
+def has_smaller_images(data: Mapping[str, Any]) -> bool:
+    """Return True if random crops were cut from smaller copies of photos, by a run's settings of data."""
+    return data["benchmark"] in PHOTOS and data.get("stored_side") != "full"
 
 
 def belongs(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:

@@ -79,11 +79,6 @@ PHOTOS = ("imagenet-r", "cub200")
 """Published code cuts their random crops from the whole photograph, not from a copy of it that is kept smaller."""
 
 
-def are_smaller(data: Mapping[str, Any]) -> bool:
-    """Whether a run's images are such copies, by its settings of data."""
-    return data["benchmark"] in PHOTOS and data.get("stored_side") != "full"
-
-
 _EMOJI_R: Settings = {
     "data": {"tasks": 5},
     "backbone": {"name": "demo"},
@@ -187,13 +182,11 @@ def _flagship(method: type[Method], benchmark: str) -> Settings:
 # The demo -------------------------------------------------------------------------------------------------------
 
 _READS: dict[str, Setting] = {"layers": 3, "readings": "projected"}
-_DIVERSE: dict[str, Setting] = {
-    "relevance_temperature": "initial_std",
-    "relevance_gradient": "none",
-    "evaluation": "mean",
+_LIVE: Settings = {
+    "method": {"relevance_temperature": "initial_std", "relevance_gradient": "none", "evaluation": "mean"}
 }
 DEMO: tuple[tuple[str, str, Settings], ...] = (
-    ("probprompt", "flagship", {"method": _DIVERSE}),
+    ("probprompt", "flagship", _LIVE),
     ("vq-prompt", "ridge", {"head": {"with_query": True, **_READS}}),
     ("ranpac", "matched", {"head": _READS}),
 )

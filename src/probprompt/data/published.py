@@ -262,12 +262,6 @@ class TuBerlin(Dataset):
     figures = Figures(250, 16_000, 4_000, (64, 64), (16, 16), encoding="lossless", size=(1111, 1111))
 
 
-def published_lists(name: str) -> set[str]:
-    """Return the sha256 of the lists of a dataset; empty if its archive is split already."""
-    source = registered().get(name)
-    return source.lists() if source and issubclass(source, Dataset) else set()
-
-
 def recognize(path: Path) -> Dataset | None:
     """Return the dataset in a folder, or in a folder inside, by its layout or name."""
     known = [source for source in registered().values() if issubclass(source, Dataset)]
