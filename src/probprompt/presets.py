@@ -182,11 +182,10 @@ def _flagship(method: type[Method], benchmark: str) -> Settings:
 # The demo -------------------------------------------------------------------------------------------------------
 
 _READS: dict[str, Setting] = {"layers": 3, "readings": "projected"}
-_LIVE: Settings = {
-    "method": {"relevance_temperature": "initial_std", "relevance_gradient": "none", "evaluation": "mean"}
-}
+_LIVE: dict[str, Setting] = {"relevance_temperature": "initial_std", "relevance_gradient": "none", "evaluation": "mean"}
+_READ_OUT: dict[str, Setting] = {"injection": "read-tokens", "blocks": (0,)}
 DEMO: tuple[tuple[str, str, Settings], ...] = (
-    ("probprompt", "flagship", _LIVE),
+    ("probprompt", "flagship", {"method": {**_LIVE, **_READ_OUT}}),
     ("vq-prompt", "ridge", {"head": {"with_query": True, **_READS}}),
     ("ranpac", "matched", {"head": _READS}),
 )
