@@ -33,6 +33,5 @@ def compile_for_a_gpu(script: str, folder: Path) -> None:
     """Run a script that compiles kernels: the interpreter runs what the compiler refuses."""
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", script, str(folder / "kernel.cubin")]
-    environment = {**outside, "TRITON_CACHE_DIR": str(folder)}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    answer = subprocess.run(command, env={**outside, "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

@@ -91,8 +91,7 @@ def draw_prompts(vit: FrozenViT, blocks: list[int], batch: int = BATCH, length: 
 def draw_tokens(blocks: list[int], batch: int = BATCH, length: int = 5, positioned: bool = False) -> dict[int, Tokens]:
     """Tokens of these blocks, the last ones shared by the batch and of another length."""
     generator = torch.Generator().manual_seed(3)
-    shapes = [(batch, length, WIDTH)] * (len(blocks) - 1) + [(length - 2, WIDTH)]
-    pairs = zip(blocks, shapes, strict=True)
+    pairs = zip(blocks, [(batch, length, WIDTH)] * (len(blocks) - 1) + [(length - 2, WIDTH)], strict=True)
     return {index: Tokens(torch.randn(shape, generator=generator), positioned) for index, shape in pairs}
 
 
@@ -259,8 +258,7 @@ def test_readings_of_the_blocks_before_the_last_stand_behind_the_feature(case: s
     prompts: Prompts = {**draw_prompts(vit, [0, vit.depth - 1]), **draw_tokens([1])}
     cases: tuple[tuple[Prompts, int], ...] = (({}, 1), (prompts, 2))
     for given, layers in cases:
-        found = check(vit, images, given, layers=layers)
-        assert torch.equal(found[:, : vit.width], vit.features(images, given))
+        assert torch.equal(check(vit, images, given, layers=layers)[:, : vit.width], vit.features(images, given))
 
 
 @pytest.mark.parametrize("readout", ["class", "tokens"])
@@ -380,9 +378,8 @@ def test_gradients_reach_the_prompts_and_equal_those_of_the_definition(case: str
             for block, prompt in prompts.items()
         }
         given = {block: with_parts(prompt, leaves[block]) for block, prompt in prompts.items()}
-        return list(
-            torch.autograd.grad((run(given) * direction).sum(), [leaf for own in leaves.values() for leaf in own])
-        )
+        every = [leaf for own in leaves.values() for leaf in own]
+        return list(torch.autograd.grad((run(given) * direction).sum(), every))
 
     found = gradients(lambda prompts: vit.features(images, prompts, readout), torch.float32)
     expected = gradients(lambda prompts: reference(vit.model, images, prompts, readout), torch.float64)

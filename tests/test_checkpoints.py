@@ -137,8 +137,7 @@ def test_a_json_file_beside_the_weights_says_how_images_are_prepared(weights: Pa
     ],
 )
 def test_a_bad_json_file_beside_the_weights_is_refused(weights: Path, preprocessing: Any, message: str) -> None:
-    content = json.dumps({"preprocessing": preprocessing}) if preprocessing else "{"
-    weights.with_suffix(".json").write_text(content)
+    weights.with_suffix(".json").write_text(json.dumps({"preprocessing": preprocessing}) if preprocessing else "{")
     refuse(message, weights=weights)
 
 
@@ -232,9 +231,7 @@ WRAPPED: dict[str, Callable[[State], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_weights_are_found_in_the_wrappers_of_common_files(
-    wrapped: str, model: Any, weights: Path, tmp_path: Path
-) -> None:
+def test_weights_are_found_in_wrappers_of_common_files(wrapped: str, model: Any, weights: Path, tmp_path: Path) -> None:
     path = tmp_path / ("prefixed.safetensors" if wrapped == "safetensors" else "weights.pth")
     save: Callable[..., None] = save_file if wrapped == "safetensors" else torch.save
     save(WRAPPED[wrapped](model.state_dict()), path)
@@ -517,9 +514,7 @@ def test_without_a_network_it_says_so_at_once(name: str, cache: Path, monkeypatc
     refuse("not in the cache", name)
 
 
-def test_a_file_of_weights_is_found_or_fetched(
-    model: Any, cache: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_found_or_fetched(model: Any, cache: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch("demo") == find_file("demo") == packaged / "demo.safetensors"
     assert find_file("sup1k") is None and find_file(TAGGED) is None
     monkeypatch.setattr(pretrained, "_download", lambda checkpoint: Path(checkpoint.source))

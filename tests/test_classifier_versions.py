@@ -78,8 +78,7 @@ def test_learning_goes_on_after_loading_as_if_unbroken(saved: Path, version: int
     loaded, unbroken = load(saved, version), taught(*map(paint, lessons))
     for one in (loaded, unbroken):
         one.learn(paint("ef"))
-    weights = [one.predictor.model.head.weight for one in (loaded, unbroken)]
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*[one.predictor.model.head.weight for one in (loaded, unbroken)], rtol=1e-5, atol=1e-6)
     mine, other = (one.predictor.state.calibration.temperature for one in (loaded, unbroken))
     assert mine == pytest.approx(other, rel=1e-4)
 

@@ -167,8 +167,7 @@ def test_other_files_are_rejected(text: str, tmp_path: Path) -> None:
 
 def test_size_of_a_model_is_shown_where_it_is_recorded(runs: list[Path], tmp_path: Path) -> None:
     assert "On disk" not in markdown(gather_runs(runs))
-    known = make(tmp_path / "f0", "ranpac", model_mb={"use": 4.0, "learn": 804.26})
-    text = markdown(gather_runs([*runs, known]))
+    text = markdown(gather_runs([*runs, make(tmp_path / "f0", "ranpac", model_mb={"use": 4.0, "learn": 804.26})]))
     assert "On disk, MB" in text and "804.26" in text and "- On disk: " in text
 
 
@@ -231,8 +230,7 @@ def test_rows_name_what_differs_from_the_preset(tmp_path: Path) -> None:
     usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), follow=false"
     assert notes(found, USUAL) == [f"{USUAL}: {usual}."]
     rival = configure(tmp_path / "rival", "ridge", "vq-prompt", head={"layers": 1})
-    short = configure(tmp_path / "five", "flagship", "probprompt", tasks=5)
-    assert labels(gather_runs([*cifar, rival, short])) == [
+    assert labels(gather_runs([*cifar, rival, configure(tmp_path / "five", "flagship", "probprompt", tasks=5)])) == [
         "probprompt, tasks=10, follow=true",
         "probprompt, tasks=10, follow=true, epochs=7",
         "probprompt, tasks=10, layers=1, follow=true",
@@ -248,8 +246,7 @@ def test_default_of_one_method_is_noted_with_its_name(tmp_path: Path) -> None:
     found = gather_runs(made)
     more = ["ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, mirrored=true"]
     assert labels(found) == ["lda", "lda, layers=1", *more]
-    usual = "projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false"
-    assert notes(found, f"{USUAL}: {usual}")
+    assert notes(found, f"{USUAL}: projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false")
 
 
 def test_rows_of_two_heads_name_what_was_set(tmp_path: Path) -> None:
@@ -265,9 +262,8 @@ def test_rows_name_backbones_that_differ(tmp_path: Path) -> None:
     """By architecture and pretraining; by their files where these are the same."""
 
     def run(name: str, weights: str, sha256: str, side: int | None = None) -> Path:
-        path = configure(
-            tmp_path / sha256, "matched", "ranpac", backbone={"name": name, "weights": weights, "image_size": side}
-        )
+        backbone = {"name": name, "weights": weights, "image_size": side}
+        path = configure(tmp_path / sha256, "matched", "ranpac", backbone=backbone)
         record = json.loads((path / "run.json").read_text()) | {"backbone": {"name": name, "sha256": sha256 * 64}}
         (path / "run.json").write_text(json.dumps(record))
         return path
@@ -285,10 +281,8 @@ def test_rows_name_backbones_that_differ(tmp_path: Path) -> None:
 
 
 def test_equal_weights_in_two_folders_are_one_row(tmp_path: Path) -> None:
-    made = [
-        configure(tmp_path / str(seed), "matched", "lda", seed=seed, backbone={"weights": f"/{seed}/vit.safetensors"})
-        for seed in (0, 1)
-    ]
+    files = [{"weights": f"/{seed}/vit.safetensors"} for seed in (0, 1)]
+    made = [configure(tmp_path / str(n), "matched", "lda", seed=n, backbone=file) for n, file in enumerate(files)]
     assert labels(gather_runs(made)) == ["lda"]
 
 
@@ -303,8 +297,7 @@ def test_times_of_concurrent_runs_are_noted(tmp_path: Path) -> None:
 
     def noted(paths: list[Path], others: Sequence[Path] = ()) -> list[str]:
         found = gather_runs(paths)
-        beside = [Run.open(path).record for path in others]
-        found = Comparison(found.rows, found.places, found.results, others=beside)
+        found = Comparison(found.rows, found.places, found.results, others=[Run.open(path).record for path in others])
         return [note.rpartition(":")[2] for note in found.tables()[1].notes if note.startswith("Time: ")]
 
     alone, after = run("apt", 0, loading=40), run("l2p", 1)
@@ -493,8 +486,7 @@ def test_presets_are_columns_in_the_order_of_the_grid(tmp_path: Path) -> None:
         "ProbPrompt": ["90.00", "90.00", "0.00", "_70.00_", "_70.00_", "0.00"],
     }
     assert notes(found, "Failed and not in the table: emoji-r/flagship/probprompt/seed-1")
-    missing = "Not run yet: emoji-r/matched/vq-prompt/seed-1, emoji-r/matched/probprompt/seed-1."
-    assert missing in notes(found)
+    assert "Not run yet: emoji-r/matched/vq-prompt/seed-1, emoji-r/matched/probprompt/seed-1." in notes(found)
 
 
 def test_settings_distinguish_runs_of_one_method(tmp_path: Path) -> None:
@@ -652,10 +644,9 @@ def test_lead_within_seed_variance_is_noted(tmp_path: Path) -> None:
 
 
 def test_similarity_by_number_of_components(tmp_path: Path) -> None:
-    named = (("probprompt", "components"), ("coda-prompt", "components_per_task"))
     made = [
         make(tmp_path / f"{m}-{n}", m, settings={name: n}, similarity=SIMILARITY | {"mean": 0.9 - 0.02 * n})
-        for m, name in named
+        for m, name in (("probprompt", "components"), ("coda-prompt", "components_per_task"))
         for n in (5, 10, 20)
     ]
     page = Page(render_comparison(gather_runs(made)))
@@ -742,8 +733,7 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("width", "headers"), [(80, 1), (50, 1), (30, 0)])
 def test_no_number_is_cut_next_to_long_names(tmp_path: Path, width: int, headers: int) -> None:
-    comparison = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1)))
-    for table in comparison.tables():
+    for table in gather_runs(many(tmp_path, tasks=2, seeds=(0, 1))).tables():
         more = f"relevance_temperature=sqrt_dim, {'x' * 40}"
         named = [(replace(row, label=f"{row.label}, {more}"), cells) for row, cells in table.rows]
         (first, count), *_ = table.places

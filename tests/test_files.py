@@ -141,8 +141,7 @@ def is_same(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors have the same type, shape and bits."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    bits = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(*bits)
+    return torch.equal(*[tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (first, second)])
 
 
 def test_tensors_of_all_kinds_come_back_bit_exact(tmp_path: Path) -> None:

@@ -140,9 +140,7 @@ def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> 
     assert torch.equal(model.query(seen), model.query(images))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "kind"), ((4, vit_blocks.NarrowMlp), (2, vit_blocks.WideMlp)), ids=("narrow", "wide")
-)
+@pytest.mark.parametrize("ratio, kind", ((4, vit_blocks.NarrowMlp), (2, vit_blocks.WideMlp)), ids=("narrow", "wide"))
 def test_exact_in_float32(ratio: int, kind: type) -> None:
     """The blocks by themselves in float32, where nothing is lost to rounding; gradients of the tokens included."""
     model = vit(init_values=0.7, mlp_ratio=ratio)

@@ -65,8 +65,7 @@ class Worker:
         self.started.append(_name(out))
         if self.fail and self.fail in str(out):
             raise RuntimeError(f"no luck with {config.method.name}")
-        record = RunRecord(config=config.model_dump(mode="json"), status="running")
-        run = Run.create(out, record)
+        run = Run.create(out, RunRecord(config=config.model_dump(mode="json"), status="running"))
         if self.interrupt and self.interrupt in str(out):
             raise KeyboardInterrupt
         return self._finish(run)
@@ -379,8 +378,7 @@ def test_errors_in_options(given: Any, assignments: Any, vary: Any, message: str
 
 def test_example_is_a_grid(tmp_path: Path) -> None:
     read = read_spec(ROOT / "examples" / "compare.toml", options(), [], [])
-    grid = Grid(read, tmp_path)
-    assert len(grid.cells) == 3 * (len(read.methods) + 1)
+    assert len(Grid(read, tmp_path).cells) == 3 * (len(read.methods) + 1)
     assert set(read.labels) <= {*read.methods, *read.benchmarks}
 
 
@@ -423,8 +421,7 @@ def test_grid_is_run_once_and_failures_are_reported(
 
 
 def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(interrupt="linear-probe,")
-    monkeypatch.setattr(api, "start", worker.start)
+    monkeypatch.setattr(api, "start", Worker(interrupt="linear-probe,").start)
     with pytest.raises(Interrupted, match=r"2 of 4 cells are finished; go on with the same command"):
         compare(tmp_path, pictures)
     with pytest.raises(UserError, match="--from takes runs that are there"):
@@ -438,9 +435,7 @@ def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
     yield made, shown
 
 
-def test_terminal_shows_the_grid_and_the_stage(
-    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
-) -> None:
+def test_terminal_shows_grid_and_stage(screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path) -> None:
     progress, shown = screen
 
     class Staged(Worker):
@@ -492,9 +487,7 @@ def resume(out, device, progress):
 """
 
 
-def test_concurrent_runs_of_which_one_is_killed(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_runs_and_one_is_killed(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules, diary = tmp_path / "modules", tmp_path / "diary"
     modules.mkdir()
     diary.mkdir()

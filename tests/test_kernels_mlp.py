@@ -106,8 +106,7 @@ def test_the_norm_is_of_the_rounded_sum() -> None:
     norm, (weight1, bias1, weight2, bias2) = norm_of(32, HALF), layers(32, 128, HALF)
     given = weight1, bias1, 500 * weight2, bias2
     _, update, grad = rows_of(8, 32, HALF)
-    before = torch.full_like(update, 1.5 / torch.finfo(HALF).eps)
-    middle, after, _ = mlp.mlp(before, update, norm, *given)
+    middle, after, _ = mlp.mlp(torch.full_like(update, 1.5 / torch.finfo(HALF).eps), update, norm, *given)
     assert torch.equal(middle, middle.round())
     expected, expected_grad = plainly(middle, norm, given, grad)
     assert_near(after, expected, HALF)

@@ -142,9 +142,8 @@ def test_a_pickle_made_anew_in_python_3_is_read(tmp_path: Path, protocol: int) -
 
 def refuse(folder: Path, content: bytes, reason: str = "") -> None:
     (folder / "p").write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"p is refused: .*\(.*{reason}.*\)\. Nothing of it was run; get the file anew"
-    ):
+    told = rf"p is refused: .*\(.*{reason}.*\)\. Nothing of it was run; get the file anew"
+    with pytest.raises(UserError, match=told):
         read_pickle(folder / "p")
 
 
@@ -357,8 +356,7 @@ def test_cub_is_one_and_the_same_by_lists_and_in_a_tree(tmp_path: Path) -> None:
             (trees / side / name).mkdir(parents=True, exist_ok=True)
             file = f"{name[4:]}_{index}.jpg"
             (trees / side / name / file).write_bytes((folder / "images" / name / file).read_bytes())
-    listed = (folder / "images.txt").read_text().splitlines()
-    (folder / "images.txt").write_text("\n".join(reversed(listed)))
+    (folder / "images.txt").write_text("\n".join(reversed((folder / "images.txt").read_text().splitlines())))
     sources = [find("cub200", root=str(root)) for root in (folder, trees)]
     by_lists, by_sides = (source.load(None) for source in sources)
     assert by_lists.class_names == by_sides.class_names == tuple(name[4:].replace("_", " ") for name in BIRDS)
@@ -542,8 +540,7 @@ def test_tu_berlin_is_cut_64_to_16_and_always_in_the_same_way(home: Path, tmp_pa
     write(home / "tu-berlin" / "png" / "filelist.txt", "airplane/1.png")
     data = find("tu-berlin").load(None)
     assert data.class_names == ("airplane", "flying bird")
-    sides = [Counter(images.labels.tolist()) for images in (data.train, data.test)]
-    assert sides == [{0: 64, 1: 64}, {0: 16, 1: 16}]
+    assert [Counter(images.labels.tolist()) for images in (data.train, data.test)] == [{0: 64, 1: 64}, {0: 16, 1: 16}]
     assert not set(data.train.names) & set(data.test.names)
     assert [name for name in data.test.names if name.startswith("airplane")][:6] == AIRPLANES
     other = load("tu-berlin", sketches(tmp_path / "other", "airplane", "flying_bird"))

@@ -126,9 +126,7 @@ def test_a_classifier_comes_back_with_what_prediction_needs_alone(
     assert classifier.version == 2 and len(classifier.classes) == 5
 
 
-def test_with_statistics_it_learns(
-    hub: Hub, learned: Path, pictures: Path, tmp_path: Path, probprompt: Command
-) -> None:
+def test_statistics_make_it_learn(hub: Hub, learned: Path, pictures: Path, tmp_path: Path, probprompt: Command) -> None:
     assert probprompt("push", learned, "me/birds", "--with-statistics").code == 0
     assert "can learn further classes" in probprompt("pull", "me/birds", tmp_path / "again").out
     here, there = (ContinualClassifier.load(folder) for folder in (learned, tmp_path / "again"))
@@ -139,9 +137,7 @@ def test_with_statistics_it_learns(
     assert answers[0] == answers[1]
 
 
-def test_a_later_push_replaces_its_own(
-    hub: Hub, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_push_replaces_its_own(hub: Hub, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = push(learned, "me/birds", with_statistics=True)
     repository, notes = hub.repositories["me/birds"], list[str]()
     own = {"photo.png": b"mine", "README.md": b"# My birds"}
@@ -209,9 +205,8 @@ def test_names_of_classes_are_text_and_nothing_else(learned: Path, name: str) ->
     note = json.loads(json.dumps(record.note))
     note["state"]["classes"][0]["name"] = name
     content = make_card(replace(record, note=note), "me/birds", statistics=False)
-    assert (
-        re.search(r"(?<!\\)<script", content) is None and vars(ModelCard(content).data)["library_name"] == "probprompt"
-    )
+    assert re.search(r"(?<!\\)<script", content) is None
+    assert vars(ModelCard(content).data)["library_name"] == "probprompt"
     line = next(line for line in content.splitlines() if "class1, class2" in line and not line.startswith("|"))
     assert line.endswith(", class1, class2, class3, class4") and re.search(r"(?<!\\)[|`*\[]", line) is None
 
@@ -342,9 +337,7 @@ def test_a_list_that_names_other_files_is_refused(hub: Hub, sent: Repository, tm
         (lambda listing: listing["files"].pop("current.json"), "holds no model"),
     ],
 )
-def test_a_list_that_is_not_right_is_refused(
-    hub: Hub, sent: Repository, tmp_path: Path, change: Any, said: str
-) -> None:
+def test_a_list_that_is_wrong_is_refused(hub: Hub, sent: Repository, tmp_path: Path, change: Any, said: str) -> None:
     relist(sent, change)
     refused(tmp_path, said)
 
