@@ -21,6 +21,10 @@ def numbers(*shape: int, key: str, dtype: torch.dtype = torch.float32) -> Tensor
     return randomness.normal(shape, 0, key).to(DEVICE, dtype)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
 def assert_near(found: Tensor, expected: Tensor, digits: float) -> None:
     """No further apart than this, where the largest number is 1."""
     assert found.shape == expected.shape

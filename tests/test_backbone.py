@@ -11,14 +11,9 @@ from timm.layers.attention import Attention
 from timm.layers.mlp import GluMlp, SwiGLU
 from timm.layers.norm import RmsNorm
 from timm.models import create_model
+from timm.models import vision_transformer as zoo
 from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import (
-    DiffParallelScalingBlock,
-    ParallelScalingBlock,
-    ParallelThingsBlock,
-    ResPostBlock,
-    VisionTransformer,
-)
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from probprompt.backbones.vit import FrozenViT
@@ -604,10 +599,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no class token": (lambda: build(class_token=False, global_pool="avg"), "no class token .* 'avg'"),
     "norm after pooling": (lambda: build(global_pool="avg"), "fc_norm, pooling 'avg'"),
     "no blocks": (lambda: build(depth=0), "has no blocks"),
-    "parallel": (lambda: build(block_fn=ParallelScalingBlock), "block 0 is .*ParallelScalingBlock, not a Block"),
-    "parallel things": (lambda: build(block_fn=ParallelThingsBlock), "ParallelThingsBlock"),
-    "post-norm": (lambda: build(block_fn=ResPostBlock), "ResPostBlock"),
-    "parallel diff": (lambda: build(block_fn=DiffParallelScalingBlock), "DiffParallelScalingBlock"),
+    "parallel": (lambda: build(block_fn=zoo.ParallelScalingBlock), "block 0 is .*ParallelScalingBlock, not a Block"),
+    "parallel things": (lambda: build(block_fn=zoo.ParallelThingsBlock), "ParallelThingsBlock"),
+    "post-norm": (lambda: build(block_fn=zoo.ResPostBlock), "ResPostBlock"),
+    "parallel diff": (lambda: build(block_fn=zoo.DiffParallelScalingBlock), "DiffParallelScalingBlock"),
     "diff attention": (lambda: build(attn_layer="diff"), "attention of block 0 is .*DiffAttention"),
     "part of the model": (with_part(""), "the model holds parts .*: adapter"),
     "part of a block": (with_part("blocks.1"), "block 1 holds parts .*: adapter"),

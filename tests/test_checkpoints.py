@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from probprompt.backbones import pretrained
 from probprompt.backbones.pretrained import Preprocessing, fetch, find_file, known, load_backbone
 from probprompt.cli.cmd_train import Listed, list_
 from probprompt.errors import UserError
+from run_cases import Bomb
 
 # timm's own test model: 64 wide, 6 blocks, 160 px, trained weights "r160_in1k" on the hub.
 ARCHITECTURE, TAGGED = "test_vit", "test_vit.r160_in1k"
@@ -264,16 +264,6 @@ def test_what_a_torch_file_holds_besides_is_refused_with_its_names(
     refuse(message, weights=path)
 
 
-class Malicious:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
 def save_pickled(content: Any, path: Path) -> None:
     path.write_bytes(pickle.dumps(content, protocol=2))
 
@@ -288,12 +278,12 @@ def test_a_pickle_of_more_than_weights_is_rejected_and_nothing_of_it_runs(
     save: Callable[[Any, Path], None], suffix: str, model: Any, tmp_path: Path
 ) -> None:
     path, mark, state = tmp_path / f"weights{suffix}", tmp_path / "mark", dict(model.state_dict())
-    for extra, name in ((Malicious(mark), "mkdir"), (argparse.Namespace(epochs=3), "argparse.Namespace")):
+    for extra, name in ((Bomb(mark), "mkdir"), (argparse.Namespace(epochs=3), "argparse.Namespace")):
         save({"extra": extra, "state_dict": state}, path)
         text = refuse(rf"{name}.*: nothing of it was run.*at best \.safetensors", weights=path)
         assert "weights_only" not in text, "nobody is told how to open it"
     assert not mark.exists()
-    torch.save(Malicious(mark), path)
+    torch.save(Bomb(mark), path)
     torch.load(path, weights_only=False)
     assert mark.is_dir(), "the attack is a real one"
 
@@ -402,7 +392,7 @@ def test_weights_that_an_npz_cannot_hold_are_missed(tmp_path: Path, monkeypatch:
 def test_damaged_and_foreign_npz_files_are_refused_and_nothing_of_them_runs(model: Any, tmp_path: Path) -> None:
     mark, path, alone = tmp_path / "mark", tmp_path / "weights.npz", tmp_path / "alone.npy"
     for name in ("embedding/kernel", f"{FIRST}LayerNorm_0/scale"):
-        save_npz(path, google(model) | {name: np.array([Malicious(mark)], dtype=object)})
+        save_npz(path, google(model) | {name: np.array([Bomb(mark)], dtype=object)})
         refuse("allow_pickle=False", weights=path)
     assert not mark.exists()
     whole = save_npz(path, google(model)).read_bytes()

@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 import threading
@@ -35,12 +34,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "model"
     made.save(folder)
     return folder
-
-
-@pytest.fixture
-def model(saved: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 def load(folder: Path, version: int | None = None) -> ContinualClassifier:

@@ -58,12 +58,6 @@ def saved(split: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(saved: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-@pytest.fixture
 def probprompt(probprompt: Command) -> Command:
     """The command line, on the CPU where it may be chosen."""
 

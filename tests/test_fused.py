@@ -6,6 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from kernel_helpers import DEVICE
+from kernel_helpers import normal as drawn
 from probprompt import kernels
 from probprompt.backbones.vit import FrozenViT, _run_block
 from probprompt.kernels import vit_blocks
@@ -26,10 +27,6 @@ def vit(**settings: object) -> FrozenViT:
             if "norm" in name or "gamma" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return model.to(DEVICE)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @pytest.fixture

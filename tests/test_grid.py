@@ -28,17 +28,9 @@ from probprompt.runs import grid as runs_grid
 from probprompt.runs.executors import TimeEstimator, carry_out, run_grid
 from probprompt.runs.grid import SILENT_GRID, ExecutionOptions, Grid, GridCallback, Outcome, RunActions, parse_spec
 from probprompt.runs.run import Run, RunRecord, config_hash
+from run_cases import GRID as TINY
 
 ROOT = Path(__file__).parent.parent
-TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-    "data": {"tasks": 2},
-    "training": {"epochs": 1, "batch": 16},
-    "alignment": {"epochs": 1},
-    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
-}
-
-
 Spec = Callable[..., runs_grid.GridSpec]
 
 
@@ -498,15 +490,14 @@ def test_concurrent_runs_and_one_is_killed(pictures: Path, tmp_path: Path, monke
     settings = {"backbone": TINY["backbone"], "data": {"tasks": 2}}
     asked = {"methods": ["nearest-mean", "lda"], "benchmarks": [str(pictures)], "seeds": [0], "settings": settings}
     grid = Grid(parse_spec(asked), tmp_path / "grid")
-    kept, killed = run_grid(
-        grid, RunActions(module.start, module.resume, "cpu"), SILENT_GRID, ExecutionOptions(workers=2)
-    )
+    two = ExecutionOptions(workers=2)
+    kept, killed = run_grid(grid, RunActions(module.start, module.resume, "cpu"), SILENT_GRID, two)
     assert kept.run and "its process ended with exit code -9" in killed.reason
     (process,) = diary.iterdir()
     assert process.name != str(os.getpid())  # each run has its process
     alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
     assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
     before = kept.run.folder.joinpath("run.json").read_bytes()
-    again = run_grid(grid, RunActions(api.start, api.resume, "cpu"), SILENT_GRID, ExecutionOptions(workers=2))
+    again = run_grid(grid, RunActions(api.start, api.resume, "cpu"), SILENT_GRID, two)
     assert all(outcome.run for outcome in again)
     assert kept.run.folder.joinpath("run.json").read_bytes() == before  # what is finished is not run again

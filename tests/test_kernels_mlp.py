@@ -46,8 +46,7 @@ def layers(width: int, hidden: int, dtype: torch.dtype, bias: bool = True) -> La
 def plainly(middle: Tensor, norm: mlp.Norm, given: Layers, grad: Tensor) -> tuple[Tensor, Tensor]:
     """What comes after the MLP in float64, and the gradient of what comes before it."""
     weight1, bias1, weight2, bias2 = (part if part is None else part.double() for part in given)
-    assert weight1 is not None
-    assert weight2 is not None
+    assert weight1 is not None and weight2 is not None
     wide = middle.double().requires_grad_()
     normed = functional.layer_norm(wide, wide.shape[1:], norm[0].double(), norm[1].double(), norm[2])
     result = wide + functional.linear(functional.gelu(functional.linear(normed, weight1, bias1)), weight2, bias2)

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernel_helpers import DEVICE, GPU, assert_near, compile_for_a_gpu
+from kernel_helpers import DEVICE, GPU, assert_near, compile_for_a_gpu, normal
 from probprompt import equations
 from probprompt.errors import UserError
 from probprompt.kernels import mixture as mixture_module
@@ -27,10 +27,6 @@ from probprompt.kernels.gaussians import noise, sampled_prompt
 SEED = 0x1234_5678_9ABC_DEF0
 Tensors = tuple[Tensor, ...]
 Moments = tuple[Tensor, Tensor, Tensor]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def key(number: int = SEED) -> Tensor:
@@ -75,11 +71,7 @@ def reference_noise(row: int, pool: int, sample: int, feature: int) -> float:
 def test_noise_number_by_number() -> None:
     found = noise(2, 3, 6, 5, key(), first=7, place=2)
     exact = [
-        reference_noise(7 + row, 2 + pool, sample, feature)
-        for row in range(2)
-        for pool in range(3)
-        for sample in range(6)
-        for feature in range(5)
+        reference_noise(7 + row, 2 + pool, sample, feature) for row, pool, sample, feature in np.ndindex(2, 3, 6, 5)
     ]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.cpu().flatten(), torch.tensor(exact), rtol=1e-5, atol=1e-5)

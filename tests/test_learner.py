@@ -340,10 +340,8 @@ def observe(workshop: TrainingSetup) -> Seen:
 
 
 def test_order_views_and_noise_follow_data_seed_epoch_and_task(settings: Settings) -> None:
-    workshops = [
-        build(settings(training={"epochs": 2, "batch": 16}, seeds={"data": data, "init": init}))
-        for data, init in ((0, 0), (0, 1), (1, 0))
-    ]
+    seeds = [{"data": data, "init": init} for data, init in ((0, 0), (0, 1), (1, 0))]
+    workshops = [build(settings(training={"epochs": 2, "batch": 16}, seeds=chosen)) for chosen in seeds]
     first, again, other = map(observe, workshops)
     assert sorted(first.batches[0]) == sorted(first.batches[1]) == workshops[0].tasks[0].rows.tolist()
     assert first.batches[0] != first.batches[1]
@@ -407,14 +405,9 @@ def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings:
 
 
 def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: Settings) -> None:
-    workshop = build(
-        settings(
-            data={"tasks": (3, 2, 1)},
-            method=PROBE,
-            training={"epochs": 30, "batch": 8, "head_rate": 0.02},
-            alignment={"epochs": 10},
-        )
-    )
+    training = {"epochs": 30, "batch": 8, "head_rate": 0.02}
+    given = settings(data={"tasks": (3, 2, 1)}, method=PROBE, training=training, alignment={"epochs": 10})
+    workshop = build(given)
     learner, last = workshop.learner, workshop.tasks[2]
     assert [learner.epochs(task) for task in workshop.tasks] == [30, 30, 0]
     teach(workshop, 2)
@@ -851,11 +844,8 @@ def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Se
 
 def learned(settings: dict[str, Any]) -> Weights:
     learner = teach(build(settings), 2)
-    return {
-        **weights_of(learner.model.method),
-        **head_of(learner),
-        "statistics": torch.cat([learner.statistics.mean, learner.statistics.variance]),
-    }
+    statistics = torch.cat([learner.statistics.mean, learner.statistics.variance])
+    return {**weights_of(learner.model.method), **head_of(learner), "statistics": statistics}
 
 
 def test_the_same_seeds_give_the_same_bits_and_others_another_model(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from probprompt.export.card import MARK, make_card
 from probprompt.export.push_pull import pull, push
 from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run
+from run_cases import Bomb
 
 Command = Callable[..., Any]
 
@@ -109,9 +111,7 @@ def test_a_classifier_comes_back_with_what_prediction_needs_alone(
     }
     assert not hub.repositories["me/birds"].private
 
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("something was unpickled")
-
+    refuse = Mock(side_effect=AssertionError("something was unpickled"))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", refuse)
         for name in ("load", "loads", "Unpickler"):
@@ -343,16 +343,12 @@ def test_a_list_that_is_wrong_is_refused(hub: Hub, sent: Repository, tmp_path: P
 
 
 def test_other_content_in_place_of_tensors_is_refused_unread(hub: Hub, sent: Repository, tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "executed",))
-
     path, other, *_ = sorted(name for name in sent.files if name.startswith("objects/"))
     sent.commit({**sent.files, path: tamper(sent.files[path])})
     refused(tmp_path, f"{path} of me/birds has the SHA-256 .*tampered with")
     for content, message in (
         (sent.files[other], "holds other tensors than its name says"),
-        (pickle.dumps(Evil()), "damaged and was not loaded"),
+        (pickle.dumps(Bomb(tmp_path / "executed")), "damaged and was not loaded"),
     ):
         named = {path: entry(content)}
         relist(sent, partial(lambda named, listing: listing["files"].update(named), named), **{path: content})
