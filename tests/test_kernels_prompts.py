@@ -70,9 +70,7 @@ def reference_noise(row: int, pool: int, sample: int, feature: int) -> float:
 
 def test_noise_number_by_number() -> None:
     found = noise(2, 3, 6, 5, key(), first=7, place=2)
-    exact = [
-        reference_noise(7 + row, 2 + pool, sample, feature) for row, pool, sample, feature in np.ndindex(2, 3, 6, 5)
-    ]
+    exact = [reference_noise(7 + row, 2 + pool, sample, place) for row, pool, sample, place in np.ndindex(2, 3, 6, 5)]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.cpu().flatten(), torch.tensor(exact), rtol=1e-5, atol=1e-5)
 

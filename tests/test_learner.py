@@ -406,8 +406,7 @@ def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings:
 
 def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: Settings) -> None:
     training = {"epochs": 30, "batch": 8, "head_rate": 0.02}
-    given = settings(data={"tasks": (3, 2, 1)}, method=PROBE, training=training, alignment={"epochs": 10})
-    workshop = build(given)
+    workshop = build(settings(data={"tasks": (3, 2, 1)}, method=PROBE, training=training, alignment={"epochs": 10}))
     learner, last = workshop.learner, workshop.tasks[2]
     assert [learner.epochs(task) for task in workshop.tasks] == [30, 30, 0]
     teach(workshop, 2)
