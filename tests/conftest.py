@@ -163,6 +163,12 @@ def small_model(tmp_path_factory: pytest.TempPathFactory, emoji: dict[str, dict[
     return folder
 
 
+@pytest.fixture
+def model(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the classifier that a module saves, to be changed."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
 class Reply(NamedTuple):
     """What a service answered."""
 

@@ -21,6 +21,10 @@ def numbers(*shape: int, key: str, dtype: torch.dtype = torch.float32) -> Tensor
     return randomness.normal(shape, 0, key).to(DEVICE, dtype)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
 def assert_near(found: Tensor, expected: Tensor, digits: float) -> None:
     """No further apart than this, where the largest number is 1."""
     assert found.shape == expected.shape
@@ -33,6 +37,5 @@ def compile_for_a_gpu(script: str, folder: Path) -> None:
     """Run a script that compiles kernels: the interpreter runs what the compiler refuses."""
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", script, str(folder / "kernel.cubin")]
-    environment = {**outside, "TRITON_CACHE_DIR": str(folder)}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    answer = subprocess.run(command, env={**outside, "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

@@ -128,8 +128,7 @@ class Hub:
         self.check_token(to, asked["organization"])
         if repo in self.repositories:
             raise RefusalError(409, "You already created this model repo", url=f"{self.url}/{repo}")
-        private = asked.get("visibility") == "private" or asked.get("private") is True
-        self.repositories[repo] = Repository(private)
+        self.repositories[repo] = Repository(asked.get("visibility") == "private" or asked.get("private") is True)
         self.repositories[repo].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
         say(to, 200, {"url": f"{self.url}/{repo}"})
 
@@ -154,8 +153,7 @@ class Hub:
         """Refuse a card whose front matter cannot be read."""
         content = json.loads(body)["content"]
         try:
-            found = YAML.safe_load(content.split("---\n")[1])
-            problems = [] if isinstance(found, dict) else ["no mapping"]
+            problems = [] if isinstance(YAML.safe_load(content.split("---\n")[1]), dict) else ["no mapping"]
         except (YAML.YAMLError, IndexError) as problem:
             problems = [str(problem)]
         say(to, 400 if problems else 200, {"errors": [{"message": one} for one in problems], "warnings": []})
@@ -163,8 +161,7 @@ class Hub:
     def preupload(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:
         self.check_token(to, repo.partition("/")[0])
         paths = [file["path"] for file in json.loads(body)["files"]]
-        modes = ["lfs" if path.endswith(".safetensors") else "regular" for path in paths]
-        files = zip(paths, modes, strict=True)
+        files = zip(paths, ["lfs" if path.endswith(".safetensors") else "regular" for path in paths], strict=True)
         say(to, 200, {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]})
 
     def batch(self, to: BaseHTTPRequestHandler, body: bytes, repo: str) -> None:

@@ -146,8 +146,7 @@ def read_blocks(page: str, text: str | None = None) -> list[Block]:
     for token in MarkdownIt().parse(text):
         if token.type in ("fence", "code_block") and token.map:
             language = token.info.strip() if token.type == "fence" else "indented"
-            mark = marks.pop(token.map[0], Mark())
-            blocks.append(Block(page, token.map[0] + 1, language, token.content, mark))
+            blocks.append(Block(page, token.map[0] + 1, language, token.content, marks.pop(token.map[0], Mark())))
     if marks:
         raise WrongMarkError(f"{page}: a mark before line {min(marks) + 1} stands before no block of code")
     return blocks

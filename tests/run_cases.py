@@ -1,6 +1,7 @@
-"""Small runs: settings, interruptions, and what they leave."""
+"""Small runs: settings, interruptions, and what they leave; a pickle that must not be read."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,16 @@ def as_options(settings: dict[str, dict[str, Any]]) -> list[str]:
     """Return settings as options of the command line."""
     pairs = [(f"{group}.{name}", value) for group, values in settings.items() for name, value in values.items()]
     return [part for name, value in pairs for part in ("--set", f"{name}={json.dumps(value)}")]
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
 
 
 class StopHereError(BaseException):

@@ -48,12 +48,7 @@ MAY_IMPORT |= {
     | {"api", "runs", "classifier", "bench", "report", "export", "serve"},
     "__main__": {"cli"},
 }
-ONLY = {
-    "triton": ("kernels",),
-    "timm": ("backbones", "kernels.vit_blocks"),
-    "fastapi": ("serve",),
-    "reproduction": (),
-}
+ONLY = {"triton": ("kernels",), "timm": ("backbones", "kernels.vit_blocks"), "fastapi": ("serve",), "reproduction": ()}
 """Packages that only these parts may import."""
 
 

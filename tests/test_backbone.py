@@ -11,14 +11,9 @@ from timm.layers.attention import Attention
 from timm.layers.mlp import GluMlp, SwiGLU
 from timm.layers.norm import RmsNorm
 from timm.models import create_model
+from timm.models import vision_transformer as zoo
 from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import (
-    DiffParallelScalingBlock,
-    ParallelScalingBlock,
-    ParallelThingsBlock,
-    ResPostBlock,
-    VisionTransformer,
-)
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from probprompt.backbones.vit import FrozenViT
@@ -91,8 +86,7 @@ def draw_prompts(vit: FrozenViT, blocks: list[int], batch: int = BATCH, length: 
 def draw_tokens(blocks: list[int], batch: int = BATCH, length: int = 5, positioned: bool = False) -> dict[int, Tokens]:
     """Tokens of these blocks, the last ones shared by the batch and of another length."""
     generator = torch.Generator().manual_seed(3)
-    shapes = [(batch, length, WIDTH)] * (len(blocks) - 1) + [(length - 2, WIDTH)]
-    pairs = zip(blocks, shapes, strict=True)
+    pairs = zip(blocks, [(batch, length, WIDTH)] * (len(blocks) - 1) + [(length - 2, WIDTH)], strict=True)
     return {index: Tokens(torch.randn(shape, generator=generator), positioned) for index, shape in pairs}
 
 
@@ -259,8 +253,7 @@ def test_readings_of_the_blocks_before_the_last_stand_behind_the_feature(case: s
     prompts: Prompts = {**draw_prompts(vit, [0, vit.depth - 1]), **draw_tokens([1])}
     cases: tuple[tuple[Prompts, int], ...] = (({}, 1), (prompts, 2))
     for given, layers in cases:
-        found = check(vit, images, given, layers=layers)
-        assert torch.equal(found[:, : vit.width], vit.features(images, given))
+        assert torch.equal(check(vit, images, given, layers=layers)[:, : vit.width], vit.features(images, given))
 
 
 @pytest.mark.parametrize("readout", ["class", "tokens"])
@@ -380,9 +373,8 @@ def test_gradients_reach_the_prompts_and_equal_those_of_the_definition(case: str
             for block, prompt in prompts.items()
         }
         given = {block: with_parts(prompt, leaves[block]) for block, prompt in prompts.items()}
-        return list(
-            torch.autograd.grad((run(given) * direction).sum(), [leaf for own in leaves.values() for leaf in own])
-        )
+        every = [leaf for own in leaves.values() for leaf in own]
+        return list(torch.autograd.grad((run(given) * direction).sum(), every))
 
     found = gradients(lambda prompts: vit.features(images, prompts, readout), torch.float32)
     expected = gradients(lambda prompts: reference(vit.model, images, prompts, readout), torch.float64)
@@ -607,10 +599,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no class token": (lambda: build(class_token=False, global_pool="avg"), "no class token .* 'avg'"),
     "norm after pooling": (lambda: build(global_pool="avg"), "fc_norm, pooling 'avg'"),
     "no blocks": (lambda: build(depth=0), "has no blocks"),
-    "parallel": (lambda: build(block_fn=ParallelScalingBlock), "block 0 is .*ParallelScalingBlock, not a Block"),
-    "parallel things": (lambda: build(block_fn=ParallelThingsBlock), "ParallelThingsBlock"),
-    "post-norm": (lambda: build(block_fn=ResPostBlock), "ResPostBlock"),
-    "parallel diff": (lambda: build(block_fn=DiffParallelScalingBlock), "DiffParallelScalingBlock"),
+    "parallel": (lambda: build(block_fn=zoo.ParallelScalingBlock), "block 0 is .*ParallelScalingBlock, not a Block"),
+    "parallel things": (lambda: build(block_fn=zoo.ParallelThingsBlock), "ParallelThingsBlock"),
+    "post-norm": (lambda: build(block_fn=zoo.ResPostBlock), "ResPostBlock"),
+    "parallel diff": (lambda: build(block_fn=zoo.DiffParallelScalingBlock), "DiffParallelScalingBlock"),
     "diff attention": (lambda: build(attn_layer="diff"), "attention of block 0 is .*DiffAttention"),
     "part of the model": (with_part(""), "the model holds parts .*: adapter"),
     "part of a block": (with_part("blocks.1"), "block 1 holds parts .*: adapter"),

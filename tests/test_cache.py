@@ -123,10 +123,8 @@ def test_entry_of_reduced_images_and_its_index(folder: Path, cache: ImageCache, 
         np.testing.assert_array_equal(image, read_image(folder / name, 8))
         (copies / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(copies / name)
-    copied, whole = (
-        place(cache, ImageFiles(root, NAMES, side)).write(quiet, quiet).sha256
-        for root, side in ((copies, 8), (folder, None))
-    )
+    sources = (ImageFiles(copies, NAMES, 8), ImageFiles(folder, NAMES, None))
+    copied, whole = (place(cache, source).write(quiet, quiet).sha256 for source in sources)
     assert decoded.sha256 == copied != whole
 
 
@@ -256,8 +254,7 @@ def test_missing_file_does_not_stop_the_others(entry: Entry, cache: ImageCache, 
 
 def _edit(**values: Any) -> Callable[[Path], None]:
     def change(entry: Path) -> None:
-        index = json.loads((entry / "index.json").read_text())
-        (entry / "index.json").write_text(json.dumps({**index, **values}))
+        (entry / "index.json").write_text(json.dumps({**json.loads((entry / "index.json").read_text()), **values}))
 
     return change
 
@@ -358,8 +355,7 @@ print(sum(steps), decoded.sha256, decoded.pixels.tobytes().hex(), *notes)
 
 def other_process(cache: ImageCache, folder: Path, limit: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
     """Start a process that decodes, with a limit on the bytes of a file and seconds of delay per image."""
-    arguments = [cache.root, folder, limit, pause, *NAMES]
-    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
+    command = [sys.executable, "-c", SCRIPT, *map(str, [cache.root, folder, limit, pause, *NAMES])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

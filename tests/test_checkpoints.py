@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from probprompt.backbones import pretrained
 from probprompt.backbones.pretrained import Preprocessing, fetch, find_file, known, load_backbone
 from probprompt.cli.cmd_train import Listed, list_
 from probprompt.errors import UserError
+from run_cases import Bomb
 
 # timm's own test model: 64 wide, 6 blocks, 160 px, trained weights "r160_in1k" on the hub.
 ARCHITECTURE, TAGGED = "test_vit", "test_vit.r160_in1k"
@@ -137,8 +137,7 @@ def test_a_json_file_beside_the_weights_says_how_images_are_prepared(weights: Pa
     ],
 )
 def test_a_bad_json_file_beside_the_weights_is_refused(weights: Path, preprocessing: Any, message: str) -> None:
-    content = json.dumps({"preprocessing": preprocessing}) if preprocessing else "{"
-    weights.with_suffix(".json").write_text(content)
+    weights.with_suffix(".json").write_text(json.dumps({"preprocessing": preprocessing}) if preprocessing else "{")
     refuse(message, weights=weights)
 
 
@@ -232,9 +231,7 @@ WRAPPED: dict[str, Callable[[State], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_weights_are_found_in_the_wrappers_of_common_files(
-    wrapped: str, model: Any, weights: Path, tmp_path: Path
-) -> None:
+def test_weights_are_found_in_wrappers_of_common_files(wrapped: str, model: Any, weights: Path, tmp_path: Path) -> None:
     path = tmp_path / ("prefixed.safetensors" if wrapped == "safetensors" else "weights.pth")
     save: Callable[..., None] = save_file if wrapped == "safetensors" else torch.save
     save(WRAPPED[wrapped](model.state_dict()), path)
@@ -267,16 +264,6 @@ def test_what_a_torch_file_holds_besides_is_refused_with_its_names(
     refuse(message, weights=path)
 
 
-class Malicious:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
 def save_pickled(content: Any, path: Path) -> None:
     path.write_bytes(pickle.dumps(content, protocol=2))
 
@@ -291,12 +278,12 @@ def test_a_pickle_of_more_than_weights_is_rejected_and_nothing_of_it_runs(
     save: Callable[[Any, Path], None], suffix: str, model: Any, tmp_path: Path
 ) -> None:
     path, mark, state = tmp_path / f"weights{suffix}", tmp_path / "mark", dict(model.state_dict())
-    for extra, name in ((Malicious(mark), "mkdir"), (argparse.Namespace(epochs=3), "argparse.Namespace")):
+    for extra, name in ((Bomb(mark), "mkdir"), (argparse.Namespace(epochs=3), "argparse.Namespace")):
         save({"extra": extra, "state_dict": state}, path)
         text = refuse(rf"{name}.*: nothing of it was run.*at best \.safetensors", weights=path)
         assert "weights_only" not in text, "nobody is told how to open it"
     assert not mark.exists()
-    torch.save(Malicious(mark), path)
+    torch.save(Bomb(mark), path)
     torch.load(path, weights_only=False)
     assert mark.is_dir(), "the attack is a real one"
 
@@ -405,7 +392,7 @@ def test_weights_that_an_npz_cannot_hold_are_missed(tmp_path: Path, monkeypatch:
 def test_damaged_and_foreign_npz_files_are_refused_and_nothing_of_them_runs(model: Any, tmp_path: Path) -> None:
     mark, path, alone = tmp_path / "mark", tmp_path / "weights.npz", tmp_path / "alone.npy"
     for name in ("embedding/kernel", f"{FIRST}LayerNorm_0/scale"):
-        save_npz(path, google(model) | {name: np.array([Malicious(mark)], dtype=object)})
+        save_npz(path, google(model) | {name: np.array([Bomb(mark)], dtype=object)})
         refuse("allow_pickle=False", weights=path)
     assert not mark.exists()
     whole = save_npz(path, google(model)).read_bytes()
@@ -517,9 +504,7 @@ def test_without_a_network_it_says_so_at_once(name: str, cache: Path, monkeypatc
     refuse("not in the cache", name)
 
 
-def test_a_file_of_weights_is_found_or_fetched(
-    model: Any, cache: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_found_or_fetched(model: Any, cache: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch("demo") == find_file("demo") == packaged / "demo.safetensors"
     assert find_file("sup1k") is None and find_file(TAGGED) is None
     monkeypatch.setattr(pretrained, "_download", lambda checkpoint: Path(checkpoint.source))

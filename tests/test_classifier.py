@@ -32,8 +32,7 @@ def paint(names: str, images: int = 10, seed: int = 0) -> Classes:
     for name in names:
         pattern = np.random.RandomState(ord(name)).randint(0, 255, (4, 4, 3))
         noise = np.random.RandomState([ord(name), seed]).normal(0, 25, (images, 36, 36, 3))
-        wide = np.kron(pattern, np.ones((9, 9, 1)))
-        found[name] = list((wide + noise).clip(0, 255).astype(np.uint8))
+        found[name] = list((np.kron(pattern, np.ones((9, 9, 1))) + noise).clip(0, 255).astype(np.uint8))
     return found
 
 
@@ -255,11 +254,10 @@ def test_nothing_of_a_forgotten_class_of_a_later_lesson_is_left() -> None:
     made, never = taught(paint("abc"), paint("de")), taught(paint("abc"), paint("d"))
     made.forget("e")
     torch.testing.assert_close(weight(made), weight(never), rtol=1e-5, atol=1e-6)
-    kept = [
-        (state.calibration.temperature, state.scale.limit) for one in (made, never) for state in [one.predictor.state]
-    ]
-    assert kept[0] == pytest.approx(kept[1], rel=1e-4)
-    assert made.predictor.state.calibration.images == never.predictor.state.calibration.images
+    first, second = (one.predictor.state for one in (made, never))
+    assert first.calibration.temperature == pytest.approx(second.calibration.temperature, rel=1e-4)
+    assert first.scale.limit == pytest.approx(second.scale.limit, rel=1e-4)
+    assert first.calibration.images == second.calibration.images
     assert made.learn(paint("e")).classes == ("e",), "it can be learned again"
 
 
@@ -284,12 +282,11 @@ def test_large_classes_are_kept_as_sums() -> None:
 
 def test_what_cannot_be_forgotten_or_refined_exactly_is_refused(two_tasks: ContinualClassifier) -> None:
     linear, adapting = taught(paint("ab", 4), method="linear-probe"), taught(paint("ab", 4), adapt_tasks=2)
-    lone = taught(paint("a", 4), method="ranpac")
     for made, name, message in (
         (linear, "a", "the head 'linear' was trained"),
         (adapting, "a", "cannot be forgotten yet"),
         (two_tasks, "aa", "'a'"),
-        (lone, "a", "the only class"),
+        (taught(paint("a", 4), method="ranpac"), "a", "the only class"),
     ):
         with pytest.raises(UserError, match=message):
             made.forget(name)
@@ -399,8 +396,7 @@ def test_probabilities_are_calibrated_on_held_out_images(two_tasks: ContinualCla
     labels = torch.arange(5).repeat_interleave(8)
     without = RidgeHead(head.width, 0, 60, state.strength)
     without.learn(torch.cat(rest), labels, 5, 0)
-    logits = without(torch.cat(held))
-    expected = fit_temperature(logits, torch.arange(5).repeat_interleave(2), UNFITTED)
+    expected = fit_temperature(without(torch.cat(held)), torch.arange(5).repeat_interleave(2), UNFITTED)
     assert state.calibration.temperature == pytest.approx(expected, rel=1e-3)
     assert not torch.allclose(without.weight, head.weight, rtol=1e-2), "the final head has learned them"
 
@@ -480,9 +476,7 @@ def test_folders_mappings_and_datasets_teach_the_same(tmp_path: Path) -> None:
 
     class Dataset:
         classes: ClassVar = ["a", "unused", "b", "c"]
-        items: ClassVar = [
-            (picture, label) for label, name in ((0, "a"), (2, "b"), (3, "c")) for picture in images[name]
-        ]
+        items: ClassVar = [(image, label) for label, name in ((0, "a"), (2, "b"), (3, "c")) for image in images[name]]
 
         def __len__(self) -> int:
             return len(self.items)
@@ -537,8 +531,7 @@ def test_sums_that_are_kept_are_those_that_are_solved() -> None:
     assert torch.equal(again.within, moments.within)
     assert torch.equal(again.total[1].tril(), moments.total[1].tril())
     head = RidgeHead(3, 0, projections=0, ridge=1.0).grow(2)
-    solved = [head.solve_sums(part.counts, part.totals, part.moment).weight for part in (moments, again)]
-    assert torch.equal(*solved)
+    assert torch.equal(*[head.solve_sums(part.counts, part.totals, part.moment).weight for part in (moments, again)])
 
 
 def test_a_single_image_per_class_is_enough_but_told() -> None:
@@ -632,8 +625,7 @@ def test_before_anything_is_learned_there_is_nothing_to_ask(tmp_path: Path) -> N
 
 def test_a_class_may_be_called_what_people_call_things(tmp_path: Path) -> None:
     names = {"👩\u200d🔬": "a", "می\u200cخواهم": "b", "a/b/../c": "c", "x" * 500: "d"}
-    made = taught({name: paint(letter)[letter] for name, letter in names.items()})
-    made.save(tmp_path / "model")
+    taught({name: paint(letter)[letter] for name, letter in names.items()}).save(tmp_path / "model")
     loaded = ContinualClassifier.load(tmp_path / "model", device="cpu")
     assert loaded.classes == tuple(names)
     for name, letter in names.items():

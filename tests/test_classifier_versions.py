@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import pickle
-import shutil
 import subprocess
 import sys
 import threading
@@ -35,12 +34,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "model"
     made.save(folder)
     return folder
-
-
-@pytest.fixture
-def model(saved: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 def load(folder: Path, version: int | None = None) -> ContinualClassifier:
@@ -78,8 +71,7 @@ def test_learning_goes_on_after_loading_as_if_unbroken(saved: Path, version: int
     loaded, unbroken = load(saved, version), taught(*map(paint, lessons))
     for one in (loaded, unbroken):
         one.learn(paint("ef"))
-    weights = [one.predictor.model.head.weight for one in (loaded, unbroken)]
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*[one.predictor.model.head.weight for one in (loaded, unbroken)], rtol=1e-5, atol=1e-6)
     mine, other = (one.predictor.state.calibration.temperature for one in (loaded, unbroken))
     assert mine == pytest.approx(other, rel=1e-4)
 

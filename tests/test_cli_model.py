@@ -58,12 +58,6 @@ def saved(split: Split, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(saved: Path, tmp_path: Path) -> Path:
-    """A copy, to be changed."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-@pytest.fixture
 def probprompt(probprompt: Command) -> Command:
     """The command line, on the CPU where it may be chosen."""
 
@@ -118,8 +112,7 @@ def test_predictions_are_rows_as_text_json_or_csv(probprompt: Command, saved: Pa
         answer = expected[row["source"]]
         assert (row["label"], row["unknown"], row["error"]) == (answer.label, answer.unknown, answer.error)
         assert [(one["label"], one["probability"]) for one in row["top"]] == list(answer.top)
-    table = probprompt("predict", saved, folder, "--csv", "--top-k", 2).out
-    rows = list(csv.DictReader(io.StringIO(table)))
+    rows = list(csv.DictReader(io.StringIO(probprompt("predict", saved, folder, "--csv", "--top-k", 2).out)))
     assert list(rows[0]) == ["file", "label", "probability", "label_2", "probability_2", "unknown", "novelty", "error"]
     assert len(rows) == len(lines) == 5
     for row in rows:
@@ -158,9 +151,7 @@ def test_a_missing_file_is_a_row_and_no_file_a_mistake(probprompt: Command, save
     assert "holds no classifier" in mistake(probprompt("predict", tmp_path / "nowhere", tmp_path))
 
 
-def test_a_closed_folder_is_a_row(
-    probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_folder_has_row(probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     scan = os.scandir
 
     def closed(path: Any) -> Any:
@@ -184,18 +175,7 @@ def test_names_that_are_no_text_are_printed(probprompt: Command, saved: Path, pi
 
 
 def test_who_reads_no_further_ends_the_command_quietly(saved: Path, pictures: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "probprompt",
-        "predict",
-        str(saved),
-        str(pictures),
-        "--batch",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "probprompt", "predict", str(saved), str(pictures), "--batch=1", "--device=cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

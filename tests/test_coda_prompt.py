@@ -45,8 +45,7 @@ def slices_of(method: CodaPrompt, name: str) -> list[Tensor]:
 
 def vectors_of(method: CodaPrompt, name: str, slot: int) -> Array:
     """All vectors of a block, one after the other: (N, features)."""
-    rows = [vector.double().numpy().ravel() for part in slices_of(method, name) for vector in part[slot]]
-    return np.array(rows)
+    return np.array([vector.double().numpy().ravel() for part in slices_of(method, name) for vector in part[slot]])
 
 
 # The paper once more
@@ -133,8 +132,7 @@ def test_gradients_go_through_weights_and_components(name: str) -> None:
     def value() -> Tensor:
         return (torch.stack(list(injected(method, query, TRAINING).values())) * upstream).sum()
 
-    gradient = check_gradient(value, getattr(method, name)[1], exact)
-    assert (gradient != 0).flatten(1).any(dim=1).all()
+    assert (check_gradient(value, getattr(method, name)[1], exact) != 0).flatten(1).any(dim=1).all()
 
 
 def test_a_vector_of_zeros_has_weight_zero_and_a_finite_gradient() -> None:
@@ -165,8 +163,7 @@ def test_a_new_slice_is_orthonormal_and_orthogonal_to_what_was_trained(name: str
     method = begun(2)
     for slot in range(len(BLOCKS)):
         trained = vectors_of(method, name, slot)
-        askew = np.abs(trained @ trained.T - np.eye(6))
-        assert askew.max() > 0.1
+        assert np.abs(trained @ trained.T - np.eye(6)).max() > 0.1
     method.begin_task(2, 10)
     for slot in range(len(BLOCKS)):
         vectors = vectors_of(method, name, slot)
@@ -226,8 +223,7 @@ def test_only_the_newest_slice_learns() -> None:
     optimiser = torch.optim.AdamW([{"params": parts} for parts, _ in method.groups()], lr=0.01, weight_decay=0.1)
     answer = method.prompts(query, TRAINING)
     assert answer.loss is not None
-    tokens = torch.stack(list(injected(method, query, TRAINING).values()))
-    (tokens.square().sum() + answer.loss).backward()
+    (torch.stack(list(injected(method, query, TRAINING).values())).square().sum() + answer.loss).backward()
     optimiser.step()
     for name in NAMES:
         after = slices_of(method, name)

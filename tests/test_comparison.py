@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,9 @@ from probprompt.cli.console import Screen
 from probprompt.cli.grid_screen import show_table
 from probprompt.config import parse_config
 from probprompt.errors import UserError
+from probprompt.report import compare as measures
 from probprompt.report import figures
-from probprompt.report.compare import (
-    ACCURACY,
-    CAA,
-    FAA,
-    FORGETTING,
-    SEEDS,
-    ColumnGroup,
-    Comparison,
-    FormattedCell,
-    Row,
-    Table,
-    gather,
-    gather_runs,
-    read_result,
-)
+from probprompt.report.compare import ColumnGroup, Comparison, FormattedCell, Row, Table, gather, gather_runs
 from probprompt.report.pages import render_comparison, write_comparison
 from probprompt.report.tables import NOTHING, csv_table, fill_page, latex, markdown
 from probprompt.runs.grid import Grid, parse_spec
@@ -167,8 +154,7 @@ def test_other_files_are_rejected(text: str, tmp_path: Path) -> None:
 
 def test_size_of_a_model_is_shown_where_it_is_recorded(runs: list[Path], tmp_path: Path) -> None:
     assert "On disk" not in markdown(gather_runs(runs))
-    known = make(tmp_path / "f0", "ranpac", model_mb={"use": 4.0, "learn": 804.26})
-    text = markdown(gather_runs([*runs, known]))
+    text = markdown(gather_runs([*runs, make(tmp_path / "f0", "ranpac", model_mb={"use": 4.0, "learn": 804.26})]))
     assert "On disk, MB" in text and "804.26" in text and "- On disk: " in text
 
 
@@ -231,8 +217,7 @@ def test_rows_name_what_differs_from_the_preset(tmp_path: Path) -> None:
     usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), follow=false"
     assert notes(found, USUAL) == [f"{USUAL}: {usual}."]
     rival = configure(tmp_path / "rival", "ridge", "vq-prompt", head={"layers": 1})
-    short = configure(tmp_path / "five", "flagship", "probprompt", tasks=5)
-    assert labels(gather_runs([*cifar, rival, short])) == [
+    assert labels(gather_runs([*cifar, rival, configure(tmp_path / "five", "flagship", "probprompt", tasks=5)])) == [
         "probprompt, tasks=10, follow=true",
         "probprompt, tasks=10, follow=true, epochs=7",
         "probprompt, tasks=10, layers=1, follow=true",
@@ -248,8 +233,7 @@ def test_default_of_one_method_is_noted_with_its_name(tmp_path: Path) -> None:
     found = gather_runs(made)
     more = ["ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, mirrored=true"]
     assert labels(found) == ["lda", "lda, layers=1", *more]
-    usual = "projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false"
-    assert notes(found, f"{USUAL}: {usual}")
+    assert notes(found, f"{USUAL}: projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false")
 
 
 def test_rows_of_two_heads_name_what_was_set(tmp_path: Path) -> None:
@@ -265,9 +249,8 @@ def test_rows_name_backbones_that_differ(tmp_path: Path) -> None:
     """By architecture and pretraining; by their files where these are the same."""
 
     def run(name: str, weights: str, sha256: str, side: int | None = None) -> Path:
-        path = configure(
-            tmp_path / sha256, "matched", "ranpac", backbone={"name": name, "weights": weights, "image_size": side}
-        )
+        backbone = {"name": name, "weights": weights, "image_size": side}
+        path = configure(tmp_path / sha256, "matched", "ranpac", backbone=backbone)
         record = json.loads((path / "run.json").read_text()) | {"backbone": {"name": name, "sha256": sha256 * 64}}
         (path / "run.json").write_text(json.dumps(record))
         return path
@@ -285,10 +268,8 @@ def test_rows_name_backbones_that_differ(tmp_path: Path) -> None:
 
 
 def test_equal_weights_in_two_folders_are_one_row(tmp_path: Path) -> None:
-    made = [
-        configure(tmp_path / str(seed), "matched", "lda", seed=seed, backbone={"weights": f"/{seed}/vit.safetensors"})
-        for seed in (0, 1)
-    ]
+    files = [{"weights": f"/{seed}/vit.safetensors"} for seed in (0, 1)]
+    made = [configure(tmp_path / str(n), "matched", "lda", seed=n, backbone=file) for n, file in enumerate(files)]
     assert labels(gather_runs(made)) == ["lda"]
 
 
@@ -303,8 +284,7 @@ def test_times_of_concurrent_runs_are_noted(tmp_path: Path) -> None:
 
     def noted(paths: list[Path], others: Sequence[Path] = ()) -> list[str]:
         found = gather_runs(paths)
-        beside = [Run.open(path).record for path in others]
-        found = Comparison(found.rows, found.places, found.results, others=beside)
+        found = Comparison(found.rows, found.places, found.results, others=[Run.open(path).record for path in others])
         return [note.rpartition(":")[2] for note in found.tables()[1].notes if note.startswith("Time: ")]
 
     alone, after = run("apt", 0, loading=40), run("l2p", 1)
@@ -344,7 +324,7 @@ def test_means_and_deviations_are_those_of_the_runs(runs: list[Path]) -> None:
     assert [measure.key for _, measure in found.tables()[0].columns] == ["FAA", "CAA", "forgetting"]
     # FAA of the seeds: 75 and 70; CAA: (90 + 75) / 2 and (80 + 70) / 2; forgetting: 20 and 10.
     entry = found.entries[found.rows[0], found.places[0]]
-    assert [entry.value(measure) for measure in (FAA, CAA, FORGETTING)] == [(72.5, 2.5), (78.75, 3.75), (15.0, 5.0)]
+    assert [entry.value(measure) for measure in measures.ACCURACY] == [(72.5, 2.5), (78.75, 3.75), (15.0, 5.0)]
     assert shown(found) == {
         "probprompt": ["*72.50 ± 2.50*", "_78.75 ± 3.75_", "*15.00 ± 5.00*"],
         "vq-prompt": ["_62.50 ± 2.50_", "*81.25 ± 1.25*", "_40.00 ± 0.00_"],
@@ -370,22 +350,13 @@ def test_numbers_of_seeds(runs: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([3.0, 2.0, 1.0], [1, 2, 0]),
-        ([3.0, 3.0, 1.0, 0.0], [1, 1, 2, 0]),
-        ([3.0, 2.0, 2.0, 1.0], [1, 2, 2, 0]),
-        ([2.0, 2.0], [0, 0]),
-        ([5.0], [0]),
-        ([], []),
-    ],
+    ("values", "expected"), [("321", "120"), ("3310", "1120"), ("3221", "1220"), ("22", "00"), ("5", "0"), ("", "")]
 )
-def test_level_values_share_their_rank(values: list[float], expected: list[int]) -> None:
-    from probprompt.report.compare import ranks
-
+def test_level_values_share_their_rank(values: str, expected: str) -> None:
+    """A digit each."""
     rows = [Row(str(index), "m") for index in range(len(values))]
-    found = ranks(dict(zip(rows, values, strict=True)))
-    assert [found.get(row, 0) for row in rows] == expected
+    found = measures.ranks(dict(zip(rows, map(float, values), strict=True)))
+    assert [found.get(row, 0) for row in rows] == list(map(int, expected))
 
 
 def test_values_that_look_equal_share_their_rank(tmp_path: Path) -> None:
@@ -419,7 +390,9 @@ def test_mean_over_other_weights_or_images_is_noted(tmp_path: Path) -> None:
     row, place = Row("apt", "apt", "apt", ()), ColumnGroup("emoji-r", "matched")
     for what, changes in parts.items():
         made = [make(tmp_path / f"{what}{seed}", "apt", seed, **change) for seed, change in enumerate(changes)]
-        results = [read_result(Recorded.of(Run.open(path), ""), row, place, seed) for seed, path in enumerate(made)]
+        results = [
+            measures.read_result(Recorded.of(Run.open(path), ""), row, place, seed) for seed, path in enumerate(made)
+        ]
         found = Comparison([row], [place], results)
         assert notes(found, f"apt (emoji-r, matched): its runs have different {what} ({'a' * 12}, {'b' * 12})")
 
@@ -493,15 +466,13 @@ def test_presets_are_columns_in_the_order_of_the_grid(tmp_path: Path) -> None:
         "ProbPrompt": ["90.00", "90.00", "0.00", "_70.00_", "_70.00_", "0.00"],
     }
     assert notes(found, "Failed and not in the table: emoji-r/flagship/probprompt/seed-1")
-    missing = "Not run yet: emoji-r/matched/vq-prompt/seed-1, emoji-r/matched/probprompt/seed-1."
-    assert missing in notes(found)
+    assert "Not run yet: emoji-r/matched/vq-prompt/seed-1, emoji-r/matched/probprompt/seed-1." in notes(found)
 
 
 def test_settings_distinguish_runs_of_one_method(tmp_path: Path) -> None:
     folders = [
         make(tmp_path / f"{size}-{seed}", "probprompt", seed, settings={"components": size, "tokens": 8}, preset=None)
-        for size in (5, 10)
-        for seed in (0, 1)
+        for size, seed in product((5, 10), (0, 1))
     ]
     found = gather_runs(folders)
     assert labels(found) == ["probprompt, components=5", "probprompt, components=10"]
@@ -528,9 +499,7 @@ def hostile(tmp_path: Path) -> Comparison:
     home.mkdir(parents=True)
     made = [
         make(tmp_path / f"{m}{s}{p}", m, s, two(90 + s, 60, 70), benchmark=str(home), preset=p)
-        for m in ("l2p++", "probprompt")
-        for s in (0, 1)
-        for p in ("matched", "published")
+        for m, s, p in product(("l2p++", "probprompt"), (0, 1), ("matched", "published"))
     ]
     return gather_runs(made)
 
@@ -594,25 +563,18 @@ def many(folder: Path, tasks: int, seeds: Sequence[int]) -> list[Path]:
     """Write runs of all methods in two presets."""
     made = []
     for number, method in enumerate(methods.registered()):
-        for preset in ("matched", "published"):
-            for seed in seeds:
-                level = 88.0 - 2.1 * number + 0.9 * math.sin(5 * number + seed) + 2.0 * (preset == "matched")
-                matrix: Matrix = [
-                    [None if step < task else level - 1.1 * (step - task) ** 0.7 - task for step in range(tasks)]
-                    for task in range(tasks)
-                ]
-                similar = {"mean": 0.9 - 0.04 * number, "initial_mean": 0.5, "effective_rank": 3.0}
-                made.append(
-                    make(
-                        folder / f"{method}-{preset}-{seed}",
-                        method,
-                        seed,
-                        [[91.5 + seed]] if methods.find(method).joint else matrix,
-                        preset=preset,
-                        similarity=similar if number % 3 else None,
-                        marks=["legacy: batch-wise choice"] if (method, preset) == ("l2p", "published") else [],
-                    )
-                )
+        for preset, seed in product(("matched", "published"), seeds):
+            level = 88.0 - 2.1 * number + 0.9 * math.sin(5 * number + seed) + 2.0 * (preset == "matched")
+            matrix: Matrix = [
+                [None if step < task else level - 1.1 * (step - task) ** 0.7 - task for step in range(tasks)]
+                for task in range(tasks)
+            ]
+            if methods.find(method).joint:
+                matrix = [[91.5 + seed]]
+            similar = {"mean": 0.9 - 0.04 * number, "initial_mean": 0.5, "effective_rank": 3.0} if number % 3 else None
+            marks = ["legacy: batch-wise choice"] if (method, preset) == ("l2p", "published") else []
+            place = folder / f"{method}-{preset}-{seed}"
+            made.append(make(place, method, seed, matrix, preset=preset, similarity=similar, marks=marks))
     return made
 
 
@@ -652,11 +614,9 @@ def test_lead_within_seed_variance_is_noted(tmp_path: Path) -> None:
 
 
 def test_similarity_by_number_of_components(tmp_path: Path) -> None:
-    named = (("probprompt", "components"), ("coda-prompt", "components_per_task"))
     made = [
         make(tmp_path / f"{m}-{n}", m, settings={name: n}, similarity=SIMILARITY | {"mean": 0.9 - 0.02 * n})
-        for m, name in named
-        for n in (5, 10, 20)
+        for (m, name), n in product((("probprompt", "components"), ("coda-prompt", "components_per_task")), (5, 10, 20))
     ]
     page = Page(render_comparison(gather_runs(made)))
     assert "More components" in page.within("h2")
@@ -733,17 +693,17 @@ def test_wide_tables_are_shown_by_column_group(tmp_path: Path) -> None:
         assert not any("…" in line or len(line) > width for line in lines)
         assert ("±" in text.getvalue()) == (width > 60)
     (place, _), *_ = accuracy.places  # a row without runs in a column group is not shown there
-    columns = [*((place, measure) for measure in ACCURACY), (place, SEEDS)]
+    columns = [*((place, measure) for measure in measures.ACCURACY), (place, measures.SEEDS)]
     row = replace(accuracy.rows[0][0], label="x" * 100)
     screen, text = console(80)
-    show_table(screen, Table("", columns, [(row, [*(FormattedCell(NOTHING) for _ in ACCURACY), FormattedCell("0")])]))
+    cells = [*(FormattedCell(NOTHING) for _ in measures.ACCURACY), FormattedCell("0")]
+    show_table(screen, Table("", columns, [(row, cells)]))
     assert "xxx" not in text.getvalue()
 
 
 @pytest.mark.parametrize(("width", "headers"), [(80, 1), (50, 1), (30, 0)])
 def test_no_number_is_cut_next_to_long_names(tmp_path: Path, width: int, headers: int) -> None:
-    comparison = gather_runs(many(tmp_path, tasks=2, seeds=(0, 1)))
-    for table in comparison.tables():
+    for table in gather_runs(many(tmp_path, tasks=2, seeds=(0, 1))).tables():
         more = f"relevance_temperature=sqrt_dim, {'x' * 40}"
         named = [(replace(row, label=f"{row.label}, {more}"), cells) for row, cells in table.rows]
         (first, count), *_ = table.places

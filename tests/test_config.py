@@ -68,9 +68,8 @@ def test_wrong_values_are_refused_by_name(assignment: str) -> None:
 
 
 def test_settings_of_the_head_and_the_method() -> None:
-    config = parse_config(
-        apply_assignments({}, ["kind=ridge", "projections=7", "ridge=0.5", "adapt_tasks=2", "clip=1"])
-    )
+    given = "kind=ridge projections=7 ridge=0.5 adapt_tasks=2 clip=1"
+    config = parse_config(apply_assignments({}, given.split()))
     assert isinstance(config.head, RidgeSettings) and (config.head.projections, config.head.ridge) == (7, 0.5)
     assert (config.training.adapt_tasks, config.training.clip) == (2, 1.0)
     config = parse_config(apply_assignments({"method": "l2p"}, ["top_k=2", "pull=0.3"]))

@@ -98,11 +98,9 @@ def test_unreadable_files_are_named(tmp_path: Path, check: Check, small: None) -
 
 def test_images_in_both_splits(tmp_path: Path, check: Check, small: None) -> None:
     root = tree(tmp_path / "cifar100")
-    copy = Image.open(root / "train" / "cat" / "3.png")
-    copy.save(root / "test" / "dog" / "1.png", compress_level=1)
+    Image.open(root / "train" / "cat" / "3.png").save(root / "test" / "dog" / "1.png", compress_level=1)
     assert (root / "test" / "dog" / "1.png").read_bytes() != (root / "train" / "cat" / "3.png").read_bytes()
-    message = "1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png"
-    assert f"note: {message}" in check(0, root)
+    assert "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png" in check(0, root)
     (root / "test" / "dog" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
     out = check(1, root)
     assert "TROUBLE: 2 test image(s) are training images, too" in out and "The published data has 1 of them" in out
@@ -148,9 +146,7 @@ def test_part_of_imagenet_is_an_own_folder(tmp_path: Path, check: Check, within:
     assert "classes: 200" in out and "imagenet-r" not in out
 
 
-def test_dataset_in_a_folder_of_datasets_is_found(
-    tmp_path: Path, probprompt: Command, check: Check, small: None
-) -> None:
+def test_dataset_in_folder_of_datasets_is_found(tmp_path: Path, probprompt: Command, check: Check, small: None) -> None:
     root = tree(tmp_path / "sets" / "cifar100")
     out = check(0, tmp_path / "sets")
     assert f"cifar100 in {root}" in out and "train: 8 images, 4 of each class" in out
@@ -231,8 +227,7 @@ def sketches(path: Path, images: int = 5) -> Path:
 
 def publish(archive: Path, monkeypatch: pytest.MonkeyPatch, url: str = "https://example.org/sketches_png.zip") -> Path:
     """Let an archive be the published one."""
-    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(TuBerlin, "sources", (Source(url, "md5", md5),))
+    monkeypatch.setattr(TuBerlin, "sources", (Source(url, "md5", hashlib.md5(archive.read_bytes()).hexdigest()),))
     return archive
 
 
@@ -278,9 +273,7 @@ def test_get_from_a_local_archive(
     assert "train: 8 images, 4 of each class" in check(0, "tu-berlin")
 
 
-def test_get_from_a_mirror(
-    web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror(web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(sketches(tmp_path / "www" / "mirror.zip"), monkeypatch, f"{web}/gone/sketches_png.zip")
     code, _, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other")
     assert code == 2 and "answers 404" in err and "--url" in err
@@ -291,9 +284,7 @@ def test_get_from_a_mirror(
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["tu-berlin"]
 
 
-def test_get_rejects_wrong_data(
-    tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_get_of_wrong_data(tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = publish(sketches(tmp_path / "a.zip", images=10), monkeypatch)
     code, out, _ = probprompt("data", "get", "tu-berlin", "--file", archive)
     assert code == 1 and "TROUBLE: train: 16 images, published are 8" in out

@@ -97,8 +97,7 @@ def test_class_folders_become_classes_in_order_of_their_names(tmp_path: Path) ->
     for images in (data.train, data.test):
         for index, name in enumerate(images.names):
             assert data.class_names[images.labels[index]] == name.split("/")[0]
-            expected = np.asarray(Image.open(tmp_path / name))
-            np.testing.assert_array_equal(images.read(index), expected)
+            np.testing.assert_array_equal(images.read(index), np.asarray(Image.open(tmp_path / name)))
     assert source.load(3).train.read(0).shape == (3, 4, 3), "where it is asked for"
 
 
@@ -267,8 +266,7 @@ def test_validation_holds_out_training_images_only(tmp_path: Path) -> None:
     assert (count(held.train), count(held.test)) == ({0: 14, 1: 7}, {0: 6, 1: 3})
     assert sorted(held.train.names + held.test.names) == sorted(data.train.names)
     assert held.class_names == data.class_names
-    again = find(str(tmp_path)).hold_out(data, 0.3)
-    assert again.test.names == held.test.names
+    assert find(str(tmp_path)).hold_out(data, 0.3).test.names == held.test.names
     for index, name in enumerate(held.test.names):
         np.testing.assert_array_equal(held.test.read(index), np.asarray(Image.open(tmp_path / "train" / name)))
 
@@ -327,8 +325,7 @@ def both(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("number", [1, 9, 13])
 def test_unreadable_files_stop_the_run_and_ten_are_listed(both: Path, number: int) -> None:
-    files = [f"train/ant/{index:02}.png" for index in range(number)]
-    sides = spoiled(both, "test/ant/01.png", *files)
+    sides = spoiled(both, "test/ant/01.png", *[f"train/ant/{index:02}.png" for index in range(number)])
     with pytest.raises(UserError, match=rf"(?s){number + 1} image file\(s\).*--skip-unreadable") as problem:
         refuse_unreadable(sides, ("ant", "bee"), skip=False)
     text = str(problem.value)

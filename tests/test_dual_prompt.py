@@ -75,8 +75,7 @@ def test_evaluation_uses_the_expert_with_the_nearest_key(settings: dict[str, Any
 @pytest.mark.parametrize("context", [EVALUATION, LAST], ids=["evaluation", "training"])
 def test_all_images_get_the_general_prompt(context: Context) -> None:
     method = moved()
-    found = injected(method, some_queries(), context)[GENERAL[0]]
-    assert torch.equal(found, method.general[0].expand(BATCH, -1, -1))
+    assert torch.equal(injected(method, some_queries(), context)[GENERAL[0]], method.general[0].expand(BATCH, -1, -1))
 
 
 def test_what_has_no_expert_of_its_own_is_matched_like_any_image() -> None:
@@ -94,8 +93,7 @@ def test_among_equal_keys_the_earlier_task_wins(width: int) -> None:
         for key in method.keys:
             key.copy_(method.keys[2])
         method.keys[0].mul_(-1)
-    query = method.keys[2][:1].detach() + 0.1
-    assert [hot.argmax().item() for hot in method.relevance(query).values()] == [1, 1]
+    assert [hot.argmax().item() for hot in method.relevance(method.keys[2][:1].detach() + 0.1).values()] == [1, 1]
 
 
 def test_general_or_expert_prompts_alone() -> None:
@@ -176,8 +174,7 @@ def test_the_loss_moves_the_tasks_keys_towards_the_queries() -> None:
         for row in query:  # d cos(q, K) / dK = (q/|q| - cos K/|K|) / |K|
             toward += (row / row.norm() - cosine(row, key) * key / key.norm()) / key.norm()
         torch.testing.assert_close(gradient[slot], -toward, rtol=1e-4, atol=1e-6)
-    others = [*method.general, *method.experts, *method.keys[:-1]]
-    assert all(parameter.grad is None for parameter in others)
+    assert all(parameter.grad is None for parameter in [*method.general, *method.experts, *method.keys[:-1]])
 
 
 def test_a_task_trains_the_general_prompt_and_its_own_expert_and_key() -> None:

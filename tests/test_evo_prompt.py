@@ -50,9 +50,7 @@ def test_tokens_are_written_by_a_bottleneck_per_block() -> None:
     method, query = fresh(), some_queries()
     move(method, 3)
     for context in (EVALUATION, training()):
-        assert not any(
-            getattr(prompt, "positioned", True) for prompt in method.prompts(query, context).prompts.values()
-        )
+        assert not any(getattr(one, "positioned", True) for one in method.prompts(query, context).prompts.values())
         found = injected(method, query, context)
         assert list(found) == list(BLOCKS)
         for slot, block in enumerate(BLOCKS):
@@ -74,8 +72,7 @@ def test_the_query_is_taken_before_the_norm_and_all_blocks_are_prompted() -> Non
 def test_weights_start_as_those_of_a_linear_layer() -> None:
     method = fresh(hidden=25, width=400)
     for weights, inputs in ((method.inner, 400), (method.outer, 25)):
-        largest = float(weights.detach().abs().max())
-        assert 0.95 / math.sqrt(inputs) < largest <= 1 / math.sqrt(inputs)
+        assert 0.95 / math.sqrt(inputs) < float(weights.detach().abs().max()) <= 1 / math.sqrt(inputs)
         assert abs(float(weights.detach().mean())) < 0.05 / math.sqrt(inputs)
 
 
@@ -131,8 +128,7 @@ def on_a_line(start: Tensor, end: Tensor, first: Tensor, second: Tensor) -> Arra
 def test_on_a_line_nothing_overtakes(seed: int) -> None:
     start, end = torch.randn(8, generator=source(seed)).double(), torch.randn(6, generator=source(seed + 9)).double()
     first, second = torch.rand(8, generator=source(seed + 20)).double(), torch.rand(6, generator=source(seed)).double()
-    cost = (start[:, None] - end[None]).square()
-    plan = optimal_transport(cost, first, second)
+    plan = optimal_transport((start[:, None] - end[None]).square(), first, second)
     np.testing.assert_allclose(plan.numpy(), on_a_line(start, end, first, second), atol=1e-9)
 
 
@@ -320,8 +316,7 @@ def test_new_rows_are_mixed_from_old_ones_in_each_sub_head(width: int, asked: in
             one, others, values = (array(value)[..., cut] for value in (new[label], known, rows))
             likeness = [float(one @ other) / np.linalg.norm(one) / np.linalg.norm(other) for other in others]
             weights = np.exp(np.array(likeness) / 0.3)
-            expected = (weights / weights.sum()) @ values
-            close(found[label][cut], expected, rtol=1e-4, atol=1e-5)
+            close(found[label][cut], (weights / weights.sum()) @ values, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "sub_heads"), [(768, 192), (384, 96), (192, 48), (64, 16), (6, 1)])

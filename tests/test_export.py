@@ -79,8 +79,7 @@ def judged(temperature: float, factor: float = 1.0) -> Source:
     plain = source("linear-probe", outputs=("probabilities", "novelty"), facts={"temperature": temperature})
 
     def judge(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wide = features.double()
-        return (plain.model.head(features) / temperature).softmax(dim=1), factor * wide.norm(dim=1)
+        return (plain.model.head(features) / temperature).softmax(dim=1), factor * features.double().norm(dim=1)
 
     return replace(plain, judge=judge)
 
@@ -119,8 +118,7 @@ def test_the_file_answers_as_torch_and_describes_itself(probe: Exported) -> None
     model, pixels, session = source("linear-probe").model, images(5), session_of(probe.path)
     probabilities, novelty = session.run(None, {"images": pixels})
     features = model.features(prepared(pixels, VIEW))[0].detach()
-    expected = (model.head(features) / 0.3).softmax(dim=1).detach().numpy()
-    np.testing.assert_allclose(probabilities, expected, atol=1e-5)
+    np.testing.assert_allclose(probabilities, (model.head(features) / 0.3).softmax(dim=1).detach().numpy(), atol=1e-5)
     np.testing.assert_allclose(novelty, features.norm(dim=1).numpy(), rtol=1e-4)
     (given,), outputs = session.get_inputs(), [(one.name, one.shape) for one in session.get_outputs()]
     assert (given.name, given.shape, given.type) == ("images", ["batch", SIDE, SIDE, 3], "tensor(uint8)")

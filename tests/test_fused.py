@@ -6,6 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from kernel_helpers import DEVICE
+from kernel_helpers import normal as drawn
 from probprompt import kernels
 from probprompt.backbones.vit import FrozenViT, _run_block
 from probprompt.kernels import vit_blocks
@@ -26,10 +27,6 @@ def vit(**settings: object) -> FrozenViT:
             if "norm" in name or "gamma" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return model.to(DEVICE)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @pytest.fixture
@@ -140,9 +137,7 @@ def test_the_first_block_is_projected_once_for_both_passes(everywhere: None) -> 
     assert torch.equal(model.query(seen), model.query(images))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "kind"), ((4, vit_blocks.NarrowMlp), (2, vit_blocks.WideMlp)), ids=("narrow", "wide")
-)
+@pytest.mark.parametrize("ratio, kind", ((4, vit_blocks.NarrowMlp), (2, vit_blocks.WideMlp)), ids=("narrow", "wide"))
 def test_exact_in_float32(ratio: int, kind: type) -> None:
     """The blocks by themselves in float32, where nothing is lost to rounding; gradients of the tokens included."""
     model = vit(init_values=0.7, mlp_ratio=ratio)

@@ -28,17 +28,9 @@ from probprompt.runs import grid as runs_grid
 from probprompt.runs.executors import TimeEstimator, carry_out, run_grid
 from probprompt.runs.grid import SILENT_GRID, ExecutionOptions, Grid, GridCallback, Outcome, RunActions, parse_spec
 from probprompt.runs.run import Run, RunRecord, config_hash
+from run_cases import GRID as TINY
 
 ROOT = Path(__file__).parent.parent
-TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-    "data": {"tasks": 2},
-    "training": {"epochs": 1, "batch": 16},
-    "alignment": {"epochs": 1},
-    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
-}
-
-
 Spec = Callable[..., runs_grid.GridSpec]
 
 
@@ -65,8 +57,7 @@ class Worker:
         self.started.append(_name(out))
         if self.fail and self.fail in str(out):
             raise RuntimeError(f"no luck with {config.method.name}")
-        record = RunRecord(config=config.model_dump(mode="json"), status="running")
-        run = Run.create(out, record)
+        run = Run.create(out, RunRecord(config=config.model_dump(mode="json"), status="running"))
         if self.interrupt and self.interrupt in str(out):
             raise KeyboardInterrupt
         return self._finish(run)
@@ -379,8 +370,7 @@ def test_errors_in_options(given: Any, assignments: Any, vary: Any, message: str
 
 def test_example_is_a_grid(tmp_path: Path) -> None:
     read = read_spec(ROOT / "examples" / "compare.toml", options(), [], [])
-    grid = Grid(read, tmp_path)
-    assert len(grid.cells) == 3 * (len(read.methods) + 1)
+    assert len(Grid(read, tmp_path).cells) == 3 * (len(read.methods) + 1)
     assert set(read.labels) <= {*read.methods, *read.benchmarks}
 
 
@@ -423,8 +413,7 @@ def test_grid_is_run_once_and_failures_are_reported(
 
 
 def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(interrupt="linear-probe,")
-    monkeypatch.setattr(api, "start", worker.start)
+    monkeypatch.setattr(api, "start", Worker(interrupt="linear-probe,").start)
     with pytest.raises(Interrupted, match=r"2 of 4 cells are finished; go on with the same command"):
         compare(tmp_path, pictures)
     with pytest.raises(UserError, match="--from takes runs that are there"):
@@ -438,9 +427,7 @@ def screen() -> Iterator[tuple[GridScreen, io.StringIO]]:
     yield made, shown
 
 
-def test_terminal_shows_the_grid_and_the_stage(
-    screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path
-) -> None:
+def test_terminal_shows_grid_and_stage(screen: tuple[GridScreen, io.StringIO], spec: Spec, tmp_path: Path) -> None:
     progress, shown = screen
 
     class Staged(Worker):
@@ -492,9 +479,7 @@ def resume(out, device, progress):
 """
 
 
-def test_concurrent_runs_of_which_one_is_killed(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_runs_and_one_is_killed(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules, diary = tmp_path / "modules", tmp_path / "diary"
     modules.mkdir()
     diary.mkdir()
@@ -505,15 +490,14 @@ def test_concurrent_runs_of_which_one_is_killed(
     settings = {"backbone": TINY["backbone"], "data": {"tasks": 2}}
     asked = {"methods": ["nearest-mean", "lda"], "benchmarks": [str(pictures)], "seeds": [0], "settings": settings}
     grid = Grid(parse_spec(asked), tmp_path / "grid")
-    kept, killed = run_grid(
-        grid, RunActions(module.start, module.resume, "cpu"), SILENT_GRID, ExecutionOptions(workers=2)
-    )
+    two = ExecutionOptions(workers=2)
+    kept, killed = run_grid(grid, RunActions(module.start, module.resume, "cpu"), SILENT_GRID, two)
     assert kept.run and "its process ended with exit code -9" in killed.reason
     (process,) = diary.iterdir()
     assert process.name != str(os.getpid())  # each run has its process
     alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
     assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
     before = kept.run.folder.joinpath("run.json").read_bytes()
-    again = run_grid(grid, RunActions(api.start, api.resume, "cpu"), SILENT_GRID, ExecutionOptions(workers=2))
+    again = run_grid(grid, RunActions(api.start, api.resume, "cpu"), SILENT_GRID, two)
     assert all(outcome.run for outcome in again)
     assert kept.run.folder.joinpath("run.json").read_bytes() == before  # what is finished is not run again

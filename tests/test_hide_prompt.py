@@ -146,9 +146,7 @@ def learns_identity(method: HiDePrompt) -> bool:
     return method.prompts(some_queries(), LEARNING).loss is not None
 
 
-@pytest.mark.parametrize(
-    ("epochs", "expected"), [(None, [True] * 4), (1, [True] + [False] * 3), (3, [True] * 3 + [False])]
-)
+@pytest.mark.parametrize("epochs, expected", [(None, [True] * 4), (1, [True] + [False] * 3), (3, [True] * 3 + [False])])
 def test_the_identity_may_learn_in_the_first_epochs_of_every_task(epochs: int | None, expected: list[bool]) -> None:
     method = fresh(sizes=(2,), identity_epochs=epochs)
     for task, classes in ((1, 3), (2, 2)):
@@ -295,8 +293,7 @@ def direction(label: int) -> Tensor:
 def summary_of(task: int, first: int, classes: int, images: int = 24, seed: int = 0) -> TaskSummary:
     """Training images whose queries and features lie around places of their class."""
     labels = torch.arange(first, first + classes).repeat(images)
-    source = torch.Generator().manual_seed(seed + task)
-    noise = torch.randn(2, len(labels), WIDTH, generator=source)
+    noise = torch.randn(2, len(labels), WIDTH, generator=torch.Generator().manual_seed(seed + task))
     queries = torch.stack([direction(label) for label in labels.tolist()]) + noise[0]
     features = torch.stack([direction(50 + label) for label in labels.tolist()]) + noise[1]
     return TaskSummary(task, first, classes, labels, queries, features, torch.zeros(len(labels), classes))

@@ -255,9 +255,7 @@ FULL, SOME = [0, 1, 2] * 5, [2, 1, 0]
         ({"train": [0, 2] * 5, "test": [2, 0]}, "test@", 2, "have no image and are left out: bee"),
     ],
 )
-def test_test_set_and_classes(
-    hub: Hub, tmp_path: Path, splits: dict[str, Any], test: str, size: int, remark: str
-) -> None:
+def test_tests_and_classes(hub: Hub, tmp_path: Path, splits: dict[str, Any], test: str, size: int, remark: str) -> None:
     plain = split(SOME).remove_columns("label")
     made = {name: plain if labels is None else split(labels) for name, labels in splits.items()}
     if [] in splits.values():  # the package writes an empty split, but cannot read it
@@ -286,8 +284,7 @@ def test_unusable_splits_are_refused(hub: Hub, splits: dict[str, Labels], messag
 
 def test_columns_of_the_splits(tmp_path: Path) -> None:
     turned = split([0, 1, 2]).cast_column("label", PACKAGE.ClassLabel(names=list(reversed(CLASSES))))
-    renamed = split([0, 1, 2]).rename_column("img", "image")
-    for column, other in (("label", turned), ("img", renamed)):
+    for column, other in (("label", turned), ("img", split([0, 1, 2]).rename_column("img", "image"))):
         message = refused(save({"train": split([0, 1, 2]), "test": other}, tmp_path / column))
         assert f"'test' has another column '{column}' than 'train'" in message
     fine, plain = split([0, 1, 2] * 2), PACKAGE.Value("int64")

@@ -18,6 +18,9 @@ from probprompt.errors import UserError
 
 pytest.importorskip("triton")
 
+from probprompt.kernels.attention import attention, attention_backward
+from probprompt.kernels.pointwise import add_norm, norm_backward
+
 
 def precision(dtype: torch.dtype) -> float:
     """How far numbers of this dtype may be off after a handful of roundings."""
@@ -68,8 +71,6 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
 @pytest.mark.parametrize(("rows", "width"), [(13, 192), (3, 70), (2, 1030)])
 def test_add_norm(rows: int, width: int, added: bool, dtype: torch.dtype) -> None:
-    from probprompt.kernels.pointwise import add_norm
-
     x = 3 + numbers(rows, width, key="x", dtype=dtype)
     update = numbers(rows, width, key="update", dtype=dtype) if added else None
     weight, bias = numbers(width, key="weight"), numbers(width, key="bias")
@@ -90,8 +91,6 @@ def test_add_norm(rows: int, width: int, added: bool, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "alone"])
 @pytest.mark.parametrize(("rows", "width"), [(13, 192), (3, 70), (2, 1030)])
 def test_norm_backward(rows: int, width: int, residual: bool, dtype: torch.dtype) -> None:
-    from probprompt.kernels.pointwise import add_norm, norm_backward
-
     x, grad = 3 + numbers(rows, width, key="x", dtype=dtype), numbers(rows, width, key="grad", dtype=dtype)
     weight, bias = numbers(width, key="weight"), numbers(width, key="bias")
     beside = numbers(rows, width, key="residual", dtype=dtype) if residual else None
@@ -107,8 +106,6 @@ def test_norm_backward(rows: int, width: int, residual: bool, dtype: torch.dtype
 
 
 def test_a_row_of_equal_numbers_has_a_norm_and_a_gradient() -> None:
-    from probprompt.kernels.pointwise import add_norm, norm_backward
-
     x, weight, bias = torch.full((2, 24), 7.0, device=DEVICE), numbers(24, key="weight"), numbers(24, key="bias")
     _, normed, mean, rstd = add_norm(x, None, weight, bias, 1e-2)
     assert_near(normed, bias.double().expand(2, 24), 1e-4)
@@ -117,8 +114,6 @@ def test_a_row_of_equal_numbers_has_a_norm_and_a_gradient() -> None:
 
 
 def test_rows_too_wide_are_refused() -> None:
-    from probprompt.kernels.pointwise import add_norm
-
     wide = torch.zeros(1, 4097, device=DEVICE)
     with pytest.raises(UserError, match="at most 4096, not of 4097"):
         add_norm(wide, None, wide[0], wide[0], 1e-6)
@@ -187,8 +182,6 @@ def inputs(case: Case) -> Inputs:
 
 def run(case: Case, given: Inputs, scale: float, own: bool = True) -> Outcome:
     """By the kernels."""
-    from probprompt.kernels.attention import attention, attention_backward
-
     mixed, logsumexp = attention(given.qkv, case.heads, scale, given.prefix)
     back = attention_backward(given.grad, given.qkv, mixed, logsumexp, case.heads, scale, given.prefix, own)
     return named(mixed, logsumexp, *back)
@@ -283,8 +276,6 @@ def test_every_run_gives_the_same_bits(name: str) -> None:
 
 
 def test_what_the_kernel_cannot_read_is_refused() -> None:
-    from probprompt.kernels.attention import attention
-
     packed, turned = torch.zeros(1, 4, 96, device=DEVICE), torch.zeros(1, 32, 2, device=DEVICE).mT
     with pytest.raises(UserError, match="cannot cut 480 columns"):
         attention(torch.zeros(1, 4, 480, device=DEVICE), 1, 1.0)

@@ -46,8 +46,7 @@ def layers(width: int, hidden: int, dtype: torch.dtype, bias: bool = True) -> La
 def plainly(middle: Tensor, norm: mlp.Norm, given: Layers, grad: Tensor) -> tuple[Tensor, Tensor]:
     """What comes after the MLP in float64, and the gradient of what comes before it."""
     weight1, bias1, weight2, bias2 = (part if part is None else part.double() for part in given)
-    assert weight1 is not None
-    assert weight2 is not None
+    assert weight1 is not None and weight2 is not None
     wide = middle.double().requires_grad_()
     normed = functional.layer_norm(wide, wide.shape[1:], norm[0].double(), norm[1].double(), norm[2])
     result = wide + functional.linear(functional.gelu(functional.linear(normed, weight1, bias1)), weight2, bias2)
@@ -106,8 +105,7 @@ def test_the_norm_is_of_the_rounded_sum() -> None:
     norm, (weight1, bias1, weight2, bias2) = norm_of(32, HALF), layers(32, 128, HALF)
     given = weight1, bias1, 500 * weight2, bias2
     _, update, grad = rows_of(8, 32, HALF)
-    before = torch.full_like(update, 1.5 / torch.finfo(HALF).eps)
-    middle, after, _ = mlp.mlp(before, update, norm, *given)
+    middle, after, _ = mlp.mlp(torch.full_like(update, 1.5 / torch.finfo(HALF).eps), update, norm, *given)
     assert torch.equal(middle, middle.round())
     expected, expected_grad = plainly(middle, norm, given, grad)
     assert_near(after, expected, HALF)

@@ -77,8 +77,7 @@ def test_some_are_flipped() -> None:
     sizes = RAGGED[:2]
     images, boxes = paint(sizes), drawn(sizes, "flips", flip=False)
     plain = cut(images, boxes, 12)
-    flags = torch.tensor([True, False])
-    flipped = cut(images, Boxes(boxes.places, flags), 12)
+    flipped = cut(images, Boxes(boxes.places, torch.tensor([True, False])), 12)
     torch.testing.assert_close(flipped[0], plain[0].flip(-1), rtol=0, atol=2e-6)
     torch.testing.assert_close(flipped[1], plain[1], rtol=0, atol=0)
 

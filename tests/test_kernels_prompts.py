@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernel_helpers import DEVICE, assert_near, compile_for_a_gpu
+from kernel_helpers import DEVICE, GPU, assert_near, compile_for_a_gpu, normal
 from probprompt import equations
 from probprompt.errors import UserError
 from probprompt.kernels import mixture as mixture_module
@@ -25,26 +25,21 @@ from probprompt.kernels import gaussians as kernels_gaussians
 from probprompt.kernels.gaussians import noise, sampled_prompt
 
 SEED = 0x1234_5678_9ABC_DEF0
+Tensors = tuple[Tensor, ...]
 Moments = tuple[Tensor, Tensor, Tensor]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def key(number: int = SEED) -> Tensor:
     return torch.tensor([number], device=DEVICE)
 
 
-def gradients(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def gradients(outputs: Tensors, inputs: Tensors) -> Tensors:
     """For a gradient of noise, so that no part of it can hide another."""
     slopes = [normal(*output.shape, seed=90 + index).to(output.dtype) for index, output in enumerate(outputs)]
     return torch.autograd.grad(outputs, inputs, slopes)
 
 
-def check_gradients(
-    found: tuple[Tensor, ...], exact: tuple[Tensor, ...], inputs: tuple[Tensor, ...], tolerance: float
-) -> None:
+def check_gradients(found: Tensors, exact: Tensors, inputs: Tensors, tolerance: float) -> None:
     for one, other in zip(gradients(found, inputs), gradients(exact, inputs), strict=True):
         assert_near(one, other.double(), tolerance)
 
@@ -75,13 +70,7 @@ def reference_noise(row: int, pool: int, sample: int, feature: int) -> float:
 
 def test_noise_number_by_number() -> None:
     found = noise(2, 3, 6, 5, key(), first=7, place=2)
-    exact = [
-        reference_noise(7 + row, 2 + pool, sample, feature)
-        for row in range(2)
-        for pool in range(3)
-        for sample in range(6)
-        for feature in range(5)
-    ]
+    exact = [reference_noise(7 + row, 2 + pool, sample, place) for row, pool, sample, place in np.ndindex(2, 3, 6, 5)]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.cpu().flatten(), torch.tensor(exact), rtol=1e-5, atol=1e-5)
 
@@ -97,8 +86,7 @@ def test_noise_is_standard_normal_and_independent() -> None:
     for axis in range(4):  # neighbours by row, pool, sample and feature
         one, two = np.delete(drawn, 0, axis), np.delete(drawn, -1, axis)
         for power in (1, 2):
-            together = np.corrcoef(one.ravel() ** power, two.ravel() ** power)[0, 1]
-            assert abs(together) < 4 / math.sqrt(one.size)
+            assert abs(np.corrcoef(one.ravel() ** power, two.ravel() ** power)[0, 1]) < 4 / math.sqrt(one.size)
 
 
 def test_noise_depends_on_its_place_alone() -> None:
@@ -243,17 +231,14 @@ def test_only_the_means_may_be_learned(way: str) -> None:
 def narrow(features: int) -> tuple[Tensor, Tensor, Tensor]:
     """Two of four means within σ = 4.5e-5 of the query, the others far away; S² from 1e2 to 1e11."""
     query = 5 * normal(1, features, seed=4)
-    near = math.exp(-10) * (normal(2, 1, features, seed=5) + 0.1 * normal(2, 4, features, seed=6))
-    mean = query + near
+    mean = query + math.exp(-10) * (normal(2, 1, features, seed=5) + 0.1 * normal(2, 4, features, seed=6))
     mean[:, 2:] += 3
-    log_std = -10 + 1e-3 * normal(2, 4, features, seed=7)
-    return query, mean, log_std
+    return query, mean, -10 + 1e-3 * normal(2, 4, features, seed=7)
 
 
 def far(features: int) -> tuple[Tensor, Tensor, Tensor]:
     """Differences of 1 at distances of 1e5."""
-    middle = normal(2, 1, features, seed=5)
-    mean = middle + 5e-4 * normal(2, 4, features, seed=6)
+    mean = normal(2, 1, features, seed=5) + 5e-4 * normal(2, 4, features, seed=6)
     return 3 * normal(4, features, seed=4), mean, torch.full_like(mean, math.log(0.03))
 
 
@@ -290,9 +275,8 @@ def test_one_hot_weights_leave_one_gaussian(way: str, level: float) -> None:
     weights, center, std = mixture(mean[0].clone(), mean, log_std, 1e-3 * math.exp(-2 * min(level, 0)))
     assert torch.equal(weights[:, 0], torch.eye(4, device=DEVICE))
     torch.testing.assert_close(center[:, 0], mean[0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        std, torch.full_like(std, math.exp(level)), rtol=1e-3 if way == "plain" else 1e-6, atol=0
-    )
+    digits = 1e-3 if way == "plain" else 1e-6
+    torch.testing.assert_close(std, torch.full_like(std, math.exp(level)), rtol=digits, atol=0)
     (gradient,) = torch.autograd.grad(std.sum(), log_std)
     assert gradient.isfinite().all()
 
@@ -373,6 +357,4 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 def test_kernels_here_are_the_ones_that_are_meant() -> None:
-    assert type(kernels_gaussians._forward).__name__ == (
-        "JITFunction" if DEVICE.type == "cuda" else "InterpretedFunction"
-    )
+    assert type(kernels_gaussians._forward).__name__ == ("JITFunction" if GPU else "InterpretedFunction")

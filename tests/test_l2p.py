@@ -151,8 +151,7 @@ def test_among_equal_keys_the_earlier_entry_comes_first(width: int) -> None:
         method.keys.copy_(method.keys[0, 0].expand(40, -1))
         method.keys[0, 3] *= -1
     query = method.keys[0, :1].detach() + 0.1
-    shown = method.relevance(query)[0][0, 0]
-    assert shown.nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
+    assert method.relevance(query)[0][0, 0].nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
     assert torch.equal(injected(method, query)[0][0], method.pool[0, [0, 1, 2, 4, 5]].flatten(0, 1))
 
 

@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 import learner_helpers
-from learner_helpers import (
-    Settings,
-    Weights,
-    changed,
-    contexts_of,
-    evaluation_features,
-    quiet,
-    teach,
-    train,
-    weights_of,
-)
+from learner_helpers import Settings, changed, contexts_of, evaluation_features, quiet, teach, train, weights_of
 from probprompt import equations
 from probprompt.config import parse_config
 from probprompt.data.transforms import JITTER_DRAWS, Boxes, Preprocessor, RandomViews
@@ -36,6 +26,7 @@ from probprompt.methods.probprompt import ProbPrompt
 from probprompt.runs import train as runs_train
 from probprompt.runs.train import TrainingSetup
 
+Weights = learner_helpers.Weights
 PROBE = {"name": "linear-probe"}
 HIDE: dict[str, Any] = {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2], "identity_alignment": {"epochs": 1}}
 EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
@@ -43,8 +34,7 @@ EVO = {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 3]}
 
 def build(settings: dict[str, Any]) -> TrainingSetup:
     """A linear probe has no settings of its own."""
-    method = PROBE if settings["method"]["name"] == PROBE["name"] else settings["method"]
-    return build_with(method, settings)
+    return build_with(PROBE if settings["method"]["name"] == PROBE["name"] else settings["method"], settings)
 
 
 def build_with(method: dict[str, Any], settings: dict[str, Any]) -> TrainingSetup:
@@ -188,8 +178,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_together(settings: Settings) -
         assert length(clipped) == pytest.approx(limit, rel=1e-4)
         for name, part in plain.items():
             torch.testing.assert_close(clipped[name], part * limit / norm, rtol=1e-4, atol=1e-7)
-    loose = first_gradients(settings(training={**whole, "clip": 2 * norm}))
-    assert changed(plain, loose) == set()
+    assert changed(plain, first_gradients(settings(training={**whole, "clip": 2 * norm}))) == set()
 
 
 @pytest.mark.parametrize(("method", "first"), [("ft", 0), ("ft++", 2)])
@@ -219,9 +208,8 @@ def test_fine_tuning_compares_all_classes_or_those_of_the_task(
     torch.testing.assert_close(found["head.weight"].double(), slope.T @ seen[0] / 16, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found["head.bias"].double(), slope.mean(dim=0), rtol=1e-4, atol=1e-6)
     assert bool((found["head.weight"][:2] != 0).any()) == (method == "ft")
-    assert all(
-        float(found[f"backbone.model.{name}"].abs().max()) > 0 for name in ("cls_token", "blocks.5.attn.qkv.weight")
-    )
+    for name in ("cls_token", "blocks.5.attn.qkv.weight"):
+        assert float(found[f"backbone.model.{name}"].abs().max()) > 0
 
 
 def test_the_reference_of_the_regularisation_is_that_of_the_last_step(settings: Settings) -> None:
@@ -296,9 +284,7 @@ def test_the_rate_falls_along_a_cosine_over_the_steps_of_the_task(settings: Sett
     assert [rates[1] for rates in found] == pytest.approx([5 * rates[0] for rates in found])
 
 
-def test_a_run_builds_one_optimiser_per_task(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_runs_build_one_optimiser_per_task(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     built: list[torch.optim.AdamW] = []
     original = Learner.optimizer
 
@@ -354,10 +340,8 @@ def observe(workshop: TrainingSetup) -> Seen:
 
 
 def test_order_views_and_noise_follow_data_seed_epoch_and_task(settings: Settings) -> None:
-    workshops = [
-        build(settings(training={"epochs": 2, "batch": 16}, seeds={"data": data, "init": init}))
-        for data, init in ((0, 0), (0, 1), (1, 0))
-    ]
+    seeds = [{"data": data, "init": init} for data, init in ((0, 0), (0, 1), (1, 0))]
+    workshops = [build(settings(training={"epochs": 2, "batch": 16}, seeds=chosen)) for chosen in seeds]
     first, again, other = map(observe, workshops)
     assert sorted(first.batches[0]) == sorted(first.batches[1]) == workshops[0].tasks[0].rows.tolist()
     assert first.batches[0] != first.batches[1]
@@ -421,14 +405,8 @@ def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings:
 
 
 def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: Settings) -> None:
-    workshop = build(
-        settings(
-            data={"tasks": (3, 2, 1)},
-            method=PROBE,
-            training={"epochs": 30, "batch": 8, "head_rate": 0.02},
-            alignment={"epochs": 10},
-        )
-    )
+    training = {"epochs": 30, "batch": 8, "head_rate": 0.02}
+    workshop = build(settings(data={"tasks": (3, 2, 1)}, method=PROBE, training=training, alignment={"epochs": 10}))
     learner, last = workshop.learner, workshop.tasks[2]
     assert [learner.epochs(task) for task in workshop.tasks] == [30, 30, 0]
     teach(workshop, 2)
@@ -440,8 +418,7 @@ def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: S
     assert len(learner.model.head) == len(learner.statistics) == 6
     logits = learner.model.predict(learner.viewer.evaluation(learner.images.store, last.rows))
     assert float((logits.argmax(dim=1) == last.labels).double().mean()) >= 0.8
-    after = sum(workshop.scorer.accuracy(task.rows, task.labels) for task in old) / 2
-    assert after >= before - 20
+    assert sum(workshop.scorer.accuracy(task.rows, task.labels) for task in old) / 2 >= before - 20
 
 
 @pytest.mark.parametrize(
@@ -505,9 +482,7 @@ def test_prompts_adapted_to_the_first_task_alone_stay_as_they_are(
     [({}, None, 3), ({}, 0, 0), ({}, 2, 2), ({}, 9, 3), (RIDGE, None, 1), (RIDGE, 0, 0), (RIDGE, 2, 2)],
     ids=str,
 )
-def test_prompts_learn_in_as_many_tasks_as_set(
-    settings: Settings, head: dict[str, Any], adapt: int | None, moving: int
-) -> None:
+def test_as_many_tasks_adapt_as_set(settings: Settings, head: dict[str, Any], adapt: int | None, moving: int) -> None:
     workshop = build(settings(head=head, training={"adapt_tasks": adapt, "epochs": 1}))
     learner, moved = workshop.learner, 0
     method = prompts_of(learner)
@@ -524,10 +499,8 @@ def test_what_the_head_knows_follows_the_prompts(settings: Settings, monkeypatch
     """In tasks in which prompts move features of known classes, from what they were to what they are; in no other."""
     told = list[tuple[Tensor, Tensor]]()
     monkeypatch.setattr(RidgeHead, "follow", lambda head, before, after, key: told.append((before, after)))
-    chosen = settings(
-        training={"adapt_tasks": 2, "epochs": 1}, head={"kind": "ridge", "projections": 8, "follow": True}
-    )
-    workshop = build(chosen)
+    head = {"kind": "ridge", "projections": 8, "follow": True}
+    workshop = build(settings(training={"adapt_tasks": 2, "epochs": 1}, head=head))
     learner = workshop.learner
     for task in workshop.tasks:
         before = evaluation_features(learner, task.rows)
@@ -692,9 +665,7 @@ def test_a_method_that_needs_no_summary_is_given_none(settings: Settings, monkey
     assert given == [None, None]
 
 
-def test_the_method_places_new_rows_by_the_mean_queries_of_classes(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_rows_are_placed_by_mean_queries_of_classes(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     workshop = build_with(EVO, {**settings(training={"epochs": 1}), "evaluation_batch": 5})
     learner, asked = workshop.learner, list[tuple[Tensor, Tensor, Tensor]]()
     rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
@@ -800,9 +771,7 @@ def test_joint_training_learns_all_tasks_as_one(settings: Settings) -> None:
     apart = build(settings())
     (whole,) = workshop.tasks
     assert (whole.index, whole.first, whole.classes) == (0, 0, 6)
-    label = {
-        row: label for task in apart.tasks for row, label in zip(task.rows.tolist(), task.labels.tolist(), strict=True)
-    }
+    label = {row: own for one in apart.tasks for row, own in zip(one.rows.tolist(), one.labels.tolist(), strict=True)}
     assert dict(zip(whole.rows.tolist(), whole.labels.tolist(), strict=True)) == label
     assert len(workshop.test_tasks) == 3
     for mine, theirs in zip(workshop.test_tasks, apart.test_tasks, strict=True):
@@ -823,8 +792,7 @@ def test_parameters_are_counted_by_what_learns(settings: Settings) -> None:
         (settings(head={"kind": "lda"}), PROBE, rows),
         (settings(head={"kind": "nearest-mean"}), PROBE, 2 * 64),
     ):
-        workshop = build(given) if method is None else build_with(method, given)
-        assert teach(workshop, 1).parameters() == expected
+        assert teach(build(given) if method is None else build_with(method, given), 1).parameters() == expected
 
 
 @pytest.mark.parametrize(("bad_task", "bad_epoch"), [(0, 0), (1, 1)])
@@ -875,23 +843,16 @@ def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Se
 
 def learned(settings: dict[str, Any]) -> Weights:
     learner = teach(build(settings), 2)
-    return {
-        **weights_of(learner.model.method),
-        **head_of(learner),
-        "statistics": torch.cat([learner.statistics.mean, learner.statistics.variance]),
-    }
+    statistics = torch.cat([learner.statistics.mean, learner.statistics.variance])
+    return {**weights_of(learner.model.method), **head_of(learner), "statistics": statistics}
 
 
-def test_the_same_seeds_give_the_same_bits(settings: Settings) -> None:
+def test_the_same_seeds_give_the_same_bits_and_others_another_model(settings: Settings) -> None:
     first = learned(settings())
     torch.manual_seed(1234)
     assert changed(first, learned(settings())) == set()
-
-
-@pytest.mark.parametrize("seed", ["init", "data"])
-def test_other_seeds_give_another_model(settings: Settings, seed: str) -> None:
-    first, second = learned(settings()), learned(settings(seeds={seed: 1}))
-    assert changed(first, second) == set(first)
+    for seed in ("init", "data"):
+        assert changed(first, learned(settings(seeds={seed: 1}))) == set(first), seed
 
 
 def test_the_data_seed_leaves_the_beginning_alone(settings: Settings) -> None:

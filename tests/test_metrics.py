@@ -22,8 +22,7 @@ percent = st.floats(0, 100, allow_nan=False)
 @st.composite
 def matrices(draw: st.DrawFn, smallest: int = 1) -> metrics.Matrix:
     tasks = draw(st.integers(smallest, 6))
-    values = draw(st.lists(percent, min_size=tasks**2, max_size=tasks**2))
-    matrix = np.array(values).reshape(tasks, tasks)
+    matrix = np.array(draw(st.lists(percent, min_size=tasks**2, max_size=tasks**2))).reshape(tasks, tasks)
     matrix[np.tril_indices(tasks, k=-1)] = NAN
     return matrix
 
@@ -108,8 +107,7 @@ def test_bounds(matrix: metrics.Matrix) -> None:
 @quick
 @given(matrices(smallest=2))
 def test_forgetting_is_at_least_the_average_drop(matrix: metrics.Matrix) -> None:
-    earlier = metrics.per_task_drop(matrix)[:-1]
-    assert metrics.average_forgetting(matrix) >= np.mean(earlier) - 1e-9
+    assert metrics.average_forgetting(matrix) >= np.mean(metrics.per_task_drop(matrix)[:-1]) - 1e-9
     assert metrics.per_task_drop(matrix)[-1] == 0
 
 
@@ -120,8 +118,7 @@ def test_final_accuracy_ignores_the_order_of_tasks(matrix: metrics.Matrix, shuff
     final = matrix[:, -1].tolist()
     shuffler.shuffle(final)
     shuffled[:, -1] = final
-    expected = metrics.final_average_accuracy(matrix)
-    assert metrics.final_average_accuracy(shuffled) == pytest.approx(expected)
+    assert metrics.final_average_accuracy(shuffled) == pytest.approx(metrics.final_average_accuracy(matrix))
     assert metrics.cumulative_average_accuracy(shuffled) == pytest.approx(metrics.cumulative_average_accuracy(matrix))
 
 
@@ -137,8 +134,7 @@ def test_unfinished_stream_counts_as_a_shorter_one(matrix: metrics.Matrix, futur
 @quick
 @given(matrices())
 def test_cumulative_accuracy_averages_final_ones(matrix: metrics.Matrix) -> None:
-    steps = range(1, len(matrix) + 1)
-    finals = [metrics.final_average_accuracy(matrix[:step, :step]) for step in steps]
+    finals = [metrics.final_average_accuracy(matrix[:step, :step]) for step in range(1, len(matrix) + 1)]
     assert metrics.cumulative_average_accuracy(matrix) == pytest.approx(np.mean(finals))
 
 

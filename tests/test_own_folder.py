@@ -98,8 +98,7 @@ def _published_measures(folder: Path) -> RunRecord:
 def test_train_command(photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]) -> None:
     answer = probprompt("train", photos, *settings, "--out", tmp_path / "run", "--method", "linear-probe")
     assert answer.code == 0, answer.err
-    record = _published_measures(tmp_path / "run")
-    assert [len(task) for task in record.stream.tasks] == [2, 2, 2]
+    assert [len(task) for task in _published_measures(tmp_path / "run").stream.tasks] == [2, 2, 2]
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert all(part in page for part in ("Meine Fotos, Mai", "Hund &amp; Co", "鳥", "Accuracy matrix"))
 
@@ -133,8 +132,7 @@ def test_comparison_and_results_of_an_own_folder(
 
 def test_compare_command(photos: Path, tmp_path: Path, probprompt: Command, settings: list[str]) -> None:
     grid = ("compare", "--methods", "nearest-mean", "--benchmarks", photos, "--seeds", "0", *settings)
-    there = ("--tasks", "3,3", "--test", photos, "--validate", "--out", tmp_path)
-    assert probprompt(*grid, *there).code == 0
+    assert probprompt(*grid, "--tasks", "3,3", "--test", photos, "--validate", "--out", tmp_path).code == 0
     (found,) = tmp_path.rglob("run.json")
     record = Run.open(found.parent).record
     assert [len(task) for task in record.stream.tasks] == [3, 3]
@@ -197,12 +195,9 @@ def test_sample_is_a_folder_of_images(tmp_path: Path, probprompt: Command) -> No
     assert data.class_names == ("cat", "moon") and len(data.train) + len(data.test) == 10
     assert len({data.train.read(index).shape for index in range(len(data.train))}) > 1  # wide and tall ones
     assert (tmp_path / "photos" / "ATTRIBUTION.md").stat().st_size > 0
-    tests = probprompt("data", "sample", tmp_path / "test", "--classes", "cat,moon", "--images", 5, "--test")
-    assert tests.code == 0
-    styles = [
-        {path.stem.rpartition("(")[2] for path in (tmp_path / side).rglob("*.jpg")} for side in ("photos", "test")
-    ]
-    assert not styles[0] & styles[1]
+    assert probprompt("data", "sample", tmp_path / "test", "--classes", "cat,moon", "--images", 5, "--test").code == 0
+    own, other = (list((tmp_path / side).rglob("*.jpg")) for side in ("photos", "test"))
+    assert not {path.stem.rpartition("(")[2] for path in own} & {path.stem.rpartition("(")[2] for path in other}
 
 
 @pytest.mark.parametrize(

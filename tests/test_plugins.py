@@ -31,10 +31,9 @@ class Plain(Method):
 
 
 def command(site: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(site), *filter(None, sys.path)])
     return subprocess.run(
         [sys.executable, "-m", "probprompt", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)]), "COLUMNS": "200"},
         capture_output=True,
         text=True,
     )
@@ -42,12 +41,10 @@ def command(site: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 def install(site: Path, source: str) -> Path:
     """Lay a package out as pip would."""
-    (site / "plain_plugin-1.0.dist-info").mkdir(parents=True)
-    (site / "plain_plugin-1.0.dist-info/METADATA").write_text(
-        "Metadata-Version: 2.1\nName: plain-plugin\nVersion: 1.0\n"
-    )
-    entry = "[probprompt.methods]\nplain = plain_plugin:Plain\n"
-    (site / "plain_plugin-1.0.dist-info/entry_points.txt").write_text(entry)
+    about = site / "plain_plugin-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-plugin\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[probprompt.methods]\nplain = plain_plugin:Plain\n")
     (site / "plain_plugin.py").write_text(source)
     return site
 

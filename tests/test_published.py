@@ -1,7 +1,6 @@
 """Published benchmarks in every layout they are met in, made up and small."""
 
 import copyreg
-import os
 import pickle
 import re
 import struct
@@ -31,6 +30,7 @@ from probprompt.data.verify import differences, other_differences
 from probprompt.errors import UserError
 from probprompt.progress import ProgressCallback
 from probprompt.runs.train import prepare
+from run_cases import Bomb
 
 Settings = Callable[..., dict[str, Any]]
 PUBLISHED = ("cifar100", "cub200", "imagenet-r", "tiny-imagenet", "tu-berlin")
@@ -142,25 +142,14 @@ def test_a_pickle_made_anew_in_python_3_is_read(tmp_path: Path, protocol: int) -
 
 def refuse(folder: Path, content: bytes, reason: str = "") -> None:
     (folder / "p").write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"p is refused: .*\(.*{reason}.*\)\. Nothing of it was run; get the file anew"
-    ):
+    told = rf"p is refused: .*\(.*{reason}.*\)\. Nothing of it was run; get the file anew"
+    with pytest.raises(UserError, match=told):
         read_pickle(folder / "p")
-
-
-class Evil:
-    """What it is made of runs when Python reads it."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = str(target)
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (self.target,))
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path, protocol: int) -> None:
-    content = pickle.dumps({"fine_label_names": [Evil(tmp_path / "run")]}, protocol)
+    content = pickle.dumps({"fine_label_names": [Bomb(tmp_path / "run")]}, protocol)
     refuse(tmp_path, content)
     assert not (tmp_path / "run").exists()
     pickle.loads(content)
@@ -182,7 +171,7 @@ def test_an_extension_that_others_use_is_not_called(tmp_path: Path) -> None:
 
 
 ARRAY, DTYPE = b"cnumpy.core.multiarray\n_reconstruct\n", b"cnumpy\ndtype\n"
-ENCODE, LATIN1 = b"c_codecs\nencode\n", b"X\x06\0\0\0latin1"
+ENCODE, LATIN1, HUGE = b"c_codecs\nencode\n", b"X\x06\0\0\0latin1", b"\x8a\x08" + b"\x7f" * 8
 PIXELS = array(np.zeros((2, 3), np.uint8))
 REFUSED = {
     "a command": b"cos\nsystem\n(S'true'\ntR.",
@@ -210,10 +199,8 @@ REFUSED = {
     "a state of a function": b"}(U\x01a" + ENCODE + b"N}U\x08__call__K\x01s\x86bu.",
     "a state of too few parts": b"}(U\x01a" + ARRAY + b")RK\x01K\x02\x86bu.",
     "an array in an array": PIXELS.join((b"}(U\x01a" + ARRAY + b")R(K\x01K\x01\x85", b"\x89U\x01atbu.")),
-    "a shape that is too large": dictionary(
-        data=PIXELS.replace(b"K\x02K\x03\x86", b"K\x02\x8a\x08" + b"\x7f" * 8 + b"\x86")
-    ),
-    "a shape of nothing": dictionary(data=PIXELS.replace(b"K\x02K\x03\x86", b"K\0\x8a\x08" + b"\x7f" * 8 + b"\x86")),
+    "a shape that is too large": dictionary(data=PIXELS.replace(b"K\x02K\x03\x86", b"K\x02" + HUGE + b"\x86")),
+    "a shape of nothing": dictionary(data=PIXELS.replace(b"K\x02K\x03\x86", b"K\0" + HUGE + b"\x86")),
     "a shape of texts": dictionary(data=PIXELS.replace(b"K\x02K\x03\x86", b"X\x02\0\0\0\1\6")),
     "negative shapes": dictionary(data=PIXELS.replace(b"K\x02K\x03", b"J\xfe\xff\xff\xffJ\xfd\xff\xff\xff")),
     "too few numbers": dictionary(data=PIXELS.replace(octets(bytes(6)), octets(bytes(5)))),
@@ -357,8 +344,7 @@ def test_cub_is_one_and_the_same_by_lists_and_in_a_tree(tmp_path: Path) -> None:
             (trees / side / name).mkdir(parents=True, exist_ok=True)
             file = f"{name[4:]}_{index}.jpg"
             (trees / side / name / file).write_bytes((folder / "images" / name / file).read_bytes())
-    listed = (folder / "images.txt").read_text().splitlines()
-    (folder / "images.txt").write_text("\n".join(reversed(listed)))
+    (folder / "images.txt").write_text("\n".join(reversed((folder / "images.txt").read_text().splitlines())))
     sources = [find("cub200", root=str(root)) for root in (folder, trees)]
     by_lists, by_sides = (source.load(None) for source in sources)
     assert by_lists.class_names == by_sides.class_names == tuple(name[4:].replace("_", " ") for name in BIRDS)
@@ -542,8 +528,7 @@ def test_tu_berlin_is_cut_64_to_16_and_always_in_the_same_way(home: Path, tmp_pa
     write(home / "tu-berlin" / "png" / "filelist.txt", "airplane/1.png")
     data = find("tu-berlin").load(None)
     assert data.class_names == ("airplane", "flying bird")
-    sides = [Counter(images.labels.tolist()) for images in (data.train, data.test)]
-    assert sides == [{0: 64, 1: 64}, {0: 16, 1: 16}]
+    assert [Counter(images.labels.tolist()) for images in (data.train, data.test)] == [{0: 64, 1: 64}, {0: 16, 1: 16}]
     assert not set(data.train.names) & set(data.test.names)
     assert [name for name in data.test.names if name.startswith("airplane")][:6] == AIRPLANES
     other = load("tu-berlin", sketches(tmp_path / "other", "airplane", "flying_bird"))

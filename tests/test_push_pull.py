@@ -13,6 +13,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from probprompt.export.card import MARK, make_card
 from probprompt.export.push_pull import pull, push
 from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run
+from run_cases import Bomb
 
 Command = Callable[..., Any]
 
@@ -109,9 +111,7 @@ def test_a_classifier_comes_back_with_what_prediction_needs_alone(
     }
     assert not hub.repositories["me/birds"].private
 
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("something was unpickled")
-
+    refuse = Mock(side_effect=AssertionError("something was unpickled"))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", refuse)
         for name in ("load", "loads", "Unpickler"):
@@ -126,9 +126,7 @@ def test_a_classifier_comes_back_with_what_prediction_needs_alone(
     assert classifier.version == 2 and len(classifier.classes) == 5
 
 
-def test_with_statistics_it_learns(
-    hub: Hub, learned: Path, pictures: Path, tmp_path: Path, probprompt: Command
-) -> None:
+def test_statistics_make_it_learn(hub: Hub, learned: Path, pictures: Path, tmp_path: Path, probprompt: Command) -> None:
     assert probprompt("push", learned, "me/birds", "--with-statistics").code == 0
     assert "can learn further classes" in probprompt("pull", "me/birds", tmp_path / "again").out
     here, there = (ContinualClassifier.load(folder) for folder in (learned, tmp_path / "again"))
@@ -139,9 +137,7 @@ def test_with_statistics_it_learns(
     assert answers[0] == answers[1]
 
 
-def test_a_later_push_replaces_its_own(
-    hub: Hub, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_push_replaces_its_own(hub: Hub, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = push(learned, "me/birds", with_statistics=True)
     repository, notes = hub.repositories["me/birds"], list[str]()
     own = {"photo.png": b"mine", "README.md": b"# My birds"}
@@ -209,9 +205,8 @@ def test_names_of_classes_are_text_and_nothing_else(learned: Path, name: str) ->
     note = json.loads(json.dumps(record.note))
     note["state"]["classes"][0]["name"] = name
     content = make_card(replace(record, note=note), "me/birds", statistics=False)
-    assert (
-        re.search(r"(?<!\\)<script", content) is None and vars(ModelCard(content).data)["library_name"] == "probprompt"
-    )
+    assert re.search(r"(?<!\\)<script", content) is None
+    assert vars(ModelCard(content).data)["library_name"] == "probprompt"
     line = next(line for line in content.splitlines() if "class1, class2" in line and not line.startswith("|"))
     assert line.endswith(", class1, class2, class3, class4") and re.search(r"(?<!\\)[|`*\[]", line) is None
 
@@ -342,24 +337,18 @@ def test_a_list_that_names_other_files_is_refused(hub: Hub, sent: Repository, tm
         (lambda listing: listing["files"].pop("current.json"), "holds no model"),
     ],
 )
-def test_a_list_that_is_not_right_is_refused(
-    hub: Hub, sent: Repository, tmp_path: Path, change: Any, said: str
-) -> None:
+def test_a_list_that_is_wrong_is_refused(hub: Hub, sent: Repository, tmp_path: Path, change: Any, said: str) -> None:
     relist(sent, change)
     refused(tmp_path, said)
 
 
 def test_other_content_in_place_of_tensors_is_refused_unread(hub: Hub, sent: Repository, tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "executed",))
-
     path, other, *_ = sorted(name for name in sent.files if name.startswith("objects/"))
     sent.commit({**sent.files, path: tamper(sent.files[path])})
     refused(tmp_path, f"{path} of me/birds has the SHA-256 .*tampered with")
     for content, message in (
         (sent.files[other], "holds other tensors than its name says"),
-        (pickle.dumps(Evil()), "damaged and was not loaded"),
+        (pickle.dumps(Bomb(tmp_path / "executed")), "damaged and was not loaded"),
     ):
         named = {path: entry(content)}
         relist(sent, partial(lambda named, listing: listing["files"].update(named), named), **{path: content})

@@ -82,15 +82,12 @@ def test_a_second_run_asks_nothing_and_learns_the_same(
     ],
     ids=str,
 )
-def test_other_views_or_weights_are_asked_about_anew(
-    settings: Settings, change: dict[str, Any], asked: list[int]
-) -> None:
+def test_other_views_or_weights_are_asked_anew(settings: Settings, change: dict[str, Any], asked: list[int]) -> None:
     chosen = settings(training={"epochs": 1, "batch": 8})
     taught(chosen, 1)
     asked.clear()
     name, values = next(iter(change.items()))
-    other = {**chosen, name: values if name == "method" else {**chosen.get(name, {}), **values}}
-    taught(other, 1)
+    taught({**chosen, name: values if name == "method" else {**chosen.get(name, {}), **values}}, 1)
     assert asked[-2:] == [8, 8]  # whatever a method asks before an epoch begins
 
 
@@ -118,5 +115,4 @@ def test_nothing_is_kept_beyond_the_room_there_is(monkeypatch: pytest.MonkeyPatc
 def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
     monkeypatch.delenv(loader.SWITCH)
     assert loader.queries_of("one") is None
-    workshop = taught(settings(training={"epochs": 1, "batch": 8}), 1)
-    assert workshop.learner.loader.queries is None
+    assert taught(settings(training={"epochs": 1, "batch": 8}), 1).learner.loader.queries is None

@@ -40,8 +40,7 @@ def test_turned_noise_is_standard_and_each_images_own() -> None:
     between = flat[:500] @ flat[500:1000].T / flat.shape[1]
     assert abs(float(between.square().mean().sqrt()) * flat.shape[1] ** 0.5 - 1) < 0.2  # as of independent vectors
     assert between.abs().max() < 0.6 and abs(float(between.mean())) < 0.005
-    features = torch.corrcoef(noise[:, 0, 0].T)
-    assert (features - torch.eye(width)).abs().max() < 6 / images**0.5
+    assert (torch.corrcoef(noise[:, 0, 0].T) - torch.eye(width)).abs().max() < 6 / images**0.5
     values = randomness.normal((images, pools, width), 0, "values")
     assert torch.equal(turns.back(turns.turn(values)), values)
     assert torch.equal(turns.turn(values, signs=False).abs(), turns.turn(values).abs())

@@ -26,37 +26,14 @@ from probprompt.errors import UserError
 from probprompt.report.compare import gather
 from probprompt.runs import ray_executor
 from probprompt.runs.executors import run_grid
-from probprompt.runs.grid import (
-    SILENT_GRID,
-    ExecutionOptions,
-    Grid,
-    GridCallback,
-    GridSpec,
-    Outcome,
-    RunActions,
-    parse_spec,
-)
-from probprompt.runs.ray_executor import (
-    Losses,
-    Machine,
-    RayCells,
-    Share,
-    carry_out_there,
-    find_share,
-    on_ray,
-    parse_address,
-)
+from probprompt.runs.grid import ExecutionOptions, Grid, GridCallback, GridSpec, Outcome, RunActions, parse_spec
+from probprompt.runs.ray_executor import Losses, Machine, RayCells, Share, find_share, on_ray, parse_address
 from probprompt.runs.run import Run
 from probprompt.storage import is_part
+from run_cases import GRID, overlay
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'probprompt[ray]'")
-TINY: dict[str, Any] = {
-    "backbone": {"name": "test_vit", "weights": "random", "image_size": 32, "precision": "fp32"},
-    "data": {"tasks": 2},
-    "training": {"epochs": 3, "batch": 16},
-    "alignment": {"epochs": 1},
-    "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
-}
+TINY = overlay(GRID, {"backbone": {"precision": "fp32"}, "training": {"epochs": 3}})
 WORKERS = """
 import json, os, signal
 from pathlib import Path
@@ -163,9 +140,7 @@ def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path:
         "Ray: room for 2 cells at a time on 1 machine(s), 0.5 GPU and 1 CPU each",
         f"{killed.cell.name}: its worker died (WorkerCrashedError); it goes on from its last checkpoint",
     ]
-    second = [
-        (kind, task, epoch) for task in (0, 1) for kind, epoch in [*(("epoch", n) for n in range(3)), ("task", None)]
-    ]
+    second = [(kind, task, at) for task in (0, 1) for kind, at in [*(("epoch", n) for n in range(3)), ("task", None)]]
     assert events(killed.cell.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
     taken = {path.name: json.loads(path.read_text()) for path in cluster.diary.iterdir()}
     assert len(taken) == 3 and str(os.getpid()) not in taken  # each run has its process
@@ -176,8 +151,7 @@ def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path:
     outcomes = run_grid(plain, RunActions(api.start, api.resume, "cpu"))
     for there, here in zip((killed, undisturbed), outcomes, strict=True):
         assert learned(there.cell.folder) == learned(here.cell.folder)
-    same = Grid(plain.spec, grid.out)
-    tables = [gather(one, one.outcomes()).tables()[0] for one in (same, plain)]
+    tables = [gather(one, one.outcomes()).tables()[0] for one in (Grid(plain.spec, grid.out), plain)]
     assert tables[0] == tables[1] and len(tables[0].rows) == 2
 
 
@@ -186,13 +160,13 @@ def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Pat
     (cell,) = Grid(spec(), tmp_path).cells
     way, gone = RunActions(api.start, api.resume, "cpu"), tmp_path / "gone"
     with pytest.raises(UserError, match=f"does not see the grid's folder {tmp_path}"):
-        carry_out_there(cell, way, gone, 1)  # a machine that joins later, and does not share it
+        ray_executor.carry_out_there(cell, way, gone, 1)  # a machine that joins later, and does not share it
     assert not list(tmp_path.iterdir())
 
     def refuse() -> bool:
         raise UserError("not here")
 
-    cells = RayCells(cluster.ray, way, Share(0, 1), gone, SILENT_GRID)
+    cells = RayCells(cluster.ray, way, Share(0, 1), gone, GridCallback())
     cells._running[cluster.ray.remote(refuse).remote()] = cell
     outcome = cells.receive()
     assert outcome.cell is cell and outcome.reason == "not here" and cells.places == 2
@@ -201,9 +175,7 @@ def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Pat
 
 
 @needs_ray
-def test_machines_need_the_folder_and_the_version(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_need_folder_and_version(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = ray_executor._machines(cluster.ray)
     with ray_executor._marked(tmp_path / "out") as mark:
         ray_executor._check_machines(cluster.ray, machines, mark)

@@ -235,8 +235,7 @@ def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path
     assert 0 < 6 * position.task + position.epoch < 12  # it was stopped on its way
     answer = probprompt(*shlex.split(message.partition("probprompt")[2]))
     assert answer.code == 0 and "average accuracy" in answer.out
-    expected = train.train(parse_config(settings), tmp_path / "whole")
-    assert outcome(Run.open(out)) == outcome(expected)
+    assert outcome(Run.open(out)) == outcome(train.train(parse_config(settings), tmp_path / "whole"))
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,7 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
     pick = Mock(side_effect=build.pick_device)
     monkeypatch.setattr(train, "pick_device", pick)
     run = stopped.copy(tmp_path / "run")
-    same = ("--epochs", 2, "--tasks", 2, "--seed", 0)  # the settings that it has
-    answer = probprompt("train", stopped.images, "--resume", run.folder, *same)
+    answer = probprompt("train", stopped.images, "--resume", run.folder, "--epochs", 2, "--tasks", 2, "--seed", 0)
     assert answer.code == 0 and "task 1 of 2" not in answer.out and "task 2 of 2: done" in answer.out
     assert events(run, "resumed") == [{"event": "resumed", "task": 1, "epoch": 1, "device": "cpu"}]
     assert outcome(run) == stopped.expected and run.report.exists()

@@ -72,8 +72,7 @@ def labels(classifier: ContinualClassifier, names: str) -> str:
 @pytest.mark.parametrize("name", ["linear", "ridge", "apt", "lda", "nearest-mean"])
 def test_saved_models_predict(saved: Path, name: str) -> None:
     classes = package.load_model(saved / name).class_names
-    best = logits(saved / name, "abcdef").argmax(dim=1)
-    assert "".join(classes[index] for index in best) == "aaabbbcccdddeeefff"
+    assert "".join(classes[index] for index in logits(saved / name, "abcdef").argmax(dim=1)) == "aaabbbcccdddeeefff"
 
 
 @pytest.mark.parametrize(("name", "task", "epoch"), [("linear", 1, 2), ("ridge", 2, 0)])

@@ -68,8 +68,7 @@ def test_scores_are_those_of_single_images_in_any_order(settings: Settings, meth
     rows, labels = everything(workshop)
     right = 0
     for row, label in zip(rows.tolist(), labels.tolist(), strict=True):
-        image = workshop.scorer.viewer.evaluation(store, torch.tensor([row]))
-        logits = model.predict(image)[0].tolist()
+        logits = model.predict(workshop.scorer.viewer.evaluation(store, torch.tensor([row])))[0].tolist()
         assert len(logits) == 6
         right += logits.index(max(logits)) == label
     assert 6 <= right < 12 == len(rows)
@@ -189,6 +188,5 @@ def test_cache_computes_what_is_missing_once() -> None:
     cache = Cache(6)
     for rows, missing in (([4, 1], [4, 1]), ([1, 4], None), ([5, 1, 0], [5, 0]), ([], None), ([4, 4], None)):
         calls, places = len(asked), torch.tensor(rows, dtype=torch.long)
-        found = cache.get(places, compute)
-        assert torch.equal(found, torch.stack([places.float(), -places.float()], dim=1))
+        assert torch.equal(cache.get(places, compute), torch.stack([places.float(), -places.float()], dim=1))
         assert asked[calls:] == ([] if missing is None else [missing])

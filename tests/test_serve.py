@@ -275,12 +275,8 @@ def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
 def test_a_process_that_is_dead_before_it_is_told_anything_says_nothing(served: Any) -> None:
     with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.wait()
-        assert (
-            served.service.lessons._listen(
-                Job(id=1, kind="teach", created=""), process, Request(images={}, refine=False, name="")
-            )
-            is None
-        )
+        job, asked = Job(id=1, kind="teach", created=""), Request(images={}, refine=False, name="")
+        assert served.service.lessons._listen(job, process, asked) is None
 
 
 def test_no_accepted_lesson_is_lost_when_killed(small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji) -> None:
@@ -304,9 +300,7 @@ def test_no_accepted_lesson_is_lost_when_killed(small_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["teach", "rollback"])
-def test_a_saved_job_is_not_done_twice(
-    small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji, kind: str
-) -> None:
+def test_saved_job_is_not_done_twice(small_model: Path, tmp_path: Path, serve: Serve, emoji: Emoji, kind: str) -> None:
     folder, images = shutil.copytree(small_model, tmp_path / "model"), emoji["train"]["heart"][:4]
     draft = JobStore(folder / "serve" / "jobs").draft()
     with changing(folder) as classifier:

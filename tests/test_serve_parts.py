@@ -64,8 +64,7 @@ def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
             (tmp_path / "file").write_bytes(data)
             expected = read_image(tmp_path / "file", 48)
             assert np.array_equal(await decoders.pixels_of(data), expected)
-            kept = Image.open(io.BytesIO(await decoders.png_of(data)))
-            assert np.array_equal(np.asarray(kept), expected)
+            assert np.array_equal(np.asarray(Image.open(io.BytesIO(await decoders.png_of(data)))), expected)
 
     decoded(work)
 
@@ -184,9 +183,8 @@ def grey(level: int) -> Any:
 def test_requests_are_gathered_and_each_gets_its_own() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
-        asked = [
-            asyncio.create_task(batcher.predict([grey(level)] * (level % 3 + 1), level % 2 + 1)) for level in range(9)
-        ]
+        waiting = [batcher.predict([grey(level)] * (level % 3 + 1), level % 2 + 1) for level in range(9)]
+        asked = [asyncio.create_task(one) for one in waiting]
         await asyncio.sleep(0.05)
         slow.go.set()
         for level, answer in enumerate(await asyncio.gather(*asked)):
@@ -352,8 +350,7 @@ def test_metrics_scraped_by_prometheus_are_named_and_labeled() -> None:
     metrics.gauge("classes", "How many.", lambda: 2.5)
     families = {family.name: family for family in text_string_to_metric_families(metrics.text())}
     samples = {(s.name, *sorted(s.labels.items())): s.value for family in families.values() for s in family.samples}
-    labels = (("method", "GET"), ("route", '/a"b\\'), ("status", "200"))
-    assert samples["probprompt_requests_total", *labels] == 1
+    assert samples["probprompt_requests_total", ("method", "GET"), ("route", '/a"b\\'), ("status", "200")] == 1
     bucket, route = "probprompt_request_seconds_bucket", ("route", "/a")
     assert [samples[bucket, ("le", bound), route] for bound in ("0.025", "0.05", "+Inf")] == [0, 1, 2]
     assert samples["probprompt_request_seconds_sum", route] == 99.05 and samples["probprompt_classes",] == 2.5

@@ -59,8 +59,7 @@ def test_stream_holds_every_class_exactly_once(drawn: tuple[int, int], seed: int
     assert all(order[task.first : task.first + len(task.classes)] == list(task.classes) for task in tasks)
     assert tuple(len(task.classes) for task in tasks) == sizes and all(type(size) is int for size in sizes)
     assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
-    written = [[names[label] for label in task.classes] for task in tasks]
-    assert build_stream(names, written, other) == tasks
+    assert build_stream(names, [[names[label] for label in task.classes] for task in tasks], other) == tasks
 
 
 @quick
@@ -111,8 +110,7 @@ def test_impossible_class_names(names: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "parsed"),
-    [("5", 5), (" 12 ", 12), ("4,4,2", (4, 4, 2)), ("4, 4 ,2", (4, 4, 2)), ("1,1", (1, 1))],
+    ("text", "parsed"), [("5", 5), (" 12 ", 12), ("4,4,2", (4, 4, 2)), ("4, 4 ,2", (4, 4, 2)), ("1,1", (1, 1))]
 )
 def test_parse_numbers(text: str, parsed: object) -> None:
     assert parse_tasks(text) == parsed

@@ -144,8 +144,7 @@ def test_the_losses_by_hand() -> None:
     total = 0.0
     for slot in range(len(BLOCKS)):
         soft, chosen, _ = paper_prompts(method, slot, query)
-        squares = [float(value) ** 2 for value in (soft - chosen).ravel()]
-        total += 0.5 * sum(squares) / (BATCH * 4 * WIDTH)
+        total += 0.5 * sum(float(value) ** 2 for value in (soft - chosen).ravel()) / (BATCH * 4 * WIDTH)
     assert loss_of(method, query, TRAINING).item() == pytest.approx(total, rel=1e-5)
     assert total > 0.01
     assert VQPromptConfig(commitment_weight=0.4, pool_weight=0.1, temperature=1.0) == VQPromptConfig()

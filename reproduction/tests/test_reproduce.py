@@ -75,9 +75,9 @@ def cifar(table: paper.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _plan(
-    table: paper.Table, folder: Path, out: str = "runs", seeds: Sequence[int] = (), **settings: Any
+    table: paper.Table, folder: Path, out: str = "runs", seeds: Sequence[int] = (), **given: Any
 ) -> reproduce.Plan:
-    requested = reproduce.requested_runs(table, folder / out, seeds, settings=settings)
+    requested = reproduce.requested_runs(table, folder / out, seeds, settings=given)
     return reproduce.make_plan(table, requested, folder / "book", folder / out)
 
 
@@ -182,9 +182,7 @@ def test_own_settings_need_the_same_images_and_weights(cifar: paper.Table, tmp_p
     assert _missing(cifar, tmp_path, **first, **root) == 1, "other images"
 
 
-def test_image_files_are_compared_by_their_pixels(
-    cifar: paper.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_compared_by_pixels(cifar: paper.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ImageCache(tmp_path / "cache", worth=0)
     monkeypatch.setattr(ImageCache, "usual", lambda: cache)
     reproduce.run_missing(_plan(cifar, tmp_path, **SMALL), tmp_path / "book", "cpu")
@@ -205,8 +203,7 @@ def _pickles(root: Path, shade: int) -> None:
     for split, count in (("train", 4), ("test", 2)):
         labels = [label for label in range(6) for _ in range(count)]
         names = [f"{place}.png".encode() for place in range(len(labels))]
-        data = np.full((len(labels), 3072), shade, np.uint8)
-        content = {b"data": data, b"fine_labels": labels, b"filenames": names}
+        content = {b"data": np.full((len(labels), 3072), shade, np.uint8), b"fine_labels": labels, b"filenames": names}
         (root / split).write_bytes(pickle.dumps(content, protocol=4))
     (root / "meta").write_bytes(pickle.dumps({b"fine_label_names": [b"class_%d" % n for n in range(6)]}, protocol=4))
 

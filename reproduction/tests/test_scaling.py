@@ -122,9 +122,7 @@ def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = ("--backbone", "test_vit", "--seconds", 0.01, "--device", "cpu", "--set", "training.batch=2")
 
 
-def test_growth_is_recorded_drawn_and_compared(
-    reproduction: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_is_drawn_and_compared(reproduction: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "SMALL_BATCHES", (2, 8))
     monkeypatch.setattr(scaling, "SIZES", (1.0, 2.0))
     first, second, page = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "page.md"
