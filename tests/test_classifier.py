@@ -15,9 +15,9 @@ from PIL import Image
 from probprompt import ContinualClassifier, UserError, methods
 from probprompt.classifier import Prediction, confidence, statistics
 from probprompt.data.image_store import ImageStore
-from probprompt.data.transforms import pixel_key
 from probprompt.heads.closed_form import RidgeHead, RidgeSettings
 from probprompt.progress import ProgressCallback
+from probprompt.randomness import pixel_key
 
 Pixels = NDArray[np.uint8]
 Classes = dict[str, list[Pixels]]

@@ -151,7 +151,9 @@ def test_a_missing_file_is_a_row_and_no_file_a_mistake(probprompt: Command, save
     assert "holds no classifier" in mistake(probprompt("predict", tmp_path / "nowhere", tmp_path))
 
 
-def test_closed_folder_has_row(probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_folder_is_a_row(
+    probprompt: Command, saved: Path, split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scan = os.scandir
 
     def closed(path: Any) -> Any:

@@ -273,7 +273,9 @@ def test_get_from_a_local_archive(
     assert "train: 8 images, 4 of each class" in check(0, "tu-berlin")
 
 
-def test_a_mirror(web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_from_a_mirror(
+    web: str, tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(sketches(tmp_path / "www" / "mirror.zip"), monkeypatch, f"{web}/gone/sketches_png.zip")
     code, _, err = probprompt("data", "get", "tu-berlin", "--to", tmp_path / "other")
     assert code == 2 and "answers 404" in err and "--url" in err

@@ -255,7 +255,9 @@ FULL, SOME = [0, 1, 2] * 5, [2, 1, 0]
         ({"train": [0, 2] * 5, "test": [2, 0]}, "test@", 2, "have no image and are left out: bee"),
     ],
 )
-def test_tests_and_classes(hub: Hub, tmp_path: Path, splits: dict[str, Any], test: str, size: int, remark: str) -> None:
+def test_splits_for_testing_and_their_classes(
+    hub: Hub, tmp_path: Path, splits: dict[str, Any], test: str, size: int, remark: str
+) -> None:
     plain = split(SOME).remove_columns("label")
     made = {name: plain if labels is None else split(labels) for name, labels in splits.items()}
     if [] in splits.values():  # the package writes an empty split, but cannot read it

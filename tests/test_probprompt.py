@@ -178,7 +178,7 @@ def test_tokens_follow_the_paper(settings: dict[str, Any]) -> None:
     assert method.draws == (3 if sampled and method.config.samples else 1)
     assert method.needs_keys == (method.config.evaluation == "image")
     cases = [(training(), random, training_noise(method))]
-    for draw, noise in enumerate(method.fixed_noise):
+    for draw, noise in enumerate(method.fixed_noise.unbind(1)):
         shared = [part.expand(BATCH, -1, -1, -1) for part in noise]
         own = [own_noise(keys, part, slot) for slot, part in enumerate(noise)]
         cases.append((Context(draw=draw, keys=keys), sampled, own if method.needs_keys else shared))
@@ -188,7 +188,7 @@ def test_tokens_follow_the_paper(settings: dict[str, Any]) -> None:
         found = injected(method, query, context)
         for slot, noise in enumerate(noises):
             close(found[BLOCKS[slot]], paper_tokens(method, slot, query, noise, with_noise), 2e-5, 2e-6)
-    assert torch.equal(method.fixed_noise[0], moved(**settings).fixed_noise[0])
+    assert torch.equal(method.fixed_noise[:, 0], moved(**settings).fixed_noise[:, 0])
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -219,7 +219,7 @@ def test_the_deterministic_variant_has_unit_variance_and_neither_learns_it_nor_s
 def test_the_noise_of_evaluation_is_one_per_draw_block_token_and_sample() -> None:
     method = fresh(tokens=8, samples=30, evaluation_draws=3)
     every = method.fixed_noise
-    assert every.shape == (3, 2, 8, 30, WIDTH) and len(every.flatten(0, 3).unique(dim=0)) == 3 * 2 * 8 * 30
+    assert every.shape == (2, 3, 8, 30, WIDTH) and len(every.flatten(0, 3).unique(dim=0)) == 3 * 2 * 8 * 30
     assert abs(float(every.mean())) < 0.1 and float(every.std()) == pytest.approx(1, abs=0.1)
 
 

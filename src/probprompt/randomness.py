@@ -82,6 +82,12 @@ def bits(keys: Tensor, count: int, *key: Key) -> Tensor:
     return mixed
 
 
+def pixel_key(pixels: NDArray[np.uint8], height: int, width: int) -> int:
+    """Hash the bytes of an image (H, W, 3)."""
+    digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=8, salt=b"%dx%d" % (height, width))
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
 class Turns:
     """For each of many keys (B,) a shift of pools and features with random signs.
 

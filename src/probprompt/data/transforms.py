@@ -6,7 +6,6 @@ the caller's: uniform numbers in [0, 1), a row per image, decide everything, so 
 row only. Colors are decided on the CPU, wherever the rows are; pixels stay on their device.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from probprompt import kernels
+from probprompt import kernels, randomness
 from probprompt.data.images import Pixels
 from probprompt.errors import UserError
 
@@ -66,7 +65,7 @@ class Packed:
         sizes, starts, found = self.sizes.tolist(), self.offsets.tolist(), []
         for (height, width), start in zip(sizes, starts, strict=True):
             pixels = self.pixels[start : start + 3 * height * width].cpu().numpy()
-            found.append(pixel_key(pixels, height, width))
+            found.append(randomness.pixel_key(pixels, height, width))
         return torch.tensor(found, device=self.device)
 
     def keys(self, indices: Tensor) -> Tensor:
@@ -103,12 +102,6 @@ class Packed:
                 begins.append(place)
                 high, wide = height, width
         return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
-
-
-def pixel_key(pixels: Pixels, height: int, width: int) -> int:
-    """Hash the bytes of an image (H, W, 3)."""
-    digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=8, salt=b"%dx%d" % (height, width))
-    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] | None:

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from probprompt import randomness
 from probprompt.backbones.vit import Precision
-from probprompt.data.transforms import pixel_key
 from probprompt.engine.model import PromptedModel
 from probprompt.errors import UserError
 from probprompt.evaluation.diagnostics import injected_tokens
 from probprompt.methods import EVALUATION, Context, Method, Prompted
+from probprompt.randomness import pixel_key
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ class ProbPrompt(Method):
         groups = config.tokens * (config.components if config.variant == "independent" else 1)
         count = (groups, self._samples(Context(sampled=True)))  # G, N_s
         noise = [self._drawn("normal", count, "evaluation noise", *[draw][:draw]) for draw in range(self.draws)]
-        # (draws, blocks, G, N_s, D), drawn from the seed again when a model is loaded: it need not be stored.
-        self.register_buffer("fixed_noise", torch.stack(noise), persistent=False)
+        # (blocks, draws, G, N_s, D), drawn from the seed again when a model is loaded: it need not be stored.
+        self.register_buffer("fixed_noise", torch.stack(noise, dim=1), persistent=False)
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """Means and standard deviations, which may learn at another rate."""
@@ -226,7 +226,7 @@ class ProbPrompt(Method):
 
     def _average(self, slot: int, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
         """Average samples of the Gaussians (B, G, D) of one block."""
-        noise, turns, (images, pools, width) = self.fixed_noise[context.draw, slot], None, mean.shape
+        noise, turns, (images, pools, width) = self.fixed_noise[slot, context.draw], None, mean.shape
         if context.training:
             assert context.noise is not None
             noise = context.noise.normal((images, pools, self.config.samples, width), slot * pools)  # (B, G, N_s, D)
