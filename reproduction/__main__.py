@@ -18,17 +18,8 @@ from probprompt.engine.hardware import chip_words, hardware, machine_name
 from probprompt.errors import Interrupted, UserError
 from probprompt.runs.grid import ExecutionOptions, Outcome
 from probprompt.storage import write_bytes
-from reproduction import bench_pages, paper, results, results_page
+from reproduction import bench_pages, fidelity, paper, reproduce, results, results_page
 from reproduction.plots import draw_growth
-from reproduction.reproduce import (
-    Plan,
-    estimate,
-    make_plan,
-    measure_costs,
-    recorded_speeds,
-    requested_runs,
-    run_missing,
-)
 from reproduction.scaling import COSTS, curve_ratios, find_axes, measure_curve
 
 app = typer.Typer(
@@ -118,9 +109,9 @@ def run_table(
     screen, chosen, picked = GridScreen(), paper.find(table), pick_device(device)
     settings: dict[str, Any] = flatten(apply_assignments({}, assignments or []))
     files = _weight_files(chosen, weights or [])
-    requested = requested_runs(chosen, out, seeds or (), methods or (), settings, files)
-    plan = make_plan(chosen, requested, book, out, picked)
-    _show_plan(screen, plan, bench or recorded_speeds(book), picked)
+    requested = reproduce.requested_runs(chosen, out, seeds or (), methods or (), settings, files)
+    plan = reproduce.make_plan(chosen, requested, book, out, picked)
+    _show_plan(screen, plan, bench or reproduce.recorded_speeds(book), picked)
     if dry_run:
         return
     if plan.problems:
@@ -129,11 +120,13 @@ def run_table(
         screen.say("nothing was started: add --yes to start, the same command goes on after a stop")
         return
     try:
-        outcomes = run_missing(plan, book, device, screen, ExecutionOptions(workers)) if plan.grid.cells else []
+        outcomes = (
+            reproduce.run_missing(plan, book, device, screen, ExecutionOptions(workers)) if plan.grid.cells else []
+        )
     except KeyboardInterrupt:
         raise Interrupted("interrupted; finished runs are recorded, continue with the same command") from None
     if plan.measure:
-        screen.say(f"written: {measure_costs(chosen, book, picked, screen)}")
+        screen.say(f"written: {reproduce.measure_costs(chosen, book, picked, screen)}")
     screen.title(f"\n{chosen.heading}")
     screen.say(results_page.paper_table(chosen, results.read_entries(book), results_page.read_benches(book)))
     if assignments:
@@ -154,7 +147,7 @@ def _weight_files(table: paper.Table, weights: Sequence[str]) -> dict[str, str]:
     return files
 
 
-def _show_plan(screen: Screen, plan: Plan, bench: Path, device: torch.device) -> None:
+def _show_plan(screen: Screen, plan: reproduce.Plan, bench: Path, device: torch.device) -> None:
     """Show what is recorded, what the rest costs, and what it uses on this machine or lacks."""
     table = plan.table
     kind = "the paper's weights, images and settings" if plan.is_paper else "with settings or weights of your own"
@@ -183,8 +176,8 @@ def _show_plan(screen: Screen, plan: Plan, bench: Path, device: torch.device) ->
         screen.say(f"to do first: {problem}")
 
 
-def _show_estimate(screen: Screen, plan: Plan, bench: Path, device: torch.device) -> None:
-    cost = estimate(plan, bench)
+def _show_estimate(screen: Screen, plan: reproduce.Plan, bench: Path, device: torch.device) -> None:
+    cost = reproduce.estimate(plan, bench)
     if not cost:
         screen.say(f"no estimate of GPU hours: {bench} does not exist (probprompt bench --methods all --out FILE)")
         return
@@ -290,6 +283,16 @@ def pages(
     if page:
         bench_pages.write_page(page, records)
         screen.say(f"written: {page}")
+
+
+@app.command("fidelity")
+def write_fidelity(book: Book = _BOOK) -> None:
+    """Write the tables of docs/fidelity.md and docs/demo.md and a figure from recorded runs."""
+    write_bytes(Path("docs/fidelity.png"), fidelity.draw_noise(book / "emoji-r" / "noise.jsonl"))
+    for name, table in fidelity.tables(book).items():
+        page = Path("docs") / name
+        write_bytes(page, fidelity.fill(page.read_text(encoding="utf-8"), table).encode())
+        Screen().say(f"written: {page}")
 
 
 def main() -> None:

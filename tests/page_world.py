@@ -101,7 +101,7 @@ def give_records(_: World, target: Path) -> None:
     """What is recorded here, without the pages' figures."""
     shutil.copytree(ROOT / "results", target, ignore=shutil.ignore_patterns("figures"))
     for page in (ROOT / "docs").glob("*.md"):  # some have tables of these records
-        if "<!-- comparison:" in page.read_text(encoding="utf-8"):
+        if "<!-- table:" in page.read_text(encoding="utf-8"):
             (target.parent / "docs").mkdir(exist_ok=True)
             shutil.copy(page, target.parent / "docs")
 
