@@ -112,7 +112,7 @@ def fidelity_table(results: Path) -> str:
     rows = (
         ("Fig. 1b, 2: similarity .82 to .86", "`published`", prompts("none"), "fits, for mean prompts"),
         ("the same, rivals .94 and more", "gradient into all", prompts("full"), "collapses as rivals do"),
-        ("Table 6: N_s = 1 fails, 33.6, 61.0, 80.2 with 5, 10, 30; mean 79.2", "`published`", counts, "see figure"),
+        ("Table 6: 1 fails; 33.6, 61.0, 80.2 for 5, 10, 30; mean 79.2", "`published`", counts, "few samples fail"),
         ("Table 4: 77.5, 78.7, 80.0", "literal", parts, "not seen"),
         ("Table 4, 6: the loss adds 0.3", "literal", several("regularisation", 0.0, 1e-6, 1.0), "not seen"),
         ("Table 5: K = 7 to 10 within 0.2", "literal", several("top_k", 7, 8, 9, None), "as in the paper"),

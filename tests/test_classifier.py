@@ -677,4 +677,8 @@ def test_prompt_diversity_compares_one_image_of_each_class(two_tasks: ContinualC
     assert found["mean"] == pytest.approx((matrix.sum() - 5) / 20, abs=1e-3) and found["mean"] != found["initial_mean"]
     plain = taught(paint("ab", 3), method="ranpac", projections=60)
     assert two_tasks.settings.method.model_dump()["evaluation"] == "mean"
+    drawn = ContinualClassifier(backbone="demo", device="cpu", evaluation_draws=2)
+    assert drawn.settings.method.model_dump()["evaluation"] == "sample", "several draws of one mean would be the same"
+    white, raw = (taught(paint("ab", 6), query=query).prompt_diversity() for query in ("whitened", "raw"))
+    assert white and raw and abs(white["initial_mean"] - raw["initial_mean"]) > 0.01
     assert plain.prompt_diversity() is None and plain.accuracy_matrix().versions == (1,)

@@ -48,7 +48,8 @@ def test_vq_may_count_nominal_steps_instead_of_real_ones() -> None:
     assert rates[31 * 20 - 1] > 0.1, "a small task ends early"
     tasks = {number: presets.settings("published", "probprompt", "imagenet-r", number) for number in (5, 20)}
     assert [tasks[number]["training"]["nominal_steps"] for number in (5, 20)] == [80, 20]
-    assert presets.settings("published", "vq-prompt", "cub200")["training"]["nominal_steps"] is None
+    for other in ("cub200", "tiny-imagenet", "tu-berlin", "emoji-r"):  # no published file states a number
+        assert presets.settings("published", "vq-prompt", other)["training"]["nominal_steps"] is None
 
 
 def test_step_divides_the_rate_by_ten_every_thirty_epochs() -> None:

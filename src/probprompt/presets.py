@@ -103,9 +103,10 @@ def _surroundings(benchmark: str) -> Settings:
 
 
 def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
-    known = benchmark in _BENCHMARKS
+    known, exact = benchmark in _BENCHMARKS, benchmark in ("cifar100", "imagenet-r", "cub200")
     experiment = Experiment(
-        protocol=benchmark if benchmark in ("cifar100", "imagenet-r", "cub200") else "imagenet-r",
+        protocol=benchmark if exact else "imagenet-r",
+        exact=exact,
         known=known,
         batch=_batch(benchmark),
         tasks=tasks if isinstance(tasks, int) else _TASKS,

@@ -399,13 +399,13 @@ def make_config(
         preset = "flagship" if method == "probprompt" else others
     base = presets.settings(preset, method, "emoji-r")
     base = {name: part for name, part in base.items() if name not in ("data", "backbone")}
-    if method == "probprompt":
-        base = merge(base, {"method": {"evaluation": "mean"}})  # the same on the command line, on the page and in ONNX
     usual = "sup1k" if device.type == "cuda" else SMALL_VIT
     named: dict[str, Any] = {"seeds": dict.fromkeys(("order", "init", "data"), seed), "method": {"name": method}}
     given = apply_values(merge(config or {}, named), settings)
     if backbone is not None:
         given = merge(given, {"backbone": {"name": backbone}})
+    if method == "probprompt" and not {"evaluation_draws", "evaluation_samples"} & set(given["method"]):
+        base = merge(base, {"method": {"evaluation": "mean"}})  # the same on the command line, on the page and in ONNX
     parsed = parse_config(merge(merge(base, {"backbone": {"name": usual}}), given))
     _refuse_run_settings(parsed)
     if find(parsed.method.name).joint:

@@ -202,15 +202,14 @@ def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
     width = engine.backbone.model.width
     queries, names, keys = [], [], []
     for known in state.classes[:MOST_CLASSES]:
-        kept = known.held.tensors
-        if not len(kept["rows"]):
-            kept = {**kept, **{name: rows for name, rows in known.rest.tensors.items() if name in ("rows", "keys")}}
-        if len(kept["rows"]):
+        kept = known.held.tensors if len(known.held.tensors["rows"]) else known.rest.tensors
+        if len(kept.get("rows", ())):
             queries.append(kept["rows"][0, width : 2 * width])  # features, then the query, then readings of blocks
             names.append(known.name)
             keys += kept["keys"][:1].tolist() if "keys" in kept else []
     if len(names) < 2:
         return None
-    fresh = engine.build(replace(State(), adapted=state.adapted)).method
+    fresh, method = (engine.build(one).method for one in (replace(State(), adapted=state.adapted), state))
+    fresh.copy_statistics(method)
     given = torch.tensor(keys, device=engine.device) if keys else None
-    return prompt_diversity(engine.build(state).method, fresh, torch.stack(queries).to(engine.device), names, given)
+    return prompt_diversity(method, fresh, torch.stack(queries).to(engine.device), names, given)

@@ -75,7 +75,7 @@ class KnownClass:
     images: int
     held: Part
     """``rows``: features of the held-out images (h, D); ``mirrors``: those of their horizontal flips; ``keys`` (h,):
-    what their pixels say to a method that asks for it."""
+    hashes of their pixels, if the method needs them."""
     rest: Part
     """Of the other images: ``rows`` (n, D) and any ``keys`` (n,), or sums over them."""
 

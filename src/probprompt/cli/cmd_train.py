@@ -32,7 +32,7 @@ def demo(
     seed: Annotated[int, Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
     device: shared.Device = None,
 ) -> None:
-    """Compare three methods on embedded images: 20 classes of emoji in 5 tasks (2 minutes)."""
+    """Compare three methods on embedded images (2 minutes)."""
     import probprompt.api as api
     from probprompt import distributed, methods, presets
     from probprompt.report.pages import save_overview, write_report

@@ -148,7 +148,7 @@ class PromptedModel(nn.Module):
 
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Logits (B, C) over the classes seen so far, at evaluation."""
+        """Logits (B, C) over the classes seen so far; ``keys`` (B,) of the stored pixels, if ``method.needs_keys``."""
         logits: Tensor = self.head(self.look(images, query, keys))
         return logits
 

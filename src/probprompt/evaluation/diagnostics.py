@@ -109,16 +109,17 @@ def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
 def mean_and_sampled(method: Method, fresh: Method, queries: Tensor) -> dict[str, float]:
     """How alike mean prompts are, and those with noise of each image's own; how large that noise is; both before, too.
 
-    ``noise`` is the standard deviation that is left of the samples once they are averaged: σ/√N_s.
+    ``noise`` is the standard deviation that is left of the samples once they are averaged: about σ/√N_s.
     """
     found, keys = dict[str, float](), torch.arange(len(queries), device=queries.device)
     for when, made in (("", method), ("initial_", fresh)):
         mean = injected_tokens(made, queries, Context(sampled=False))
         sampled = injected_tokens(made, queries, Context(sampled=True, keys=keys))
         square = torch.stack([(sampled[block] - mean[block]).square().mean() for block in mean] or [torch.zeros(())])
-        found[f"{when}noise"] = float(square.mean().sqrt())
+        noise = float(square.mean().sqrt())
+        found |= {f"{when}noise": noise} if noise else {}
         for kind, tokens in (("mean", mean), ("sampled", sampled)):
-            if tokens and (kind == "mean" or found[f"{when}noise"]):
+            if tokens and (kind == "mean" or noise):
                 found[f"{when}{kind}_similarity"] = mean_pairwise(similarity(tokens))
                 found[f"{when}{kind}_rank"] = effective_rank(tokens)
     return found
@@ -156,7 +157,7 @@ def swap_test(scorer: Scorer, rows: Tensor, labels: Tensor) -> dict[str, float]:
     if not method.needs_query or method.trains_backbone or count < 2:
         return {}
     chosen = torch.from_numpy(randomness.permutation(len(rows), "swap test")[:count]).to(rows.device)
-    batches = [rows[part] for part in chosen.chunk(-(-count // scorer.batch))]
+    batches = [rows[part] for part in chosen.tensor_split(-(-count // scorer.batch))]
     asked = [plain(scorer.queries(some), model.known(scorer.images.store, some)).prompts for some in batches]
     if not any(part.batch for part in asked[0].values()):
         return {}

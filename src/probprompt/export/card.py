@@ -73,6 +73,7 @@ def make_card(record: Record, repository: str, statistics: bool) -> str:
 def _of_run(record: Record) -> Story:
     note, run = record.note, _run_of(record.folder)
     scores = {name: value for name, value in run.metrics.items() if value == value} if run else {}
+    keys = ", keys=pixel_keys" if note["method"].get("evaluation") == "image" else ""
     return Story(
         method=note["method"]["name"],
         head=note["head"]["kind"] or "the method's own",
@@ -88,7 +89,7 @@ def _of_run(record: Record) -> Story:
         marks=note["marks"],
         loading="import probprompt\n\n"
         'loaded = probprompt.load_model("model/")\n'
-        "logits = loaded.model.predict(images)  # (B, 3, side, side), prepared as loaded.note says\n"
+        f"logits = loaded.model.predict(images{keys})  # (B, 3, side, side), prepared as loaded.note says\n"
         "names = [loaded.class_names[label] for label in logits.argmax(dim=1).tolist()]\n",
     )
 

@@ -158,8 +158,8 @@ def write_onnx(source: Source, path: Path) -> Exported:
     runtime = _require()
     if source.model.method.needs_keys:
         raise UserError(
-            "the model draws noise for each image from its stored pixels (method.evaluation is 'image'), which no ONNX "
-            "file can: export a model with method.evaluation=mean"
+            "An ONNX file cannot draw noise from stored pixels (method.evaluation='image'). Export a model with "
+            "method.evaluation=mean."
         )
     graph = Graph(source).eval().requires_grad_(False)
     size = sum(part.numel() * part.element_size() for part in (*graph.parameters(), *graph.buffers()))

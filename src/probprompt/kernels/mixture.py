@@ -80,8 +80,8 @@ class _Mixture(torch.autograd.Function):
         grad_weights, grad_center, grad_std = gradients
         variance = inverse.square().reciprocal_()  # (M, N, D)
         slope, grad_mean, grad_variance = _moments_backward(grad_center, grad_std, std, weights, mean, variance)
+        grad_log_std = grad_variance.mul_(variance).mul_(2)
         if ctx.gradient == "none":
-            grad_log_std = grad_variance.mul_(variance).mul_(2)
             return None, grad_mean.to(mean.dtype), grad_log_std.to(mean.dtype), None, None, None, None
         slope += grad_weights
         # Weights outside the top are 0 and stay so: the softmax over those inside has the same formula.
@@ -90,7 +90,6 @@ class _Mixture(torch.autograd.Function):
         first, second = _distances_backward(slope, query, mean)  # (M, N, D)
         precision = inverse.square().mul_(-2)  # (M, N, D), -2/σ²
         grad_mean = grad_mean.addcmul_(precision, first).to(mean.dtype)
-        grad_log_std = grad_variance.mul_(variance).mul_(2)
         if ctx.gradient == "full":
             grad_log_std.addcmul_(precision, second)
             if ctx.density:

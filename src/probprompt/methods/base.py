@@ -170,6 +170,11 @@ class Method(nn.Module):
     def see_queries(self, queries: Tensor) -> None:
         """Take statistics of the first task's training queries (n, D), before anything is learned."""
 
+    def copy_statistics(self, other: "Method") -> None:
+        """Take over the statistics of another method of this kind."""
+        known = other.state_dict()
+        self.load_state_dict({name: known[name] for name in self.statistics}, strict=False)
+
     def begin_epoch(self) -> None:
         """Take note that an epoch begins."""
 

@@ -109,18 +109,19 @@ class ProbPrompt(Method):
         super().__init__(shape, seed)
         shape.check_blocks(config.blocks)
         self.config = config
-        pool, std = (config.tokens, config.components), 1.0 if config.variant == "deterministic" else config.initial_std
+        fixed = config.variant == "deterministic"  # the ablation's first row: unit variance, never learned
+        pool, std = (config.tokens, config.components), 1.0 if fixed else config.initial_std
         named = {"sqrt_dim": shape.width**0.5, "dim": float(shape.width), "initial_std": std**-2}
         self.temperature = named.get(str(config.relevance_temperature)) or float(config.relevance_temperature)
         mean = config.initial_mean_scale * self._drawn(config.initial_mean, pool, "initial mean")
         self.mean = nn.Parameter(mean)  # (blocks, M, N, D)
-        log_std = torch.full_like(mean, math.log(config.initial_std))  # (blocks, M, N, D)
-        if config.initial_log_std_scale:
+        log_std = torch.full_like(mean, math.log(std))  # (blocks, M, N, D)
+        if config.initial_log_std_scale and not fixed:
             log_std += config.initial_log_std_scale * self._drawn("uniform", pool, "initial log std")
-        if config.variant == "deterministic":  # the ablation's first row: unit variance, never learned
-            self.register_buffer("log_std", torch.zeros_like(mean))
+        if fixed or not config.log_std_lr_scale:
+            self.register_buffer("log_std", log_std)
         else:
-            self.log_std = nn.Parameter(log_std, requires_grad=config.log_std_lr_scale > 0)
+            self.log_std = nn.Parameter(log_std)
         self.register_buffer("cached_mean", mean.clone())
         self.register_buffer("cached_log_std", self.log_std.detach().clone())
         if config.query == "whitened":
@@ -130,7 +131,7 @@ class ProbPrompt(Method):
         self.readout = "tokens" if config.injection == "read-tokens" else "class"
         if self._samples(EVALUATION):
             self.draws, self.needs_keys = config.evaluation_draws, config.evaluation == "image"
-        groups = config.tokens * (config.components if config.variant == "independent" else 1)
+        groups = math.prod(pool) if config.variant == "independent" else config.tokens
         count = (groups, self._samples(Context(sampled=True)))  # G, N_s
         noise = [self._drawn("normal", count, "evaluation noise", *[draw][:draw]) for draw in range(self.draws)]
         # (blocks, draws, G, N_s, D), drawn from the seed again when a model is loaded: it need not be stored.
@@ -138,7 +139,7 @@ class ProbPrompt(Method):
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """Means and standard deviations, which may learn at another rate."""
-        scale, parts = self.config.log_std_lr_scale, [part for part in self.parameters() if part.requires_grad]
+        scale, parts = self.config.log_std_lr_scale, list(self.parameters())
         yield from zip([parts] if scale == 1 else [[part] for part in parts], (1.0, scale), strict=False)
 
     def see_queries(self, queries: Tensor) -> None:
@@ -232,7 +233,7 @@ class ProbPrompt(Method):
             noise = context.noise.normal((images, pools, self.config.samples, width), slot * pools)  # (B, G, N_s, D)
         elif self.needs_keys or context.sampled:
             if context.keys is None:
-                raise UserError("method.evaluation is 'image', which needs the stored pixels of the images: give keys")
+                raise UserError("method.evaluation='image' needs a key per image. Pass keys=, of randomness.pixel_key.")
             turns = randomness.Turns(context.keys, pools, width, self.seed, "turned noise", slot)
             mean, std, query = turns.turn(mean), turns.turn(std, signs=False), turns.turn(query[:, None])
         if self.config.aggregation == "mean":
@@ -249,8 +250,7 @@ class ProbPrompt(Method):
 
     def _drawn(self, kind: randomness.Start, count: tuple[int, int], *key: randomness.Key) -> Tensor:
         shape = (*count, self.shape.width)
-        parts = [randomness.initial(kind, shape, self.seed, *key, block) for block in self.config.blocks]
-        return torch.stack(parts)  # (blocks, *count, D)
+        return torch.stack([randomness.initial(kind, shape, self.seed, *key, block) for block in self.config.blocks])
 
     @torch.no_grad()
     def _cache(self, now: str) -> None:

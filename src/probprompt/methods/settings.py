@@ -17,6 +17,8 @@ class Experiment:
 
     protocol: str
     """Benchmark whose published settings apply: its own, or ImageNet-R where the authors did not run it."""
+    exact: bool
+    """Whether these settings were made for this benchmark."""
     known: bool
     """Whether it is one of the published benchmarks."""
     batch: int
@@ -41,7 +43,6 @@ NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
 def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
     """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
     bird, cifar = experiment.protocol == "cub200", experiment.protocol == "cifar100"
-    nominal = 40 if cifar else 400 // experiment.tasks
     return {
         "method": method,
         "training": {
@@ -50,7 +51,7 @@ def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
             "prompt_rate_factor": 5.0,
             "schedule": "vq-epoch" if bird else "vq",
             "frozen_epochs": 2 if cifar else 1,
-            "nominal_steps": nominal if experiment.known and not bird else None,
+            "nominal_steps": 400 // experiment.tasks if experiment.exact and not bird else None,
         },
         "alignment": {"rate": 1e-5, "first_rate": 1e-4, "rate_delay": 1, "batch_ratio": 2.0 if bird else 4.0},
     }

@@ -479,8 +479,7 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
     relevance = diagnostics.component_usage(model.method, torch.cat(every)) if every else None
     adapted = [task.classes for task in workshop.tasks if workshop.learner.adapts(task)]
     fresh = build_method(workshop.config, workshop.backbone, workshop.device, adapted)
-    known = model.method.state_dict()
-    fresh.load_state_dict({name: known[name] for name in model.method.statistics}, strict=False)
+    fresh.copy_statistics(model.method)
     keys = model.known(scorer.images.store, torch.cat(one_each)).keys
     similarity = diagnostics.prompt_diversity(model.method, fresh, single, names, keys)
     queries = diagnostics.query_map(mapped, first.labels, names[: first.classes], 1)
