@@ -38,7 +38,7 @@ images = {path.name: sorted(path.iterdir()) for path in sorted(Path("images").gl
 first, second, third, *others = images
 for preset in (None, "ridge"):
     classifier = probprompt.ContinualClassifier(backbone="test_vit", weights="random", device="cpu", epochs=2,
-        preset=preset, image_size=32, projections=50)
+        preset=preset, image_size=32, projections=50, evaluation="sample")
     classifier.learn({name: images[name][:4] for name in (first, second, third)})
     classifier.learn({name: images[name] for name in others})
     classifier.learn({first: images[first][4:]}, known="refine")
