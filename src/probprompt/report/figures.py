@@ -532,7 +532,7 @@ def overview(content: Overview, kind: str) -> bytes:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
     figure = Figure(figsize=(13.2 if maps else 8.8, 3.9), layout=layout, facecolor="white")
     rows: list[Any] = [["lines", "matrix", f"map {number}"][: 3 if maps else 2] for number in range(max(1, len(maps)))]
-    axes = figure.subplot_mosaic(rows, width_ratios=[1.25, 1.0, 1.0][: len(rows[0])])
+    axes = figure.subplot_mosaic(rows, width_ratios=[1.25, 1.0, 1.0 if len(maps) == 1 else 0.72][: len(rows[0])])
     _overview_lines(axes["lines"], content)
     _overview_matrix(axes["matrix"], content)
     low = min([0.0, *(float(np.min(matrix)) for _, matrix in maps)])
