@@ -139,7 +139,7 @@ class ProbPrompt(Method):
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """Means and standard deviations, which may learn at another rate."""
-        scale, parts = self.config.log_std_lr_scale, list(self.parameters())
+        scale, parts = self.config.log_std_lr_scale, [part for part in self.parameters() if part.requires_grad]
         yield from zip([parts] if scale == 1 else [[part] for part in parts], (1.0, scale), strict=False)
 
     def see_queries(self, queries: Tensor) -> None:
