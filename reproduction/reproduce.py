@@ -36,10 +36,19 @@ from probprompt.runs.grid import (
 )
 from probprompt.runs.run import RunRecord, without_paths
 from probprompt.storage import write_error
-from reproduction import paper, results_page
+from reproduction import paper
 from reproduction.bench_pages import run_seconds
 from reproduction.local_resources import LocalResources, image_differences, missing_resources, weights_to_download
 from reproduction.results import Entry, add_runs, entry_content, entry_path, read_entries
+from reproduction.results_page import (
+    PAPER_NETWORK,
+    has_paper_settings,
+    has_paper_weights,
+    has_smaller_images,
+    is_paper_network,
+    is_paper_run,
+    read_benches,
+)
 
 SECONDS = 1.0  # for each measurement of a cost
 
@@ -205,9 +214,7 @@ def make_plan(
         raise UserError(rejected[0])
     waiting = [cell.config for row in rows for cell in row.waiting]
     problems = dict.fromkeys([*rejected, *missing_resources(waiting, local), *_conflicts(waiting, entries, folder)])
-    measure = bool(table.costs) and not _are_costs_known(
-        table, results_page.read_benches(folder), device or pick_device(None)
-    )
+    measure = bool(table.costs) and not _are_costs_known(table, read_benches(folder), device or pick_device(None))
     differences, downloads = image_differences(waiting, local), weights_to_download(waiting)
     return Plan(table, tuple(rows), tuple(problems), differences, downloads, out, measure)
 
@@ -218,7 +225,7 @@ def _status(table: paper.Table, run: RequestedRun, entries: Sequence[Entry], loc
 
     def is_requested(entry: Entry, cell: Cell) -> bool:
         if is_paper:
-            return entry.seed == cell.seed and results_page.is_paper_run(table, run.row, run.column, entry)
+            return entry.seed == cell.seed and is_paper_run(table, run.row, run.column, entry)
         return local.would_repeat(entry, cell.config, run.column)
 
     for cell in cells:
@@ -243,9 +250,7 @@ def _is_paper_experiment(config: RunConfig, run: RequestedRun) -> bool:
     """Return True if settings and weights are the paper's, so that only images can differ."""
     used = {"name": config.backbone.name, "source": ""}
     entry = Entry("", {"config": config.model_dump(mode="json"), "backbone": used})
-    same = results_page.has_paper_settings(entry, run.row) and results_page.has_paper_weights(
-        entry, run.column.backbone
-    )
+    same = has_paper_settings(entry, run.row) and has_paper_weights(entry, run.column.backbone)
     return same and config.data.tasks == run.column.tasks
 
 
@@ -332,12 +337,8 @@ def _are_costs_known(table: paper.Table, benches: Sequence[BenchRecord], device:
 
 
 def _is_as_published(entry: Measured) -> bool:
-    smaller = results_page.has_smaller_images(entry["config"]["data"])
-    return (
-        results_page.is_paper_network(entry["backbone"])
-        and entry["config"].get("preset") == paper.PRESET
-        and not smaller
-    )
+    smaller = has_smaller_images(entry["config"]["data"])
+    return is_paper_network(entry["backbone"]) and entry["config"].get("preset") == paper.PRESET and not smaller
 
 
 def measure_costs(
@@ -349,7 +350,7 @@ def measure_costs(
     seconds: float = SECONDS,
 ) -> Path:
     """Measure what the methods of a table cost on this machine, and add the record to the results."""
-    column, own = table.columns[0], merge({"backbone": {"name": results_page.PAPER_NETWORK}}, settings or {})
+    column, own = table.columns[0], merge({"backbone": {"name": PAPER_NETWORK}}, settings or {})
     configs = []
     for row in table.rows:
         published = presets.settings(paper.PRESET, row.method, column.benchmark, column.tasks)

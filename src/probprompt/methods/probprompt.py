@@ -133,9 +133,9 @@ class ProbPrompt(Method):
             self.draws, self.needs_keys = config.evaluation_draws, config.evaluation == "image"
         groups = math.prod(pool) if config.variant == "independent" else config.tokens
         count = (groups, self._samples(Context(sampled=True)))  # G, N_s
-        noise = [self._drawn("normal", count, "evaluation noise", *[draw][:draw]) for draw in range(self.draws)]
-        # (blocks, draws, G, N_s, D), drawn from the seed again when a model is loaded: it need not be stored.
-        self.register_buffer("fixed_noise", torch.stack(noise, dim=1), persistent=False)
+        keys = [(), *((draw,) for draw in range(1, self.draws))]  # the first draw is the one without a number
+        noise = torch.stack([self._drawn("normal", count, "evaluation noise", *key) for key in keys], dim=1)
+        self.register_buffer("fixed_noise", noise, persistent=False)  # (blocks, draws, G, N_s, D): the seed gives it
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """Means and standard deviations, which may learn at another rate."""

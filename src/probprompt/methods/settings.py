@@ -42,7 +42,7 @@ NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
 
 def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
     """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
-    bird, cifar = experiment.protocol == "cub200", experiment.protocol == "cifar100"
+    bird = experiment.protocol == "cub200"
     return {
         "method": method,
         "training": {
@@ -50,7 +50,7 @@ def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
             "head_rate": 0.0025,
             "prompt_rate_factor": 5.0,
             "schedule": "vq-epoch" if bird else "vq",
-            "frozen_epochs": 2 if cifar else 1,
+            "frozen_epochs": 2 if experiment.protocol == "cifar100" else 1,
             "nominal_steps": 400 // experiment.tasks if experiment.exact and not bird else None,
         },
         "alignment": {"rate": 1e-5, "first_rate": 1e-4, "rate_delay": 1, "batch_ratio": 2.0 if bird else 4.0},
