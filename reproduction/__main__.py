@@ -20,7 +20,7 @@ from probprompt.runs.grid import ExecutionOptions, Outcome
 from probprompt.storage import write_bytes
 from reproduction import bench_pages, fidelity, paper, reproduce, results, results_page
 from reproduction.plots import draw_growth
-from reproduction.scaling import COSTS, curve_ratios, find_axes, measure_curve
+from reproduction.scaling import AXES, COSTS, curve_ratios, find_axes, measure_curve
 
 app = typer.Typer(
     name="python -m reproduction",
@@ -61,20 +61,16 @@ def write_results(
 
 @results_app.command("add")
 def add_results(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs, or with such inside.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or with such inside.")],
     book: Book = _BOOK,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Also replace a file that holds a run of other settings.")
-    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Also replace a run of other settings.")] = False,
     skip_unfinished: Annotated[bool, typer.Option("--skip-unfinished", help="Skip unfinished runs.")] = False,
 ) -> None:
     """Record finished runs, without paths of this machine."""
     screen = Screen()
     added, skipped = results.add_runs(runs, book, replace, skip_unfinished)
-    for one in added:
-        screen.say(f"{one.change}: {one.path}")
+    for path, change in added.items():
+        screen.say(f"{change}: {path}")
     if skipped:
         screen.say(f"skipped, not finished: {len(skipped)}")
 
@@ -87,20 +83,13 @@ def run_table(
     table: Annotated[str, typer.Argument(help=f"A table of the paper: {', '.join(t.name for t in paper.tables())}.")],
     yes: Annotated[bool, typer.Option("--yes", help="Start: run what is missing.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what is missing, and its cost.")] = False,
-    seeds: Annotated[
-        list[int] | None, typer.Option("--seed", min=0, help="Only this seed; repeatable.", show_default="all")
-    ] = None,
+    seeds: Annotated[list[int] | None, typer.Option("--seed", min=0, help="Only this seed; repeatable.")] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only rows of this method; repeatable.")] = None,
     assignments: Assignments = None,
-    weights: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="A file for named weights, such as ibot1k=FILE.")
-    ] = None,
+    weights: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE", help="Such as ibot1k=FILE.")] = None,
     book: Book = _BOOK,
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/reproduce"),
-    bench: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Speeds for the estimate.", show_default="those recorded with the results"),
-    ] = None,
+    bench: Annotated[Path | None, typer.Option(metavar="FILE", help="Other speeds for the estimate.")] = None,
     device: Device = None,
     workers: Annotated[int, typer.Option(min=1, help="Runs side by side, each in a process.")] = 1,
 ) -> None:
@@ -120,9 +109,8 @@ def run_table(
         screen.say("nothing was started: add --yes to start, the same command goes on after a stop")
         return
     try:
-        outcomes = (
-            reproduce.run_missing(plan, book, device, screen, ExecutionOptions(workers)) if plan.grid.cells else []
-        )
+        cells = bool(plan.grid.cells)
+        outcomes = reproduce.run_missing(plan, book, device, screen, ExecutionOptions(workers)) if cells else []
     except KeyboardInterrupt:
         raise Interrupted("interrupted; finished runs are recorded, continue with the same command") from None
     if plan.measure:
@@ -205,16 +193,9 @@ def _report_failures(screen: Screen, outcomes: Sequence[Outcome]) -> None:
 
 @app.command()
 def scaling(
-    axes: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SETTING...", help="tasks, classes, components, tokens, samples, batch, image-size or all."
-        ),
-    ],
+    axes: Annotated[list[str], typer.Argument(metavar="SETTING...", help=f"{', '.join(AXES)} or all.")],
     method: Annotated[str, typer.Option(help="What to measure.")] = "probprompt",
-    backbone: Annotated[
-        str | None, typer.Option(help="With random weights.", show_default="demo; on a GPU ViT-B/16")
-    ] = None,
+    backbone: Annotated[str | None, typer.Option(help="With random weights; demo, on a GPU ViT-B/16.")] = None,
     preset: Annotated[str | None, typer.Option(help="published, matched, ridge or flagship.")] = None,
     assignments: Assignments = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="For each measurement.")] = SECONDS_OF_MANY,

@@ -223,18 +223,10 @@ def read_entry(folder: Path, path: Path) -> Entry:
 # Writing
 
 
-@dataclass(frozen=True)
-class AddedRun:
-    """The file of a run that was added, and what writing it changed."""
-
-    path: Path
-    change: str
-
-
 def add_runs(
     paths: Sequence[Path], folder: Path, replace: bool = False, skip_unfinished: bool = False
-) -> tuple[list[AddedRun], list[Path]]:
-    """Write the files of finished runs, each a folder or inside one; return these, and the folders that were skipped.
+) -> tuple[dict[Path, str], list[Path]]:
+    """Write the files of finished runs, each a folder or inside one; return what changed, and the skipped folders.
 
     Nothing is written if any run is rejected: an unfinished one, unless those are skipped, or one whose file holds a
     run of other settings, unless that is to be replaced.
@@ -254,7 +246,7 @@ def add_runs(
             if path in made:
                 raise UserError(f"{made[path][0].folder} and {run.folder} would both be {path}: add one of them")
             made[path] = run, content
-    added = [AddedRun(path, _change(path, run, content, replace)) for path, (run, content) in made.items()]
+    added = {path: _change(path, run, content, replace) for path, (run, content) in made.items()}
     for path, (_, content) in made.items():
         write(path, _lines(content).encode())
     return added, unfinished
