@@ -390,7 +390,7 @@ def _estimate(record: BenchRecord, results: Sequence[Entry]) -> str:
     header = ("Minutes of a run", *(each.heading for each in EXPERIMENTS), f"GPU hours, {SEEDS} seeds")
     hours = [f"{time_on(gpus, runs) / 3600:.1f}" for gpus in FLEETS]
     training = {result["method"]: [published(result["method"], e).training for e in EXPERIMENTS] for result in results}
-    batches = [settings.batch for row in training.values() for settings in row]
+    batches = [settings.batch_size for row in training.values() for settings in row]
     colored = [_code(method) for method, row in training.items() if row[0].augmentation != "crop"]
     notes = [
         f"An estimate, not a measurement: {len(runs)} runs ({len(spent)} methods, {len(EXPERIMENTS)} benchmarks, "

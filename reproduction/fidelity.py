@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from probprompt.config import flatten
+from probprompt.config import flatten, from_stored
 from probprompt.evaluation import metrics
 from probprompt.report.figures import INK, MARKERS, MUTED, PALETTE, styled
 from probprompt.report.tables import NOTHING, markdown_table
@@ -28,7 +28,7 @@ _PROMPTS = {"mean_similarity": 2, "mean_rank": 1, "components_used": 1}
 def select(runs: Sequence[Recorded], **settings: Any) -> list[Recorded]:
     """Return the runs that have these settings, whose dots are double underscores."""
     wanted = {name.replace("__", "."): value for name, value in settings.items()}
-    return [run for run in runs if wanted.items() <= flatten(run.record.config).items()]
+    return [run for run in runs if wanted.items() <= flatten(from_stored(run.record.config)).items()]
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -50,7 +50,7 @@ def draw_noise(book: Path) -> bytes:
     axes = figure.subplots()
     for number, (injection, scale) in enumerate(product(("prefix", "tokens"), ("unit", "backbone"))):
         points = dict[float, list[float]]()
-        for run in select(runs, method__injection=injection, backbone__normalisation=scale):
+        for run in select(runs, method__injection=injection, backbone__normalization=scale):
             method = run.record.config["method"]
             noise = round(method["initial_std"] / method["samples"] ** 0.5, 4)
             points.setdefault(noise, []).append(metrics.final_average_accuracy(run.matrix))
@@ -128,7 +128,7 @@ def fidelity_table(results: Path) -> str:
         text = "{mean_similarity:.2f}, rank {mean_rank:.1f}, {components_used:.0f} of {components:.0f} used"
         return f"{text.format(**mean)}, swap {swapped:+.1f}".replace("-", "−")
 
-    parts = several("variant", "deterministic", "independent", "mixture", regularisation=0.0)
+    parts = several("variant", "deterministic", "independent", "mixture", regularization=0.0)
     rows = [
         ("Fig. 1b, 2: ProbPrompt, .82 to .86", prompts(select(cifar, method__name="probprompt")), "diverse"),
         ("VQ-Prompt, .94 and more", prompts(select(cifar, method__name="vq-prompt")), "collapses"),
@@ -136,10 +136,10 @@ def fidelity_table(results: Path) -> str:
         ("Table 6: N_s = 1 fails; 5 and 10: 33.6, 61.0", several("samples", 1, 5, 10), "as in the paper"),
         ("N_s = 20 and 30: 80.0, 80.2; mean: 79.2", several("samples", 20, 30, 0), "mean better, not worse"),
         ("Table 4: 77.5, 78.7, 80.0", parts, "opposite"),
-        ("Tables 4, 6: the loss adds 0.3", several("regularisation", 0.0, 1e-6), "within the seeds"),
+        ("Tables 4, 6: the loss adds 0.3", several("regularization", 0.0, 1e-6), "within the seeds"),
         ("Table 5: K = 7, 8, 9, 10 within 0.2", several("top_k", 7, 8, 9, None), "as in the paper"),
         ("the same, 5 tasks", several("top_k", 7, 8, 9, None, tasks=5), "as in the paper"),
-        ("Table 8: 79.1; 80.0 by cosine", several("aggregation", "mean", "cosine", regularisation=0.0), "not seen"),
+        ("Table 8: 79.1; 80.0 by cosine", several("aggregation", "mean", "cosine", regularization=0.0), "not seen"),
     ]
     for name, title in _RIVALS.items():
         rows.append((f"ProbPrompt minus {title}", f"{paired(cifar, name)}; emoji-r {paired(emoji, name)}", ""))

@@ -125,7 +125,7 @@ def _groups(entries: Sequence[Entry]) -> list[RunGroup]:
 
 def _overrides(entry: Entry, of_method: bool) -> str:
     """Return what differs from the preset as text: of the method, or of all else including the size of images."""
-    size = {name: value for name, value in entry.preset_overrides.items() if name == "data.stored_side"}
+    size = {name: value for name, value in entry.preset_overrides.items() if name == "data.stored_size"}
     changes = {**entry.varied, **size}
     return ", ".join(describe(tuple((k, v) for k, v in changes.items() if k.startswith("method.") is of_method)))
 

@@ -249,7 +249,7 @@ def _status(table: paper.Table, run: RequestedRun, entries: Sequence[Entry], loc
 def _is_paper_experiment(config: RunConfig, run: RequestedRun) -> bool:
     """Return True if settings and weights are the paper's, so that only images can differ."""
     used = {"name": config.backbone.name, "source": ""}
-    entry = Entry("", {"config": config.model_dump(mode="json"), "backbone": used})
+    entry = Entry("", {"config": config.to_stored(), "backbone": used})
     same = has_paper_settings(entry, run.row) and has_paper_weights(entry, run.column.backbone)
     return same and config.data.tasks == run.column.tasks
 
@@ -269,7 +269,7 @@ def _planned_path(config: RunConfig) -> str:
     """Return where a run with these settings will be recorded."""
     tasks = config.data.tasks
     count = tasks if isinstance(tasks, int) else len(tasks or ())
-    settings = without_paths(config.model_dump(mode="json"))
+    settings = without_paths(config.to_stored())
     return entry_path(RunRecord.model_validate({"config": settings, "stream": {"test_classes": [0] * count}}))
 
 

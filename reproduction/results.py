@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from probprompt import presets
 from probprompt.backbones.pretrained import backbone_slug, backbone_words
-from probprompt.config import RunConfig, flatten
+from probprompt.config import RunConfig, flatten, to_stored
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
@@ -38,10 +38,10 @@ _FILE = re.compile(r".+-s\d+(?:\.\d+\.\d+)?\.json")
 _LEFT_OUT = ("format", "name", "status")  # the same in every file
 _NOT_OVERRIDES = {"preset", "data.benchmark", "data.test", "data.tasks", "method.name"} | {
     *("backbone.name", "backbone.weights", "backbone.image_size"),
-    *("evaluation_batch", "data.root", "data.skip_unreadable"),
+    *("evaluation_batch_size", "data.root", "data.skip_unreadable"),
 }
 """Settings that are compared in other ways than with a preset, or that change nothing but rounding."""
-_OF_MACHINE = ("backbone.precision", "data.stored_side")  # a smaller machine needs other values
+_OF_MACHINE = ("backbone.precision", "data.stored_size")  # a smaller machine needs other values
 
 Settings = Mapping[str, Any]
 
@@ -154,7 +154,7 @@ def entry_path(record: RunRecord) -> str:
     """Return the path of a run's file within the folder of results."""
     config, tasks = record.config, count_tasks(record)
     parts = [f"tasks={tasks}"] if tasks != _default_tasks(record) else []
-    parts += describe(tuple(preset_overrides(record).items()))
+    parts += describe(tuple(to_stored(preset_overrides(record)).items()))
     overrides = re.sub(r"[^\w.,=+\[\]-]", "-", "".join(f",{part}" for part in parts))
     if len(overrides) > _LONGEST:
         overrides = f",{hashlib.sha256(overrides.encode()).hexdigest()[:_DIGITS]}"
@@ -188,7 +188,7 @@ def _bare(config: RunConfig) -> Settings:
     for group, name in (("data", "benchmark"), ("backbone", "weights")):
         bare[group][name] = str(bare[group][name]).partition("@")[0]
     bare["data"]["root"] = None
-    return {name: part for name, part in bare.items() if name != "evaluation_batch"}
+    return {name: part for name, part in bare.items() if name != "evaluation_batch_size"}
 
 
 # Reading

@@ -124,7 +124,7 @@ def variant(axis: Axis, value: int, config: RunConfig) -> tuple[RunConfig, Scale
         return config, Scale.even(value, max(CLASSES, 2 * value))
     if axis.name == "classes":
         return config, Scale.even(TASKS, value)
-    changes = {"batch": {"training": {"batch": value}}, "image-size": {"backbone": {"image_size": value}}}
+    changes = {"batch": {"training": {"batch_size": value}}, "image-size": {"backbone": {"image_size": value}}}
     change = changes.get(axis.name, {"method": {axis.field(config): value}})
     return parse_config(merge(config.model_dump(mode="json"), change)), None
 
@@ -175,7 +175,7 @@ def measure_curve(
         "method": config.method.name,
         "backbone": config.backbone.name,
         "precision": config.backbone.precision or default_precision(device),
-        "config": config.model_dump(mode="json"),
+        "config": config.to_stored(),
         "points": [cast(Costs, asdict(point)) for point in points],
         "exponents": {cost: asdict(exponent) for cost, exponent in fitted.items()},
         "worse_than_linear": worse,

@@ -74,7 +74,7 @@ def settings(pictures: Path) -> Settings:
             "data": {"benchmark": str(pictures), "tasks": 3},
             "backbone": TINY,
             "method": {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]},
-            "training": {"epochs": 2, "batch": 8},
+            "training": {"epochs": 2, "batch_size": 8},
             "alignment": {"epochs": 2},
         }
         return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}

@@ -21,7 +21,7 @@ BACKBONE: dict[str, Any] = {"name": "test_vit", "weights": "random", "image_size
 GRID: dict[str, dict[str, Any]] = {
     "backbone": BACKBONE,
     "data": {"tasks": 2},
-    "training": {"epochs": 1, "batch": 16},
+    "training": {"epochs": 1, "batch_size": 16},
     "alignment": {"epochs": 1},
     "method": {"samples": 2, "components": 4, "tokens": 4, "blocks": [0]},
 }

@@ -208,24 +208,24 @@ def cosine(base: float, final: float, steps: int) -> list[float]:
 def steps_of(settings: AlignmentConfig) -> list[float]:
     """The rates of the refit's steps, three an epoch."""
     if settings.schedule == "epoch":
-        rates = [rate for rate in cosine(settings.rate, settings.final_rate, settings.epochs) for _ in range(3)]
+        rates = [rate for rate in cosine(settings.lr, settings.min_lr, settings.epochs) for _ in range(3)]
     else:
-        rates = cosine(settings.rate, settings.final_rate, 3 * settings.epochs)
-        rates = [*rates[:1], *rates][: len(rates)] if settings.rate_delay else rates
-    return rates if settings.first_rate is None else [settings.first_rate, *rates[1:]]
+        rates = cosine(settings.lr, settings.min_lr, 3 * settings.epochs)
+        rates = [*rates[:1], *rates][: len(rates)] if settings.lr_delay else rates
+    return rates if settings.first_lr is None else [settings.first_lr, *rates[1:]]
 
 
 @pytest.mark.parametrize("first", [None, 0.7])
 @pytest.mark.parametrize(
     "given",
-    [{"optimiser": "adamw", "schedule": "step"}, {"rate_delay": 1}, {"optimiser": "sgd", "schedule": "epoch"}],
+    [{"optimizer": "adamw", "schedule": "step"}, {"lr_delay": 1}, {"optimizer": "sgd", "schedule": "epoch"}],
 )
 @pytest.mark.parametrize("new", [2, 1])
 def test_rates_fall_along_a_cosine_and_the_very_first_may_differ(
     new: int, given: dict[str, Any], first: float | None
 ) -> None:
     """A single new row is fitted before, with AdamW at the rate of training."""
-    settings = AlignmentConfig(epochs=4, rate=0.002, final_rate=0.001, first_rate=first, weight_decay=0.125, **given)
+    settings = AlignmentConfig(epochs=4, lr=0.002, min_lr=0.001, first_lr=first, weight_decay=0.125, **given)
     names, rates = list[str](), list[float]()
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -240,17 +240,17 @@ def test_rates_fall_along_a_cosine_and_the_very_first_may_differ(
     handle.remove()
     before = cosine(0.01, 0.001, 12) if new == 1 else []
     assert rates == pytest.approx([*before, *steps_of(settings)])
-    assert names == ["AdamW"] * len(before) + [{"adamw": "AdamW", "sgd": "SGD"}[settings.optimiser]] * 12
+    assert names == ["AdamW"] * len(before) + [{"adamw": "AdamW", "sgd": "SGD"}[settings.optimizer]] * 12
 
 
 def by_hand(
     head: LinearHead, statistics: ClassStatistics, new: int, settings: AlignmentConfig
 ) -> tuple[Tensor, Tensor]:
-    """The refit with a batch of 8, once more in float64 with the optimisers written out."""
+    """The refit with a batch of 8, once more in float64 with the optimizers written out."""
     old, seen, size = len(statistics) - new, len(statistics), round(8 * settings.batch_ratio)
     values = [head.weight.detach().double(), head.bias.detach().double()]
     moments, squares = [torch.zeros_like(value) for value in values], [torch.zeros_like(value) for value in values]
-    rates = iter(cosine(settings.rate, settings.final_rate, old * settings.epochs))
+    rates = iter(cosine(settings.lr, settings.min_lr, old * settings.epochs))
     count = 0
     for epoch in range(settings.epochs):
         generator = randomness.generator(CPU, *KEY, epoch)
@@ -262,7 +262,7 @@ def by_hand(
             error = (logits.softmax(dim=1) - nn.functional.one_hot(labels, seen)) / len(labels)
             for index, slope in enumerate((error.T @ features, error.sum(dim=0))):
                 value = values[index]
-                if settings.optimiser == "sgd":
+                if settings.optimizer == "sgd":
                     moments[index] = 0.9 * moments[index] + slope + settings.weight_decay * value
                     values[index] = value - rate * moments[index]
                 else:
@@ -275,11 +275,11 @@ def by_hand(
 
 
 @pytest.mark.parametrize("centroids", [1, 3])
-@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
-def test_the_refit_is_what_it_says(optimiser: str, centroids: int) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_refit_is_what_it_says(optimizer: str, centroids: int) -> None:
     mean = 2 * torch.randn(5, centroids, WIDTH, generator=source(1))
     statistics = ClassStatistics(mean, torch.full_like(mean, 0.5))
-    settings = AlignmentConfig(optimiser=optimiser, epochs=3, rate=0.03, final_rate=0.01, weight_decay=0.1)
+    settings = AlignmentConfig(optimizer=optimizer, epochs=3, lr=0.03, min_lr=0.01, weight_decay=0.1)
     head = head_of(5)
     weight, bias = by_hand(head, statistics, 2, settings)
     before = head.weight.detach().clone()
@@ -292,7 +292,7 @@ def test_the_refit_is_what_it_says(optimiser: str, centroids: int) -> None:
 def test_a_head_without_biases_keeps_it_that_way() -> None:
     head, statistics = NormalizedHead(WIDTH, seed=3).grow(6), clusters(6)
     before = weights_of(head)
-    refit(head, statistics, 1, batch=16, epochs=15, rate=0.05)
+    refit(head, statistics, 1, batch=16, epochs=15, lr=0.05)
     assert torch.equal(head.bias, torch.zeros(6)) and not head.bias.requires_grad
     assert (head.weight != before["weight"]).any(dim=1).all()
     assert pseudo_accuracy(head, statistics, range(6)) > 90
@@ -302,7 +302,7 @@ def test_a_head_without_biases_keeps_it_that_way() -> None:
 def test_a_fixed_head_or_one_of_the_first_task_stays(new: int, fixed: bool) -> None:
     head = head_of(4).requires_grad_(not fixed)
     before = weights_of(head)
-    refit(head, clusters(4), new, rate=0.5)
+    refit(head, clusters(4), new, lr=0.5)
     assert not changed(weights_of(head), before)
 
 
@@ -320,7 +320,7 @@ class ShiftedHead(LinearHead):
 def test_what_a_head_learns_beside_its_rows_is_refitted_too_but_not_for_a_single_row() -> None:
     for new, rate, moves in ((2, 0.01, True), (1, 1e-12, False)):
         head = ShiftedHead(WIDTH, seed=3).grow(4)
-        refit(head, clusters(4), new, rate=rate, final_rate=0, weight_decay=0)
+        refit(head, clusters(4), new, rate=rate, min_lr=0, weight_decay=0)
         assert (float(head.shift.detach().abs().max()) > 1e-3) == moves
         assert all(parameter.grad is None for parameter in head.parameters())
     assert (head.weight[3] != ShiftedHead(WIDTH, seed=3).grow(4).weight[3]).all()
@@ -341,7 +341,7 @@ def test_alignment_takes_the_bias_for_new_classes_from_the_head() -> None:
         head.bias[3:] += 40
     old, new = range(3), range(3, 6)
     assert pseudo_accuracy(head, statistics, old) < 50
-    refit(head, statistics, 3, batch=32, epochs=20, rate=0.5)
+    refit(head, statistics, 3, batch=32, epochs=20, lr=0.5)
     assert pseudo_accuracy(head, statistics, old) > 90
     assert pseudo_accuracy(head, statistics, new) > 90
 
@@ -353,7 +353,7 @@ def test_a_single_new_class_is_learned_while_the_old_rows_stay() -> None:
         head.bias[:4] = 20 - statistics.centre[:4].square().sum(dim=1) / 2
     before = weights_of(head)
     assert pseudo_accuracy(head, statistics, range(4, 5)) < 50
-    settings = AlignmentConfig(epochs=30, rate=1e-9, final_rate=1e-9, weight_decay=0)
+    settings = AlignmentConfig(epochs=30, lr=1e-9, min_lr=1e-9, weight_decay=0)
     align(head, statistics, 1, settings, 16, 0.2, KEY)
     assert pseudo_accuracy(head, statistics, range(4, 5)) > 90
     assert pseudo_accuracy(head, statistics, range(4)) > 90
@@ -364,7 +364,7 @@ def test_the_refit_depends_on_its_key() -> None:
     heads = [head_of(4) for _ in range(3)]
     for head, key in zip(heads, (KEY, KEY, (0, "alignment", 2)), strict=True):
         torch.manual_seed(len(key))
-        refit(head, clusters(4), 2, key=key, rate=0.01)
+        refit(head, clusters(4), 2, key=key, lr=0.01)
     assert not changed(weights_of(heads[0]), weights_of(heads[1]))
     assert changed(weights_of(heads[0]), weights_of(heads[2]))
 
@@ -375,7 +375,7 @@ def finish(workshop: TrainingSetup, task: TaskImages) -> None:
 
 
 def test_alignments_change_the_head_alone_after_every_task_but_the_first(settings: Settings) -> None:
-    workshop = build(settings(alignment={"rate": 0.01}))
+    workshop = build(settings(alignment={"lr": 0.01}))
     learner = workshop.learner
     for task in workshop.tasks:
         learner.begin(task)
@@ -391,7 +391,7 @@ def test_alignments_change_the_head_alone_after_every_task_but_the_first(setting
 @pytest.mark.parametrize("batch", [3, 128])
 def test_statistics_of_evaluation_views_are_those_of_the_features(settings: Settings, batch: int) -> None:
     chosen = settings(data={"tasks": (4, 2)}, alignment={"augmented_statistics": False})
-    workshop = build({**chosen, "evaluation_batch": batch})
+    workshop = build({**chosen, "evaluation_batch_size": batch})
     for task in workshop.tasks:
         features = evaluation_features(workshop.learner, task.rows).double().numpy()
         finish(workshop, task)
@@ -404,7 +404,7 @@ def test_statistics_of_evaluation_views_are_those_of_the_features(settings: Sett
 
 
 def test_a_run_may_have_several_gaussians_per_class(settings: Settings) -> None:
-    given = {"centroids": 3, "optimiser": "sgd", "schedule": "epoch", "rate": 0.01}
+    given = {"centroids": 3, "optimizer": "sgd", "schedule": "epoch", "lr": 0.01}
     workshop = build(settings(alignment=given))
     for task in workshop.tasks[:2]:
         finish(workshop, task)

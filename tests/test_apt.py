@@ -35,7 +35,7 @@ def test_every_block_or_some_are_shifted_by_a_key_and_a_value() -> None:
     every, some = injected(fresh(), None), injected(fresh(blocks=(3, 1)), None)
     assert list(every) == [0, 1, 2, 3] and list(some) == [3, 1]
     assert all(torch.equal(shift, every[block]) for block, shift in some.items())
-    assert not APT.needs_query and APT.preferred_head == "normalised"
+    assert not APT.needs_query and APT.preferred_head == "normalized"
     answer = fresh().prompts(None, TRAINING)
     assert answer.loss is None and all(prompt.batch is None for prompt in answer.prompts.values())
 

@@ -51,7 +51,7 @@ LEGACY = [  # published mistakes that show at evaluation
 
 def config_for(pictures: Path, method: dict[str, Any] | str, **groups: Any) -> Any:
     data = {"benchmark": str(pictures), "tasks": 3, **groups.pop("data", {})}
-    base = {"backbone": TINY, "training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}}
+    base = {"backbone": TINY, "training": {"epochs": 1, "batch_size": 8}, "alignment": {"epochs": 1}}
     head = {"projections": 40} if methods.find(methods.parse_config(method).name).preferred_head == "ridge" else {}
     return parse_config({**base, "data": data, "method": method, "head": head, **groups})
 
@@ -378,7 +378,7 @@ def test_the_images_are_those_the_run_was_evaluated_on(folder: Path, monkeypatch
 @pytest.mark.parametrize(
     ("method", "groups", "source", "tasks"),
     [
-        ("nearest-mean", {"data": {"tasks": 2, "validation": 0.3, "stored_side": "full"}}, "validation", 2),
+        ("nearest-mean", {"data": {"tasks": 2, "validation": 0.3, "stored_size": "full"}}, "validation", 2),
         ("joint", {}, "test", 1),
         ("vq-prompt", {"head": {"kind": "ridge", "projections": 30}}, "test", 3),
     ],

@@ -35,7 +35,7 @@ def config(named: str = "probprompt", **groups: dict[str, Any]) -> RunConfig:
     base: dict[str, Any] = {
         "method": {"name": named},
         "backbone": TINY,
-        "training": {"batch": 4},
+        "training": {"batch_size": 4},
         "data": {"tasks": [3, 2, 3]},
     }
     return parse_config({name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
@@ -114,7 +114,7 @@ def test_a_method_s_own_prompts_are_counted() -> None:
 @pytest.mark.parametrize(
     "groups",
     (
-        {"head": {"kind": "ridge", "projections": 0, "mirrored": True}},
+        {"head": {"kind": "ridge", "projections": 0, "flip_average": True}},
         {"method": {"evaluation_draws": 3, "blocks": [0, 1, 2]}},
     ),
     ids=("mirrored", "drawn"),
@@ -259,7 +259,7 @@ def test_the_way_back_is_followed_too() -> None:
 def test_memory_grows_with_the_batch_from_what_is_always_held() -> None:
     peaks = []
     for batch in (4, 8, 12):
-        place = build(training={"batch": batch})
+        place = build(training={"batch_size": batch})
         found = measure.training(place, 0.01)
         assert found is not None and found.reserved is None
         peaks.append(found.peak)
@@ -344,7 +344,7 @@ def test_every_method_is_measured(method: str) -> None:
     peaks.found["fp32"] = PEAK
     entry = measure.measure(config(method, data={"tasks": [2, 2]}), 0.002, peaks)
     made = methods.find(method)
-    assert (entry["training"] is None) == (made.preferred_head not in ("linear", "normalised"))
+    assert (entry["training"] is None) == (made.preferred_head not in ("linear", "normalized"))
     assert (entry["stages"] is None) == (not made.learns)
     assert entry["inference"]["images"] == 4 * entry["inference"]["steps"] > 0
     assert entry["latency"]["p99_ms"] >= entry["latency"]["median_ms"] > 0
@@ -421,7 +421,10 @@ def test_the_most_similar_entry_is_compared_with_and_what_differs_is_said() -> N
     ((old, new),) = results.matched(before, now)
     assert results.differences(old, new) == ["batch 64 before, 16 now"]
     mirrored = entry("apt", 5.0, config={"head": {"mirrored": True}, "method": {"evaluation_draws": 3}})
-    assert results.differences(new, mirrored) == ["mirrored False before, True now", "evaluation_draws 1 before, 3 now"]
+    assert results.differences(new, mirrored) == [
+        "flip_average False before, True now",
+        "evaluation_draws 1 before, 3 now",
+    ]
     assert results.ratios(before, now)[0].ratio == pytest.approx(1)
 
 
@@ -454,9 +457,9 @@ def test_a_method_is_measured_recorded_and_compared(probprompt: Command, here: P
     ("options", "told"),
     (
         (("--method", "ranpac"), "inference  "),
-        (("--method", "ranpac", "--set", "head.mirrored=true"), "inference, two passes"),
+        (("--method", "ranpac", "--set", "head.flip_average=true"), "inference, two passes"),
         (("--set", "evaluation_draws=5"), "inference, 6 passes"),
-        (("--method", "l2p", "--set", "head.kind=ridge", "--set", "head.mirrored=true"), "inference, four passes"),
+        (("--method", "l2p", "--set", "head.kind=ridge", "--set", "head.flip_average=true"), "inference, four passes"),
     ),
 )
 def test_it_is_told_how_many_passes_a_prediction_takes(
@@ -519,12 +522,12 @@ def test_mistakes_are_answered_in_words(
 
 
 def test_a_preset_gives_its_settings_and_options_go_over_it() -> None:
-    given: dict[str, dict[str, Any]] = {"backbone": {"name": None, "precision": "fp32"}, "training": {"batch": 6}}
+    given: dict[str, dict[str, Any]] = {"backbone": {"name": None, "precision": "fp32"}, "training": {"batch_size": 6}}
     found = bench_config("vq-prompt", given, "published", ["data.benchmark=cub200"], CPU)
-    assert found.method.model_dump()["temperature"] == 5.0 and found.training.batch == 6
+    assert found.method.model_dump()["temperature"] == 5.0 and found.training.batch_size == 6
     assert found.backbone.name == "sup21k" and found.backbone.precision == "fp32"
-    usual = bench_config("vq-prompt", {"backbone": {"name": None}, "training": {"batch": None}}, None, [], CPU)
-    assert (usual.backbone.name, usual.training.batch) == ("demo", 16)
+    usual = bench_config("vq-prompt", {"backbone": {"name": None}, "training": {"batch_size": None}}, None, [], CPU)
+    assert (usual.backbone.name, usual.training.batch_size) == ("demo", 16)
 
 
 def test_predictions_are_the_engine_s_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,10 @@ def labels_of(answers: list[Prediction]) -> list[str | None]:
     return [answer.label for answer in answers]
 
 
-@pytest.mark.parametrize(("layers", "readings"), [(0, "beside"), (2, "beside"), (2, "projected")])
-def test_the_head_is_always_the_joint_solution_over_all_images(layers: int, readings: str) -> None:
+@pytest.mark.parametrize(("layers", "intermediate"), [(0, "unprojected"), (2, "unprojected"), (2, "projected")])
+def test_the_head_is_always_the_joint_solution_over_all_images(layers: int, intermediate: str) -> None:
     """Whatever was learned, refined and forgotten before."""
-    made = taught(paint("abc"), paint("de"), **{"head.layers": layers, "head.readings": readings})
+    made = taught(paint("abc"), paint("de"), **{"head.layers": layers, "head.intermediate": intermediate})
     every = paint("abcde")
 
     def check() -> None:
@@ -152,7 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain ridge": {"method": "ranpac", "projections": 0},
     "blocks before the last": {"method": "probprompt", "head.layers": 2},
     "these alone": {"method": "ranpac", "projections": 0, "head.layers": 1},
-    "mirror images": {"method": "probprompt", "head.with_mirrors": True},
+    "mirror images": {"method": "probprompt", "head.flip_augment": True},
 }
 
 
@@ -231,7 +231,7 @@ def test_a_known_class_is_refused_by_name_with_the_choice(two_tasks: ContinualCl
 
 @pytest.mark.parametrize("projections", [0, 60], ids=["kept one by one", "kept as sums"])
 def test_mirror_images_follow_their_images(projections: int) -> None:
-    made = taught(paint("abc"), paint("de", 6), **{"head.with_mirrors": True, "projections": projections})
+    made = taught(paint("abc"), paint("de", 6), **{"head.flip_augment": True, "projections": projections})
     made.learn(paint("b", 7, seed=5), known="refine")
     made.forget("c")
     every = {**paint("ab"), **paint("de", 6)}
@@ -596,7 +596,7 @@ def test_few_epochs_for_many_images_unless_they_are_set() -> None:
         ({"method": "l2p", "preset": "flagship"}, "'flagship'"),
         ({"method": "joint"}, "'joint'"),
         ({"tasks": 5}, "data.tasks is for runs"),
-        ({"follow": True}, "head.follow is for runs"),
+        ({"compensate_drift": True}, "head.compensate_drift is for runs"),
         ({"sample": 5}, "did you mean 'method.samples'"),
         ({"device": "tpu"}, "no device is called 'tpu'|not supported"),
     ],

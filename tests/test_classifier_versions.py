@@ -107,7 +107,7 @@ def test_shared_objects_are_stored_once_and_unused_ones_removed(model: Path) -> 
 
 
 def test_the_default_size_is_a_few_megabytes_to_predict(tmp_path: Path) -> None:
-    made = ContinualClassifier(backbone="demo", device="cpu", epochs=1, config={"training": {"batch": 4}})
+    made = ContinualClassifier(backbone="demo", device="cpu", epochs=1, config={"training": {"batch_size": 4}})
     made.learn(paint("ab", 4))
     made.save(tmp_path)
     needed = [state_of(tmp_path, 1)["parts"][name] for name in ("method", "head", "gaussians")]

@@ -133,14 +133,16 @@ def test_one_seed_sets_all_three_and_each_can_be_set_alone(probprompt: Command, 
 def test_settings_go_over_options_over_the_file(probprompt: Command, asked: list[RunConfig], tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
-        'evaluation_batch = 5\n[training]\nepochs = 3\nbatch = 4\nhead_rate = 0.5\n[data]\ntasks = "2,2,2"\n'
+        'evaluation_batch_size = 5\n[training]\nepochs = 3\nbatch_size = 4\nhead_lr = 0.5\n[data]\ntasks = "2,2,2"\n'
         '[method]\nname = "probprompt"\nsamples = 9\n'
     )
-    assert probprompt("train", "--config", config, "--epochs", 6, "--batch", 7, "--set", "batch=8").code == 0
+    assert probprompt("train", "--config", config, "--epochs", 6, "--batch", 7, "--set", "batch_size=8").code == 0
     assert probprompt("train", "--config", config, "--method", "linear-probe", "--set", "flip=false").code == 0
     first, second = asked
-    assert (first.training.epochs, first.training.batch, first.training.head_rate) == (6, 8, 0.5)
-    assert first.evaluation_batch == 5 and first.data.tasks == (2, 2, 2) and first.method.model_dump()["samples"] == 9
+    assert (first.training.epochs, first.training.batch_size, first.training.head_lr) == (6, 8, 0.5)
+    assert (
+        first.evaluation_batch_size == 5 and first.data.tasks == (2, 2, 2) and first.method.model_dump()["samples"] == 9
+    )
     assert second.method.name == "linear-probe" and second.training.flip is False
 
 
@@ -169,9 +171,9 @@ def test_preset_from_option_or_file(
     probprompt: Command, asked: list[RunConfig], tmp_path: Path, pictures: Path
 ) -> None:
     config = tmp_path / "config.toml"
-    given = '[method]\nname = "apt"\nema = 0.5\n[training]\nbatch = 3\n'
+    given = '[method]\nname = "apt"\nema = 0.5\n[training]\nbatch_size = 3\n'
     config.write_text(f'preset = "ridge"\n[data]\nbenchmark = "{pictures}"\n{given}')
-    over = {"method": {"name": "apt", "ema": 0.5}, "training": {"batch": 3}}
+    over = {"method": {"name": "apt", "ema": 0.5}, "training": {"batch_size": 3}}
     assert probprompt("train", "--preset", "matched").code == 0
     assert probprompt("train", "--config", config).code == 0
     assert probprompt("train", "--preset", "published", "--config", config).code == 0
@@ -179,7 +181,7 @@ def test_preset_from_option_or_file(
     assert first == parse_config(presets.settings("matched", "probprompt", "emoji-r"))
     assert second == parse_config(merge(presets.settings("ridge", "apt", str(pictures)), over))
     assert third == parse_config(merge(presets.settings("published", "apt", str(pictures)), over))
-    assert third.training.augmentation == "autoaugment+crop" and third.training.batch == 3
+    assert third.training.augmentation == "autoaugment+crop" and third.training.batch_size == 3
     assert (second.preset, third.preset) == ("ridge", "published")
 
 
@@ -195,16 +197,16 @@ def test_settings_of_the_head_that_the_preset_chooses(preset: str, probprompt: C
 
 def test_options_and_assignments_go_over_the_preset(probprompt: Command, asked: list[RunConfig]) -> None:
     arguments = ("--epochs", 3, "--tasks", "10,10", "--seed", 4, "--backbone", "sup1k", "--validate")
-    assignments = ("batch=7", "alignment.rate=0.5", "head.kind=lda", "samples=2", "initial_std=0.7", "clip=none")
+    assignments = ("batch_size=7", "alignment.lr=0.5", "head.kind=lda", "samples=2", "initial_std=0.7", "clip=none")
     named = [part for assignment in assignments for part in ("--set", assignment)]
     assert probprompt("train", "emoji-r", "--preset", "flagship", *arguments, *named).code == 0
     (config,) = asked
     over = {
-        "training": {"epochs": 3, "batch": 7, "clip": None},
+        "training": {"epochs": 3, "batch_size": 7, "clip": None},
         "data": {"tasks": (10, 10), "validation": 0.2},
         "seeds": dict.fromkeys(("order", "init", "data"), 4),
         "backbone": {"name": "sup1k"},
-        "alignment": {"rate": 0.5},
+        "alignment": {"lr": 0.5},
         "head": {"kind": "lda"},
         "method": {"samples": 2, "initial_std": 0.7},
     }
@@ -262,7 +264,7 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
     assert answer.code == 0 and answer.err == "" and "not to be compared" not in answer.out
     run = Run.open(Path("one"))
     assert run.record.stream.tasks == [["class5", "class1"], ["class0", "class2", "class3", "class4"]]
-    assert run.config.preset == "matched" and run.config.training.epochs == 1 and run.config.training.batch == 8
+    assert run.config.preset == "matched" and run.config.training.epochs == 1 and run.config.training.batch_size == 8
     assert [path.name.startswith("events.out") for path in Path("one/tensorboard").iterdir()] == [True]
     assert probprompt("train", "--resume", "one").code == 0
 
@@ -291,7 +293,7 @@ def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         index for index, row in enumerate(rows) if not seen.update([side := (row.label, row.split)]) and seen[side] < 4
     ]
     monkeypatch.setattr(emoji_r, "read", lambda: (images[kept], [rows[index] for index in kept]))
-    small = {"data": {"tasks": 2}, "training": {"epochs": 1, "batch": 24}}
+    small = {"data": {"tasks": 2}, "training": {"epochs": 1, "batch_size": 24}}
     monkeypatch.setattr(presets, "settings", lambda *given: merge(preset(*given), small))
 
 

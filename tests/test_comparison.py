@@ -22,7 +22,7 @@ from probprompt import methods, presets
 from probprompt.cli.cmd_compare import compare
 from probprompt.cli.console import Screen
 from probprompt.cli.grid_screen import show_table
-from probprompt.config import parse_config
+from probprompt.config import parse_config, to_stored
 from probprompt.errors import UserError
 from probprompt.report import compare as measures
 from probprompt.report import figures
@@ -89,7 +89,7 @@ def configure(
     config = parse_config(presets.settings(preset, method, benchmark, tasks)).model_dump(mode="json")
     config |= {name: {**config[name], **group} for name, group in groups.items()}
     config["seeds"] = dict.fromkeys(("order", "init", "data"), seed)
-    return make(folder, method, seed, benchmark=benchmark, config=config)
+    return make(folder, method, seed, benchmark=benchmark, config=to_stored(config))
 
 
 def labels(found: Comparison) -> list[str]:
@@ -185,13 +185,13 @@ def test_settings_that_most_rows_share_are_noted_once(tmp_path: Path) -> None:
     del record["config"]["head"]["readings"]
     (old / "run.json").write_text(json.dumps(record))
     changes: list[dict[str, Any]] = [{"training": {"crop_scale": [0.2, 1.0]}}, {"training": {"epochs": 3}}]
-    changes.append({"head": {"readings": "projected"}})
+    changes.append({"head": {"intermediate": "projected"}})
     made = [configure(tmp_path / str(n), "ridge", "apt", "emoji-r", **change) for n, change in enumerate(changes)]
     found = gather_runs([old, *made])
-    assert labels(found) == ["apt", "apt, crop_scale=[0.2,1.0]", "apt, epochs=3", "apt, readings=projected"]
+    assert labels(found) == ["apt", "apt, crop_scale=[0.2,1.0]", "apt, epochs=3", "apt, intermediate=projected"]
     (usual,) = notes(found, USUAL)
     values = set(usual.removesuffix(".").partition(": ")[2].split(", "))
-    assert values == {"crop_scale=[0.4,1.0]", "epochs=12", "readings=beside"}
+    assert values == {"crop_scale=[0.4,1.0]", "epochs=12", "intermediate=unprojected"}
 
 
 def test_rows_name_what_differs_from_the_preset(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_rows_name_what_differs_from_the_preset(tmp_path: Path) -> None:
         place = tmp_path / f"{benchmark}-{name}"
         return configure(place, "flagship", "probprompt", benchmark, head=head, training=training)
 
-    followed = {"follow": True}
+    followed = {"compensate_drift": True}
     cifar = [change("cifar100", "followed", followed), change("cifar100", "longer", followed, epochs=7)]
     cifar.append(change("cifar100", "layers", {**followed, "layers": 1}))
     plain = [change(benchmark, "preset", {}) for benchmark in ("cifar100", "emoji-r")]
@@ -210,30 +210,30 @@ def test_rows_name_what_differs_from_the_preset(tmp_path: Path) -> None:
     where = {row.label: {result.place.benchmark for result in found.results if result.row == row} for row in found.rows}
     assert where == {
         "probprompt": both,
-        "probprompt, follow=true": both,
-        "probprompt, follow=true, epochs=7": {"cifar100"},
-        "probprompt, layers=1, follow=true": {"cifar100"},
+        "probprompt, compensate_drift=true": both,
+        "probprompt, compensate_drift=true, epochs=7": {"cifar100"},
+        "probprompt, layers=1, compensate_drift=true": {"cifar100"},
     }
-    usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), follow=false"
+    usual = "layers=5 (3 for emoji-r, flagship), epochs=40 (12 for emoji-r, flagship), compensate_drift=false"
     assert notes(found, USUAL) == [f"{USUAL}: {usual}."]
     rival = configure(tmp_path / "rival", "ridge", "vq-prompt", head={"layers": 1})
     assert labels(gather_runs([*cifar, rival, configure(tmp_path / "five", "flagship", "probprompt", tasks=5)])) == [
-        "probprompt, tasks=10, follow=true",
-        "probprompt, tasks=10, follow=true, epochs=7",
-        "probprompt, tasks=10, layers=1, follow=true",
+        "probprompt, tasks=10, compensate_drift=true",
+        "probprompt, tasks=10, compensate_drift=true, epochs=7",
+        "probprompt, tasks=10, layers=1, compensate_drift=true",
         "vq-prompt, tasks=10, layers=1",
         "probprompt, tasks=5",
     ]
 
 
 def test_default_of_one_method_is_noted_with_its_name(tmp_path: Path) -> None:
-    varied: list[dict[str, Any]] = [{}, {"projections": 5}, {"layers": 1}, {"mirrored": True}]
+    varied: list[dict[str, Any]] = [{}, {"projections": 5}, {"layers": 1}, {"flip_average": True}]
     made = [configure(tmp_path / f"lda{n}", "matched", "lda", head=head) for n, head in enumerate(varied[::2])]
     made += [configure(tmp_path / f"ranpac{n}", "matched", "ranpac", head=head) for n, head in enumerate(varied)]
     found = gather_runs(made)
-    more = ["ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, mirrored=true"]
+    more = ["ranpac", "ranpac, projections=5", "ranpac, layers=1", "ranpac, flip_average=true"]
     assert labels(found) == ["lda", "lda, layers=1", *more]
-    assert notes(found, f"{USUAL}: projections=10000 (2000 for lda in cifar100, matched), layers=0, mirrored=false")
+    assert notes(found, f"{USUAL}: projections=10000 (2000 for lda in cifar100, matched), layers=0, flip_average=false")
 
 
 def test_rows_of_two_heads_name_what_was_set(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from probprompt.storage import read_tensors
 from run_cases import BACKBONE, CPU, PROBPROMPT, as_options, events, outcome, overlay
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-REGULAR = {**PROBPROMPT, "regularisation": 0.1}
+REGULAR = {**PROBPROMPT, "regularization": 0.1}
 SMALL: dict[str, dict[str, Any]] = {
     "probprompt": REGULAR,
     "vq-prompt": {"tokens": 4, "blocks": [0, 2]},
@@ -46,14 +46,14 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"method": {"name": name, **SMALL.get(name, {})}} for name in methods.registered()},
-    **{name: {"method": {"name": name}, "training": {"head_rate": 0.0002}} for name in ("ft", "ft++", "joint")},
+    **{name: {"method": {"name": name}, "training": {"head_lr": 0.0002}} for name in ("ft", "ft++", "joint")},
     "clipped": {"method": REGULAR, "training": {"clip": 0.01}},
-    "equal parts": {"method": REGULAR, "training": {"batch": 8, "epochs": 2, "weight_decay": 0.01}},
+    "equal parts": {"method": REGULAR, "training": {"batch_size": 8, "epochs": 2, "weight_decay": 0.01}},
     "ridge and query": {
         "method": REGULAR,
-        "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1, "mirrored": True},
+        "head": {"kind": "ridge", "projections": 20, "with_query": True, "layers": 1, "flip_average": True},
     },
-    "mirror images": {"method": {"name": "ranpac"}, "head": {"kind": "ridge", "projections": 20, "with_mirrors": True}},
+    "mirror images": {"method": {"name": "ranpac"}, "head": {"kind": "ridge", "projections": 20, "flip_augment": True}},
 }
 """What learns with one and with two processes. A task has 21 images, so that most have parts of 10 and 11."""
 
@@ -63,15 +63,15 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2, "test_fraction": 0.3},
         "backbone": {**BACKBONE, "precision": "fp32"},
-        "training": {"epochs": 1, "batch": 32, "head_rate": 0.01},
-        "alignment": {"epochs": 2, "rate": 0.01},
+        "training": {"epochs": 1, "batch_size": 32, "head_lr": 0.01},
+        "alignment": {"epochs": 2, "lr": 0.01},
     }
     return overlay(base, groups)
 
 
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
-    "linear": {"method": REGULAR, "training": {"epochs": 3, "batch": 8}},
-    "ridge": {**CASES["ridge and query"], "training": {"epochs": 2, "batch": 8}},
+    "linear": {"method": REGULAR, "training": {"epochs": 3, "batch_size": 8}},
+    "ridge": {**CASES["ridge and query"], "training": {"epochs": 2, "batch_size": 8}},
 }
 
 
@@ -274,10 +274,10 @@ def test_killed_process_ends_the_run_which_is_resumed(worked: Worked) -> None:
 
 def test_error_is_printed_once_and_ends_all_processes(worked: Worked, tmp_path: Path) -> None:
     given = worked.settings["linear"]
-    odd = as_options({**given, "training": {**given["training"], "batch": 9}})
+    odd = as_options({**given, "training": {**given["training"], "batch_size": 9}})
     code, out, err = run(*TORCHRUN, "-m", "probprompt", "train", *odd, "--device", "cpu", "--out", tmp_path / "r")
     assert code != 0 and err.count("error: ") == 1
-    assert "a batch of 9 equally: set training.batch to 8 or 10, or start 1 or 3 or 9" in err
+    assert "a batch of 9 equally: set training.batch_size to 8 or 10, or start 1 or 3 or 9" in err
     assert not (tmp_path / "r").exists() and out.count("reading images") == 1
 
 
@@ -286,11 +286,11 @@ def prepared(given: dict[str, Any], size: int) -> None:
 
 
 def test_batches_that_cannot_be_shared_are_rejected(pictures: Path) -> None:
-    with pytest.raises(UserError, match=r"set training.batch to 20, or start 1 or 2 or 4 or 8 process"):
-        prepared(configure(pictures, training={"batch": 8}), 20)
+    with pytest.raises(UserError, match=r"set training.batch_size to 20, or start 1 or 2 or 4 or 8 process"):
+        prepared(configure(pictures, training={"batch_size": 8}), 20)
     with pytest.raises(UserError, match=r"task 1 has only 21 training image.* at most 21"):
-        prepared(configure(pictures, training={"batch": 44}), 22)
-    prepared(configure(pictures, method={"name": "lda"}, training={"batch": 7}), 3)  # learns from no batches
+        prepared(configure(pictures, training={"batch_size": 44}), 22)
+    prepared(configure(pictures, method={"name": "lda"}, training={"batch_size": 7}), 3)  # learns from no batches
 
 
 MIX = "l2p:batchwise l2p++:legacy_key_loss dual-prompt:batchwise dual-prompt:legacy_reshape hide-prompt:legacy_reshape"

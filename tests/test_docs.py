@@ -175,9 +175,9 @@ def test_the_readme_tells_the_recorded_numbers_of_its_sentences(recorded: dict[t
 
     unaligned = told("vq-prompt", "matched", "alignment.enabled=false")
     assert f"Without alignment VQ-Prompt has {unaligned} on CIFAR-100 (one seed)." in readme
-    reads = "layers=5", "readings=projected", "mirrored=true"
+    reads = "layers=5", "intermediate=projected", "flip_average=true"
     read, sketches = (told("ranpac", "matched", *reads, benchmark=name) for name in ("cifar100", "tu-berlin"))
-    large = _told(_dino("ranpac", ",".join(("matched", *reads))))
+    large = _told(_dino("ranpac", "matched,layers=5,readings=projected,mirrored=true"))
     expected = f"and mirror images RanPAC has {read} on CIFAR-100, {large} there with the DINOv2, and {sketches} on"
     assert expected in readme
     rival, drawn = (told("vq-prompt", "ridge", benchmark=name) for name in ("cifar100", "tu-berlin"))
@@ -192,12 +192,12 @@ def test_the_readme_tells_the_recorded_numbers_of_its_sentences(recorded: dict[t
     assert f"besides](results/further.md) it ends at {best}, where" in readme
     wide = told("ranpac", "matched", "projections=20000", *reads)
     assert f"projections and mirror images ends at {wide}." in readme
-    birds = [recorded["cub200", "ranpac", "matched", reads[-1]], _dino("ranpac", f"matched,{reads[-1]}", "cub200")]
+    birds = [recorded["cub200", "ranpac", "matched", reads[-1]], _dino("ranpac", "matched,mirrored=true", "cub200")]
     assert f"level with the flagship, at {' and '.join(map(_told, birds))} (" in readme
 
 
-PLAIN = "mirrored=false"
-FOLLOWED = ("follow=true", "adapt_tasks=2", "later_rate_factor=0.2")
+PLAIN = "flip_average=false"
+FOLLOWED = ("compensate_drift=true", "adapt_tasks=2", "later_lr_scale=0.2")
 
 
 def _words(page: str) -> str:

@@ -41,7 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 HEADS: dict[str, dict[str, Any]] = {
     "probprompt": {"kind": "ridge", "projections": 30, "with_query": True},
-    "coda-prompt": {"kind": "lda", "mirrored": True},
+    "coda-prompt": {"kind": "lda", "flip_average": True},
     "l2p": {"kind": "nearest-mean"},
 }
 # The graph of linear-probe (which several tests export) or of l2p, under heads that others have.

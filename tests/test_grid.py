@@ -57,7 +57,7 @@ class Worker:
         self.started.append(_name(out))
         if self.fail and self.fail in str(out):
             raise RuntimeError(f"no luck with {config.method.name}")
-        run = Run.create(out, RunRecord(config=config.model_dump(mode="json"), status="running"))
+        run = Run.create(out, RunRecord(config=config.to_stored(), status="running"))
         if self.interrupt and self.interrupt in str(out):
             raise KeyboardInterrupt
         return self._finish(run)
@@ -113,10 +113,10 @@ def test_grid_holds_all_combinations_by_seed(spec: Spec, tmp_path: Path) -> None
 
 
 def test_settings_override_presets_and_variations_both(spec: Spec, pictures: Path, tmp_path: Path) -> None:
-    chosen = {"training": {"batch": 16, "epochs": 5}, "method.samples": 2, "flip": False}
+    chosen = {"training": {"batch_size": 16, "epochs": 5}, "method.samples": 2, "flip": False}
     asked = spec(presets=["matched"], seeds=[3], settings=chosen, vary={"training.epochs": [7]})
     for cell in Grid(asked, tmp_path).cells:
-        own: dict[str, Any] = {"training": {"batch": 16, "epochs": 7, "flip": False}}
+        own: dict[str, Any] = {"training": {"batch_size": 16, "epochs": 7, "flip": False}}
         own |= {"method": {"samples": 2}} if cell.method == "probprompt" else {}
         wanted = merge(presets.settings("matched", cell.method, str(pictures)), own)
         wanted = merge(wanted, {"seeds": {"order": 3, "init": 3, "data": 3}})
@@ -164,7 +164,7 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
             ["'probpromt': did you mean 'probprompt'", "'emoji-r'?", "'mached': did you mean 'matched'?"],
         ),
         ({"settings": {"training": {"epoch": 1}, "smaples": 2}}, ["'training.epochs'", "'smaples'"]),
-        ({"vary": {"rates": [1]}, "settings": {}}, ["no setting is called 'rates'"]),
+        ({"vary": {"rates": [1]}, "settings": {}}, ["Unknown setting 'rates'"]),
         ({"vary": {"enabled": [True]}, "methods": "linear-probe", "settings": {"epochs": 2}}, ["'epochs' could be "]),
         ({"settings": {"seeds": {"order": 1}}}, ["seeds.order is no setting of a grid: name them in its seeds"]),
         ({"vary": {"method.name": ["l2p"]}}, ["method.name is no setting of a grid: name them in its methods"]),
@@ -338,7 +338,7 @@ def test_options_override_the_file(tmp_path: Path, pictures: Path) -> None:
     file = tmp_path / "grid.toml"
     file.write_text(
         'methods = ["probprompt", "l2p"]\nbenchmarks = "emoji-r"\nseeds = 4\n'
-        "[settings.training]\nepochs = 3\nbatch = 8\n[vary]\nmethod.components = [5, 10]\n"
+        "[settings.training]\nepochs = 3\nbatch_size = 8\n[vary]\nmethod.components = [5, 10]\n"
     )
     read = read_spec(file, options(), [], [])
     found = (read.methods, read.benchmarks, read.seeds, read.presets, read.vary)
@@ -348,7 +348,7 @@ def test_options_override_the_file(tmp_path: Path, pictures: Path) -> None:
     assignments = ["training.epochs=1", "weights=none"]
     read = read_spec(file, given, assignments, ["samples=1,3", "blocks=[0],[0,2]", "backbone.name=demo,x"])
     assert (read.methods, read.seeds, read.benchmarks) == (("apt", "ft++"), (0, 1, 2, 7), (str(pictures),))
-    assert flatten(read.settings) == {"training.epochs": 1, "training.batch": 8, "weights": None}
+    assert flatten(read.settings) == {"training.epochs": 1, "training.batch_size": 8, "weights": None}
     assert read.vary == vary | {"samples": (1, 3), "blocks": ([0], [0, 2]), "backbone.name": ("demo", "x")}
     assert "probprompt" in read_spec(None, options(methods=["all"], benchmarks=["emoji-r"]), [], []).methods
 
@@ -378,7 +378,7 @@ def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any)
     """Run the command on a grid of which one run diverges."""
     assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
-    settings = {"assignments": assignments, "vary": ["head_rate=0.01,1e30"], "show_only": show_only}
+    settings = {"assignments": assignments, "vary": ["head_lr=0.01,1e30"], "show_only": show_only}
     cmd_compare.compare(**{**chosen, **settings, **given}, out=out, device="cpu")
 
 

@@ -156,7 +156,7 @@ def test_settings_without_meaning_are_refused(setting: str, values: list[Any]) -
 # Trained heads
 
 
-@pytest.mark.parametrize("kind", ["linear", "normalised"])
+@pytest.mark.parametrize("kind", ["linear", "normalized"])
 def test_rows_start_as_pytorch_draws_them_from_seed_and_class(kind: str) -> None:
     head = build(kind).grow(2).grow(3)
     for label in range(5):
@@ -451,11 +451,11 @@ def test_a_strength_that_is_lost_in_rounding_gives_the_shortest_exact_fit(ridge:
     assert close(head.solution().T, shortest, 1e-2)
 
 
-@pytest.mark.parametrize(("readings", "projected"), [("beside", 12), ("projected", 48)])
-def test_readings_stand_beside_the_projections_or_are_projected(
-    readings: Literal["beside", "projected"], projected: int
+@pytest.mark.parametrize(("intermediate", "projected"), [("unprojected", 12), ("projected", 48)])
+def test_intermediate_stand_beside_the_projections_or_are_projected(
+    intermediate: Literal["unprojected", "projected"], projected: int
 ) -> None:
-    config = RidgeSettings(projections=30, ridge=2.0, with_query=True, layers=3, readings=readings)
+    config = RidgeSettings(projections=30, ridge=2.0, with_query=True, layers=3, intermediate=intermediate)
     head = make_head(config, width=6, seed=3)
     assert isinstance(head, RidgeHead) and head.width == 6 * 8 and head.layers == 3
     assert head.projection is not None and head.projection.shape == (projected, 30)

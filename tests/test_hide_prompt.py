@@ -177,7 +177,7 @@ def test_an_identity_that_learns_no_more_stays_where_it_is() -> None:
 
 
 def test_the_identity_learns_at_a_rate_of_its_own() -> None:
-    method = fresh(identity_rate_factor=0.25)
+    method = fresh(identity_lr_scale=0.25)
     (prompts, one), (identity, quarter) = method.groups()
     assert (one, quarter) == (1.0, 0.25)
     assert [id(part) for part in prompts] == [id(method.pool[2])]
@@ -336,8 +336,8 @@ def test_the_identity_is_refitted_after_every_task_but_the_first() -> None:
 @pytest.mark.parametrize("sizes", [(2, 3, 2), (2, 1, 1)])
 def test_the_task_of_an_image_is_known_after_each_task(sizes: tuple[int, ...]) -> None:
     """Trained on its own classes alone, a head cannot tell tasks apart; a single class is not trained at all."""
-    alignment = {"rate": 0.02, "epochs": 15}
-    method, firsts = fresh(sizes=(), identity_alignment=alignment, identity_row_rate=0.05), np.cumsum((0, *sizes))
+    alignment = {"lr": 0.02, "epochs": 15}
+    method, firsts = fresh(sizes=(), identity_alignment=alignment, identity_row_lr=0.05), np.cumsum((0, *sizes))
     for task, classes in enumerate(sizes):
         method.begin_task(task, classes)
         summary = summary_of(task, int(firsts[task]), classes)
@@ -359,8 +359,8 @@ def test_the_task_of_an_image_is_known_after_each_task(sizes: tuple[int, ...]) -
 
 def test_the_refit_has_the_published_settings_and_keeps_those_not_named() -> None:
     published = HiDePromptConfig().identity_alignment
-    assert (published.optimiser, published.schedule, published.epochs, published.centroids) == ("sgd", "epoch", 30, 10)
-    assert (published.rate, published.final_rate, published.weight_decay) == (0.00046875, 0, 0)
+    assert (published.optimizer, published.schedule, published.epochs, published.centroids) == ("sgd", "epoch", 30, 10)
+    assert (published.lr, published.min_lr, published.weight_decay) == (0.00046875, 0, 0)
     given = parse_config({"name": "hide-prompt", "identity_alignment": {"epochs": 3}})
     assert given == HiDePromptConfig(identity_alignment=IdentityAlignmentConfig(epochs=3))
-    assert isinstance(given, HiDePromptConfig) and given.identity_alignment.optimiser == "sgd"
+    assert isinstance(given, HiDePromptConfig) and given.identity_alignment.optimizer == "sgd"

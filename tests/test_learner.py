@@ -77,7 +77,7 @@ class Watched:
 def test_a_step_is_cross_entropy_over_the_current_tasks_classes(settings: Settings) -> None:
     """One step of a linear probe on a whole later task, against AdamW's first step by hand."""
     rate = 0.01
-    workshop = build(settings(method=PROBE, training={"epochs": 1, "batch": 500, "head_rate": rate}))
+    workshop = build(settings(method=PROBE, training={"epochs": 1, "batch_size": 500, "head_lr": rate}))
     learner, task = teach(workshop, 1), workshop.tasks[1]
     assert task.first == 2 and len(task) == 16
     features = evaluation_features(learner, task.rows).double()
@@ -104,7 +104,7 @@ def test_a_step_is_cross_entropy_over_the_current_tasks_classes(settings: Settin
 def test_the_methods_losses_are_added_and_prompts_learn_at_five_times_the_rate(settings: Settings) -> None:
     """Its own and that on features."""
     rate = 0.01
-    workshop = build(settings(training={"epochs": 1, "batch": 500, "head_rate": rate}))
+    workshop = build(settings(training={"epochs": 1, "batch_size": 500, "head_lr": rate}))
     learner, task = workshop.learner, workshop.tasks[0]
     method, seen = prompts_of(learner), list[Context]()
 
@@ -130,7 +130,7 @@ def test_the_methods_losses_are_added_and_prompts_learn_at_five_times_the_rate(s
 
 
 def test_training_tells_the_method_task_labels_and_first_class(settings: Settings) -> None:
-    workshop = build(settings(training={"epochs": 1, "batch": 5}))
+    workshop = build(settings(training={"epochs": 1, "batch_size": 5}))
     learner, task = teach(workshop, 1), workshop.tasks[1]
     label = dict(zip(task.rows.tolist(), task.labels.tolist(), strict=True))
     watched, seen = Watched(learner), contexts_of(learner.model.method)
@@ -168,7 +168,7 @@ def first_gradients(settings: dict[str, Any]) -> Weights:
 
 
 def test_gradients_are_clipped_by_the_norm_of_all_together(settings: Settings) -> None:
-    whole = {"epochs": 1, "batch": 500}
+    whole = {"epochs": 1, "batch_size": 500}
     plain = first_gradients(settings(training=whole))
     assert set(plain) == {"head.weight", "head.bias", "method.mean", "method.log_std"}
     norm = length(plain)
@@ -186,7 +186,7 @@ def test_fine_tuning_compares_all_classes_or_those_of_the_task(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, method: str, first: int
 ) -> None:
     """The gradient of a later task, against softmax and truth by hand: it reaches old rows of plain fine-tuning."""
-    workshop = build_with({"name": method}, settings(training={"epochs": 1, "batch": 500}))
+    workshop = build_with({"name": method}, settings(training={"epochs": 1, "batch_size": 500}))
     learner, task = teach(workshop, 1), workshop.tasks[1]
     learner.begin(task)
     seen, original = list[Tensor](), learner.model.features
@@ -212,8 +212,8 @@ def test_fine_tuning_compares_all_classes_or_those_of_the_task(
         assert float(found[f"backbone.model.{name}"].abs().max()) > 0
 
 
-def test_the_reference_of_the_regularisation_is_that_of_the_last_step(settings: Settings) -> None:
-    workshop = build(settings(training={"epochs": 1, "batch": 500}))
+def test_the_reference_of_the_regularization_is_that_of_the_last_step(settings: Settings) -> None:
+    workshop = build(settings(training={"epochs": 1, "batch_size": 500}))
     learner = workshop.learner
     method = prompts_of(learner)
     for task in workshop.tasks:
@@ -244,9 +244,9 @@ def test_training_moves_the_new_rows_of_the_head_alone(settings: Settings, metho
     ("method", "training", "expected"),
     [
         (None, {}, {"method.mean": 0.01, "method.log_std": 0.01}),
-        (None, {"later_rate_factor": 0.25}, {"method.mean": 0.0025, "method.log_std": 0.0025}),
-        ({**HIDE, "identity_rate_factor": 0.5}, {}, {"method.pool.1": 0.01, "method.identity.": 0.005}),
-        ({"name": "ft"}, {"prompt_rate_factor": 0.1}, {"backbone.model.": 0.0002}),
+        (None, {"later_lr_scale": 0.25}, {"method.mean": 0.0025, "method.log_std": 0.0025}),
+        ({**HIDE, "identity_lr_scale": 0.5}, {}, {"method.pool.1": 0.01, "method.identity.": 0.005}),
+        ({"name": "ft"}, {"prompt_lr_scale": 0.1}, {"backbone.model.": 0.0002}),
     ],
     ids=str,
 )
@@ -254,7 +254,7 @@ def test_the_optimiser_holds_what_learns_at_its_rate(
     settings: Settings, method: dict[str, Any] | None, training: dict[str, Any], expected: dict[str, float]
 ) -> None:
     """Of the second task."""
-    given = settings(training={"head_rate": 0.002, **training})
+    given = settings(training={"head_lr": 0.002, **training})
     workshop = build(given) if method is None else build_with(method, given)
     learner, task = workshop.learner, workshop.tasks[1]
     for each in workshop.tasks[:2]:
@@ -272,7 +272,7 @@ def test_the_optimiser_holds_what_learns_at_its_rate(
 
 
 def test_the_rate_falls_along_a_cosine_over_the_steps_of_the_task(settings: Settings) -> None:
-    workshop = build(settings(training={"epochs": 2, "batch": 8, "head_rate": 1.0, "final_rate": 0.0}))
+    workshop = build(settings(training={"epochs": 2, "batch_size": 8, "head_lr": 1.0, "min_lr": 0.0}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
     optimiser, found = learner.optimizer(task), []
@@ -305,7 +305,7 @@ def test_runs_build_one_optimiser_per_task(settings: Settings, monkeypatch: pyte
 def test_batches_are_at_most_the_task_and_the_smaller_last_one_is_dropped(
     settings: Settings, batch: int, size: int, steps: int
 ) -> None:
-    workshop = build(settings(training={"epochs": 1, "batch": batch}, method={"samples": 1, "blocks": [0]}))
+    workshop = build(settings(training={"epochs": 1, "batch_size": batch}, method={"samples": 1, "blocks": [0]}))
     learner, task = workshop.learner, workshop.tasks[1]
     learner.begin(workshop.tasks[0])
     learner.begin(task)
@@ -341,7 +341,7 @@ def observe(workshop: TrainingSetup) -> Seen:
 
 def test_order_views_and_noise_follow_data_seed_epoch_and_task(settings: Settings) -> None:
     seeds = [{"data": data, "init": init} for data, init in ((0, 0), (0, 1), (1, 0))]
-    workshops = [build(settings(training={"epochs": 2, "batch": 16}, seeds=chosen)) for chosen in seeds]
+    workshops = [build(settings(training={"epochs": 2, "batch_size": 16}, seeds=chosen)) for chosen in seeds]
     first, again, other = map(observe, workshops)
     assert sorted(first.batches[0]) == sorted(first.batches[1]) == workshops[0].tasks[0].rows.tolist()
     assert first.batches[0] != first.batches[1]
@@ -358,7 +358,7 @@ def test_order_views_and_noise_follow_data_seed_epoch_and_task(settings: Setting
 def test_images_cut_out_within_a_step_are_those_cut_before_it(
     settings: Settings, flip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, found = settings(training={"epochs": 1, "batch": 16, "flip": flip}), list[Weights]()
+    chosen, found = settings(training={"epochs": 1, "batch_size": 16, "flip": flip}), list[Weights]()
     for within in (False, True):
         monkeypatch.setattr(Preprocessor, "cuts", lambda *_, within=within: within)
         found.append(weights_of(teach(build(chosen), 1).model.head))
@@ -387,8 +387,8 @@ def draws_of(settings: dict[str, Any]) -> Draws:
 
 
 def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings: Settings) -> None:
-    def draws(batch: int, augmentation: str = "crop+colour", **seeds: int) -> Draws:
-        training = {"epochs": 2, "batch": batch, "augmentation": augmentation}
+    def draws(batch: int, augmentation: str = "crop+color", **seeds: int) -> Draws:
+        training = {"epochs": 2, "batch_size": batch, "augmentation": augmentation}
         return draws_of(settings(training=training, method={"samples": 1, "blocks": [0]}, seeds=seeds))
 
     first, other, reseeded, plain = draws(4), draws(16, init=3), draws(16, data=1), draws(16, "crop")
@@ -405,7 +405,7 @@ def test_augmentation_is_drawn_by_image_and_epoch_whatever_the_batches(settings:
 
 
 def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: Settings) -> None:
-    training = {"epochs": 30, "batch": 8, "head_rate": 0.02}
+    training = {"epochs": 30, "batch_size": 8, "head_lr": 0.02}
     workshop = build(settings(data={"tasks": (3, 2, 1)}, method=PROBE, training=training, alignment={"epochs": 10}))
     learner, last = workshop.learner, workshop.tasks[2]
     assert [learner.epochs(task) for task in workshop.tasks] == [30, 30, 0]
@@ -452,7 +452,7 @@ RIDGE = {"kind": "ridge", "projections": 30, "ridge": 10.0}
 def test_prompts_adapted_to_the_first_task_alone_stay_as_they_are(
     settings: Settings, count_queries: Callable[[TrainingSetup], list[int]], groups: dict[str, Any]
 ) -> None:
-    workshop = build({**settings(**groups), "evaluation_batch": 5})
+    workshop = build({**settings(**groups), "evaluation_batch_size": 5})
     learner, rows, closed = workshop.learner, workshop.tasks[0].rows, "head" in groups
     method = prompts_of(learner)
     start, unseen = weights_of(method), evaluation_features(learner, rows)
@@ -499,7 +499,7 @@ def test_what_the_head_knows_follows_the_prompts(settings: Settings, monkeypatch
     """In tasks in which prompts move features of known classes, from what they were to what they are; in no other."""
     told = list[tuple[Tensor, Tensor]]()
     monkeypatch.setattr(RidgeHead, "follow", lambda head, before, after, key: told.append((before, after)))
-    head = {"kind": "ridge", "projections": 8, "follow": True}
+    head = {"kind": "ridge", "projections": 8, "compensate_drift": True}
     workshop = build(settings(training={"adapt_tasks": 2, "epochs": 1}, head=head))
     learner = workshop.learner
     for task in workshop.tasks:
@@ -527,7 +527,7 @@ def test_features_at_evaluation_are_the_mean_over_all_draws(settings: Settings) 
 
 def test_noise_of_each_image_follows_its_pixels_wherever_it_is_looked_at(settings: Settings) -> None:
     """In the loader, in the scorer, in batches and alone, of a mirror image, and after saving."""
-    chosen = settings(head={"kind": "ridge", "projections": 0, "mirrored": True})
+    chosen = settings(head={"kind": "ridge", "projections": 0, "flip_average": True})
     workshop = build({**chosen, "method": {**chosen["method"], "evaluation": "image", "initial_std": 3.0}})
     learner, scorer = workshop.learner, workshop.scorer
     model, store, rows = learner.model, learner.images.store, workshop.tasks[0].rows
@@ -634,7 +634,7 @@ def test_a_closed_form_head_takes_a_first_task_of_one_class_where_no_prompts_lea
 def test_the_summary_is_what_the_model_makes_of_the_tasks_images(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
 ) -> None:
-    workshop = build_with(method, {**settings(training={"epochs": 1}), "evaluation_batch": 5})
+    workshop = build_with(method, {**settings(training={"epochs": 1}), "evaluation_batch_size": 5})
     learner, task = teach(workshop, 1), workshop.tasks[1]
     given = list[TaskSummary | None]()
     monkeypatch.setattr(learner.model.method, "end_task", given.append)
@@ -666,7 +666,7 @@ def test_a_method_that_needs_no_summary_is_given_none(settings: Settings, monkey
 
 
 def test_new_rows_are_placed_by_mean_queries_of_classes(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    workshop = build_with(EVO, {**settings(training={"epochs": 1}), "evaluation_batch": 5})
+    workshop = build_with(EVO, {**settings(training={"epochs": 1}), "evaluation_batch_size": 5})
     learner, asked = workshop.learner, list[tuple[Tensor, Tensor, Tensor]]()
     rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
 
@@ -717,7 +717,7 @@ def test_rows_are_placed_where_the_method_adapts_alone(settings: Settings) -> No
 def test_a_head_is_realigned_as_set_or_else_as_the_method_has_it(
     settings: Settings, method: str, enabled: bool | None, aligned: bool
 ) -> None:
-    given = settings(alignment={"enabled": enabled, "rate": 0.01}, training={"epochs": 1})
+    given = settings(alignment={"enabled": enabled, "lr": 0.01}, training={"epochs": 1})
     workshop = build(given if method == "probprompt" else {**given, "method": {"name": method}})
     learner = teach(workshop, 1)
     train(learner, workshop.tasks[1])
@@ -810,13 +810,13 @@ def test_a_loss_that_is_no_number_stops_with_task_and_epoch(settings: Settings, 
 
 
 def test_an_absurd_rate_stops_with_the_settings_to_lower(settings: Settings) -> None:
-    workshop = build(settings(training={"head_rate": 1e36, "epochs": 5}))
-    with pytest.raises(UserError, match=r"task 1, epoch \d.*training\.head_rate \(1e\+36\).*prompt_rate_factor"):
+    workshop = build(settings(training={"head_lr": 1e36, "epochs": 5}))
+    with pytest.raises(UserError, match=r"task 1, epoch \d.*training\.head_lr \(1e\+36\).*prompt_lr_scale"):
         train(workshop.learner, workshop.tasks[0])
 
 
 def test_parameters_that_are_no_number_stop_although_the_loss_was_one(settings: Settings) -> None:
-    workshop = build(settings(training={"epochs": 1, "batch": 500}))
+    workshop = build(settings(training={"epochs": 1, "batch_size": 500}))
     learner, task = workshop.learner, workshop.tasks[0]
     learner.begin(task)
     optimiser = learner.optimizer(task)
@@ -861,8 +861,8 @@ def test_the_data_seed_leaves_the_beginning_alone(settings: Settings) -> None:
 
 
 def test_a_refit_that_diverges_is_told(settings: Settings) -> None:
-    workshop = build(settings(alignment={"rate": 1e35, "final_rate": 1e35}))
-    with pytest.raises(UserError, match=r"after task 2: lower alignment\.rate"):
+    workshop = build(settings(alignment={"lr": 1e35, "min_lr": 1e35}))
+    with pytest.raises(UserError, match=r"after task 2: lower alignment\.lr"):
         for task in workshop.tasks[:2]:
             workshop.learner.begin(task)
             workshop.learner.finish(task, quiet)

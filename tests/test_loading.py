@@ -142,7 +142,7 @@ def test_views_of_hosted_and_resident_images_are_equal(sizes: Sizes) -> None:
     rows = torch.tensor([3, 6, 1, 1, 0])
     expected = viewer().evaluation(resident, rows)
     assert expected.shape == (5, 3, 16, 16) and torch.equal(viewer().evaluation(hosted, rows), expected)
-    augmentations: tuple[Augmentation, ...] = ("crop", "crop+colour", "autoaugment+crop", "crop+brightness")
+    augmentations: tuple[Augmentation, ...] = ("crop", "crop+color", "autoaugment+crop", "crop+brightness")
     seen = []
     for augmentation in augmentations:
         given = views(resident, rows, augmentation)
@@ -156,7 +156,7 @@ def test_views_of_hosted_and_resident_images_are_equal(sizes: Sizes) -> None:
     torch.testing.assert_close(seen[3], (transforms.after_crop(sharp, given.draws, given.augmentation) - mean) / spread)
 
 
-@pytest.mark.parametrize("augmentation", ["crop", "crop+colour"])
+@pytest.mark.parametrize("augmentation", ["crop", "crop+color"])
 def test_large_image_does_not_enlarge_the_canvas(augmentation: Augmentation, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = stores(((20, 30), (24, 16), (200, 300), (20, 20), (16, 40)))
     rows = torch.arange(5)
@@ -196,7 +196,7 @@ def test_views_on_a_gpu_and_cpu(sizes: Sizes, room: int | None, monkeypatch: pyt
     rows = torch.tensor([3, 6, 1, 1, 0])
     for switch in ("on", "off"):
         monkeypatch.setenv(kernels.SWITCH, switch)
-        for augmentation in ("crop", "crop+colour"):
+        for augmentation in ("crop", "crop+color"):
             expected = viewer().random(plain, rows, views(plain, rows, augmentation))
             found = viewer(device=device).random(store, rows.to(device), views(store, rows.to(device), augmentation))
             assert torch.allclose(found.cpu(), expected, atol=2e-3), (switch, augmentation)
@@ -387,7 +387,7 @@ def test_large_sets_stay_on_the_host(folder: Path, cache: ImageCache, monkeypatc
 
 def test_record_describes_the_images(settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROBPROMPT_CACHE", str(cache.root))
-    workshop = runs_train.prepare(parse_config(settings(data={"stored_side": 24})), CPU, SILENT)
+    workshop = runs_train.prepare(parse_config(settings(data={"stored_size": 24})), CPU, SILENT)
     record = runs_train.describe(workshop, "run").to_json()["data"]
     assert set(record) == {"train", "test"}
     for side, count in (("train", 48), ("test", 12)):

@@ -252,12 +252,12 @@ MEANINGLESS = {
     'general_tokens=0 expert_tokens=7 expert_tokens=0 pull=-1 key_loss="max" initial="normal" initial_scale=0 tasks=10',
     "evo-prompt": "blocks=[] blocks=[1,1] tokens=0 hidden=0 fusion=-0.1 fusion=1.5 part=0 temperature=0 sub_heads=192",
     "hide-prompt": "blocks=[] blocks=[1,1] tokens=5 momentum=1.0 momentum=-0.1 contrast=-1 contrast_temperature=0 "
-    "contrast_centroids=0 identity_rate_factor=0 identity_epochs=0 identity_batch=0 "
-    'identity_alignment={"optimiser":"adam"} identity_alignment={"epoch":3}',
+    "contrast_centroids=0 identity_lr_scale=0 identity_epochs=0 identity_batch_size=0 "
+    'identity_alignment={"optimizer":"adam"} identity_alignment={"epoch":3}',
     "l2p": 'top_k=0 top_k=11 pull=-1 initial="normal" initial_scale=0 tokens=0 blocks=[0] legacy_key_loss=true',
     "l2p++": 'blocks=[] blocks=[1,1] tokens=0 tokens=5 top_k=0 top_k=31 pull=-1 initial="normal" initial_scale=0',
     "probprompt": "blocks=[] blocks=[1,1] tokens=0 tokens=5 components=0 samples=-1 top_k=0 top_k=11 initial_std=0 "
-    'relevance_temperature=0 relevance_temperature="sqrt" regularisation=-1 variant="mix" reference="batch" sample=3',
+    'relevance_temperature=0 relevance_temperature="sqrt" regularization=-1 variant="mix" reference="batch" sample=3',
     "vq-prompt": "blocks=[] blocks=[1,1] tokens=0 tokens=5 components=0 temperature=0 commitment_weight=-1 "
     'pool_weight=-1 initial="zero" initial_scale=0 samples=3',
 }

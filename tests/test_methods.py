@@ -107,8 +107,8 @@ def configure(few: Path, kind: str, method: str, **groups: dict[str, Any]) -> Ru
         "data": {"benchmark": str(few), "tasks": [3, 1, 2]},
         "backbone": {"name": kind},
         "method": {"name": method},
-        "training": {"epochs": 2, "batch": 4, "head_rate": 1e-3 if method in BASELINES else 0.01},
-        "alignment": {"epochs": 2, "rate": 0.01},
+        "training": {"epochs": 2, "batch_size": 4, "head_lr": 1e-3 if method in BASELINES else 0.01},
+        "alignment": {"epochs": 2, "lr": 0.01},
     }
     if method == "ft++":  # by itself it cannot learn a class alone
         base["alignment"] = {**base["alignment"], "enabled": True}
@@ -335,9 +335,9 @@ def test_every_preset_is_valid(name: str, benchmark_name: str, preset: str) -> N
     assert config.method.name == name and config.preset == preset and config.data.benchmark == benchmark_name
     assert not config.method.marks(), "a preset never repeats a published mistake"
     if preset == "published":
-        assert config.backbone.normalisation == "unit" or name == "hide-prompt"
+        assert config.backbone.normalization == "unit" or name == "hide-prompt"
         photographs = benchmark_name in ("imagenet-r", "cub200")
-        assert config.data.stored_side == ("full" if photographs else None), "crops are cut from the whole image"
+        assert config.data.stored_size == ("full" if photographs else None), "crops are cut from the whole image"
         assert config.backbone.precision == "fp32"
         google = name in ("l2p", "dual-prompt", "hide-prompt")
         assert config.data.center_crop is (True if google else None)
@@ -346,8 +346,8 @@ def test_every_preset_is_valid(name: str, benchmark_name: str, preset: str) -> N
 def test_published_hide_prompt_trains_as_its_scripts_state() -> None:
     found = {name: parse_config(presets.settings("published", "hide-prompt", name)) for name in ("cifar100", "cub200")}
     cifar, cub = found["cifar100"].training, found["cub200"].training
-    rates = {(one.head_rate * one.prompt_rate_factor, one.schedule) for one in (cifar, cub)}
-    assert rates == {(0.03 * 24 / 256, "step")} and cub.head_rate == 10 * cifar.head_rate == 0.03 * 24 / 256
+    rates = {(one.head_lr * one.prompt_lr_scale, one.schedule) for one in (cifar, cub)}
+    assert rates == {(0.03 * 24 / 256, "step")} and cub.head_lr == 10 * cifar.head_lr == 0.03 * 24 / 256
     assert (cifar.augmentation, cifar.crop_scale) == ("crop+brightness", (0.08, 1.0))
     assert (cub.augmentation, cub.crop_scale) == ("crop", (0.05, 1.0))
     assert parse_config(presets.settings("published", "hide-prompt", "imagenet-r")).training.schedule == "cosine"
@@ -358,7 +358,7 @@ def test_matched_is_one_protocol_for_all() -> None:
     shared = []
     for name in METHODS:
         config = parse_config(presets.settings("matched", name, "emoji-r"))
-        training = config.training.model_dump(exclude={"prompt_rate_factor", "head_rate"})
+        training = config.training.model_dump(exclude={"prompt_lr_scale", "head_lr"})
         shared.append((config.data, config.backbone, tuple(sorted(training.items()))))
         if name not in BASELINES:
             assert config.alignment == parse_config(presets.settings("matched", "probprompt", "emoji-r")).alignment
@@ -401,13 +401,13 @@ def test_a_head_may_be_given_the_mean_over_an_image_and_its_mirror_image(
 ) -> None:
     """At every place where it learns or predicts: an image and its mirror image are then the same to it."""
     plain = {"kind": "ridge", "layers": 1, "ridge": 1.0, "projections": 50}
-    run = runs_train.train(configure(few, "narrow", name, head={**plain, "mirrored": True}), tmp_path / "run")
+    run = runs_train.train(configure(few, "narrow", name, head={**plain, "flip_average": True}), tmp_path / "run")
     workshop = restored(run)
     model, task, images = workshop.learner.model, workshop.tasks[-1], some_images(workshop)
-    model.head.mirrored = False
+    model.head.flip_average = False
     both = (model.look(images) + model.look(images.flip(-1))) / 2
     seen, apart = workshop.learner.look(task, quiet), model.predict(images)
-    model.head.mirrored, workshop.learner.loader._frozen = True, None
+    model.head.flip_average, workshop.learner.loader._frozen = True, None
     by_hand = model.head(both)
     assert_predicted_everywhere(run, workshop, by_hand)
     torch.testing.assert_close(model.predict(images.flip(-1)), by_hand)
@@ -423,7 +423,7 @@ def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path,
     """As more images, with their own queries; a prediction looks at the image alone."""
     own = {"ridge": 1.0, "projections": 40} if head == "ridge" else {}
     wanted = {"kind": head, **own, "layers": 1, "with_query": name == "probprompt"}
-    workshop = learn(configure(few, "narrow", name, head={**wanted, "with_mirrors": True}))
+    workshop = learn(configure(few, "narrow", name, head={**wanted, "flip_augment": True}))
     learner = workshop.learner
     model, store = learner.model, learner.images.store
     by_hand = make_head(workshop.config.head, model.backbone.width, workshop.config.seeds.init)
@@ -444,11 +444,15 @@ def test_a_head_may_learn_mirror_images_as_well(name: str, head: str, few: Path,
         ("probprompt", {"kind": "linear", "layers": 1}, "head.layers does not apply to head.kind=linear"),
         (
             "probprompt",
-            {"kind": "linear", "with_mirrors": True},
-            "head.with_mirrors does not apply to head.kind=linear",
+            {"kind": "linear", "flip_augment": True},
+            "head.flip_augment does not apply to head.kind=linear",
         ),
-        ("probprompt", {"kind": "ridge", "with_mirrors": True, "mirrored": True}, "head.with_mirrors, not both"),
-        ("probprompt", {"kind": "linear", "mirrored": True}, "head.mirrored does not apply to head.kind=linear"),
+        ("probprompt", {"kind": "ridge", "flip_augment": True, "flip_average": True}, "head.flip_augment, not both"),
+        (
+            "probprompt",
+            {"kind": "linear", "flip_average": True},
+            "flip_average does not apply to head.kind=linear",
+        ),
         ("probprompt", {"kind": "ridge", "layers": 9}, "head.layers is 9"),
         ("probprompt", {"kind": "linear", "with_query": True}, "only to ridge, lda, nearest-mean"),
         ("apt", {"kind": "ridge", "with_query": True}, "which apt does not"),

@@ -39,7 +39,7 @@ def train(pictures: Path, out: Path, method: dict[str, Any], weights: str, **gro
         "data": {"benchmark": str(pictures), "tasks": 3},
         "backbone": {**BACKBONE, "weights": weights},
         "method": method,
-        "training": {"epochs": 1, "batch": 8, **groups.get("training", {})},
+        "training": {"epochs": 1, "batch_size": 8, **groups.get("training", {})},
         "alignment": {"epochs": 1},
     }
     workshop = runs_train.prepare(parse_config({**groups, **base}), CPU, ProgressCallback())
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], int, list[int]
     "ridge": (PROBPROMPT, {"head": {"kind": "ridge", "projections": 30}}, 1, [2, 2, 2]),
     "lda": ({"name": "linear-probe"}, {"head": {"kind": "lda", "shrinkage": 0.1}}, 1, [2, 2, 2]),
     "preferred": ({"name": "nearest-mean"}, {}, 1, [2, 2, 2]),
-    "normalised": ({"name": "apt"}, {}, 3, [2, 2, 2]),
+    "normalized": ({"name": "apt"}, {}, 3, [2, 2, 2]),
     "grown by all tasks": (HIDE, {}, 3, [2, 2, 2]),
     "grown by two tasks": (HIDE, {"training": {"adapt_tasks": 2}}, 2, [2, 2, 2]),
     "never adapted": (PROBPROMPT, {"training": {"adapt_tasks": 0}}, 0, [2, 2, 2]),

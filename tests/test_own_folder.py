@@ -27,7 +27,7 @@ SIDES = ((400, 300), (90, 120), (64, 64))
 EACH = 6
 QUICK = {
     "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
-    "training": {"epochs": 1, "batch": 16},
+    "training": {"epochs": 1, "batch_size": 16},
     "alignment": {"epochs": 1},
 }
 

@@ -342,10 +342,10 @@ def test_drift_is_the_divergence_from_cached_to_current_per_component_summed_ove
 
 
 def test_the_loss_in_training_is_the_weighted_drift() -> None:
-    method = moved(regularisation=0.25)
+    method = moved(regularization=0.25)
     assert loss_of(method, some_queries(), training()).item() == pytest.approx(0.25 * method.drift().item())
     assert method.prompts(some_queries(), EVALUATION).loss is None
-    assert moved(regularisation=0).prompts(some_queries(), training()).loss is None
+    assert moved(regularization=0).prompts(some_queries(), training()).loss is None
 
 
 HOOKS: dict[str, Callable[[ProbPrompt], None]] = {
@@ -369,7 +369,7 @@ def test_the_cache_moves_with_its_reference_alone(reference: str, event: str) ->
 
 
 def test_every_step_is_compared_with_the_parameters_of_the_step_before() -> None:
-    method, query = fresh(regularisation=1.0), some_queries()
+    method, query = fresh(regularization=1.0), some_queries()
     used: list[tuple[Tensor, Tensor]] = []
     for step in range(3):
         used.append((method.mean.detach().clone(), method.log_std.detach().clone()))

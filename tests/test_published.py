@@ -808,7 +808,7 @@ def test_the_page_on_data_shows_the_archives_and_their_hashes() -> None:
 
 def test_a_benchmark_by_name_can_be_learned(home: Path, settings: Settings) -> None:
     cifar(home / "cifar100" / "cifar-100-python")
-    config = parse_config(settings(data={"benchmark": "cifar100", "tasks": 1}, training={"epochs": 1, "batch": 2}))
+    config = parse_config(settings(data={"benchmark": "cifar100", "tasks": 1}, training={"epochs": 1, "batch_size": 2}))
     workshop = prepare(config, torch.device("cpu"), ProgressCallback())
     assert workshop.class_names == ("apple", "aquarium fish", "baby")
     assert [len(task.rows) for task in workshop.tasks] == [12]

@@ -58,7 +58,7 @@ def same(one: TrainingSetup, other: TrainingSetup) -> bool:
 def test_a_second_run_asks_nothing_and_learns_the_same(
     settings: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch, method: dict[str, Any] | None
 ) -> None:
-    chosen = settings(training={"epochs": 2, "batch": 8})
+    chosen = settings(training={"epochs": 2, "batch_size": 8})
     taught(chosen)
     assert sum(asked) == 2 * 2 * 16  # two tasks of 16 images, two epochs
     asked.clear()
@@ -74,7 +74,7 @@ def test_a_second_run_asks_nothing_and_learns_the_same(
     [
         {"seeds": {"data": 7}},
         {"seeds": {"order": 7}},
-        {"backbone": {"normalisation": "unit"}},
+        {"backbone": {"normalization": "unit"}},
         {"backbone": {"image_size": 48}},
         {"training": {"crop_scale": (0.5, 1.0)}},
         {"training": {"flip": False}},
@@ -83,7 +83,7 @@ def test_a_second_run_asks_nothing_and_learns_the_same(
     ids=str,
 )
 def test_other_views_or_weights_are_asked_anew(settings: Settings, change: dict[str, Any], asked: list[int]) -> None:
-    chosen = settings(training={"epochs": 1, "batch": 8})
+    chosen = settings(training={"epochs": 1, "batch_size": 8})
     taught(chosen, 1)
     asked.clear()
     name, values = next(iter(change.items()))
@@ -95,7 +95,7 @@ def test_images_and_epochs_that_are_not_known_are_asked_about(settings: Settings
     """The last, smaller batch is dropped: another size of batches may need more of the same order."""
     for epochs, batch, expected in ((1, 6, 12), (1, 8, 16), (1, 6, 0), (3, 8, 2 * 16)):
         asked.clear()
-        taught(settings(training={"epochs": epochs, "batch": batch}), 1)
+        taught(settings(training={"epochs": epochs, "batch_size": batch}), 1)
         assert sum(asked) == expected
 
 
@@ -115,4 +115,4 @@ def test_nothing_is_kept_beyond_the_room_there_is(monkeypatch: pytest.MonkeyPatc
 def test_without_the_switch_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
     monkeypatch.delenv(loader.SWITCH)
     assert loader.queries_of("one") is None
-    assert taught(settings(training={"epochs": 1, "batch": 8}), 1).learner.loader.queries is None
+    assert taught(settings(training={"epochs": 1, "batch_size": 8}), 1).learner.loader.queries is None

@@ -212,7 +212,7 @@ def short_folder() -> Iterator[Path]:
 def test_ctrl_c_stops_and_the_same_command_resumes(
     cluster: Cluster, probprompt: Callable[..., Any], pictures: Path, tmp_path: Path, short_folder: Path
 ) -> None:
-    settings = flatten({**TINY, "training": {"epochs": 80, "batch": 16}})
+    settings = flatten({**TINY, "training": {"epochs": 80, "batch_size": 16}})
     named = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     grid = ["--methods", "probprompt", "--benchmarks", str(pictures), "--seeds", "0", "--presets", "custom"]
     command = ["compare", *grid, *named, "--out", str(tmp_path / "out"), "--device", "cpu", "--on", "ray"]

@@ -136,7 +136,7 @@ def predictions(model: PromptedModel, images: Tensor) -> list[Tensor]:
 def test_every_method_predicts_by_replays_what_it_predicts(
     settings: Settings, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workshop = build({**settings(training={"epochs": 1, "batch": 8}), "method": {"name": method}}, "cuda")
+    workshop = build({**settings(training={"epochs": 1, "batch_size": 8}), "method": {"name": method}}, "cuda")
     learner = workshop.learner
     for task in workshop.tasks[:2]:
         with torch.enable_grad():

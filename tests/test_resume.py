@@ -38,7 +38,7 @@ from probprompt.runs.run import Run, config_hash
 from probprompt.storage import read_tensors, write_tensors
 from run_cases import BACKBONE, CPU, PROBPROMPT, StopHereError, Stopper, as_options, events, outcome, overlay
 
-REGULAR = {**PROBPROMPT, "regularisation": 0.1}
+REGULAR = {**PROBPROMPT, "regularization": 0.1}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "compared with the last step": {"method": {**REGULAR, "reference": "step"}},
     "compared with the last epoch": {"method": {**REGULAR, "reference": "epoch"}},
@@ -49,17 +49,17 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "a head in closed form": {"method": REGULAR, "head": {"kind": "ridge", "projections": 20}, "data": {"tasks": 3}},
     "sums that follow the prompts": {
         "method": REGULAR,
-        "head": {"kind": "ridge", "projections": 20, "follow": True},
-        "training": {"adapt_tasks": 2, "later_rate_factor": 0.5},
+        "head": {"kind": "ridge", "projections": 20, "compensate_drift": True},
+        "training": {"adapt_tasks": 2, "later_lr_scale": 0.5},
         "data": {"tasks": 3},
     },
     "a pool that grows, clipped and augmented": {
         "method": {"name": "hide-prompt", "tokens": 4, "blocks": [0, 2]},
-        "training": {"clip": 0.1, "augmentation": "crop+colour"},
+        "training": {"clip": 0.1, "augmentation": "crop+color"},
         "alignment": {"centroids": 2},
     },
     "rows placed by prototypes": {"method": {"name": "evo-prompt", "tokens": 2, "hidden": 4, "blocks": [0, 2]}},
-    "a backbone that learns": {"method": {"name": "ft"}, "training": {"head_rate": 0.001}},
+    "a backbone that learns": {"method": {"name": "ft"}, "training": {"head_lr": 0.001}},
 }
 
 
@@ -68,8 +68,8 @@ def configure(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     base: dict[str, dict[str, Any]] = {
         "data": {"benchmark": str(pictures), "tasks": 2},
         "backbone": {**BACKBONE, "precision": "fp32"},
-        "training": {"epochs": 2, "batch": 12, "head_rate": 0.01},
-        "alignment": {"epochs": 2, "rate": 0.01},
+        "training": {"epochs": 2, "batch_size": 12, "head_lr": 0.01},
+        "alignment": {"epochs": 2, "lr": 0.01},
     }
     return overlay(base, groups)
 
@@ -183,7 +183,7 @@ def modified(path: Path) -> int:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_runs_end_as_one_that_was_not(pictures: Path, tmp_path: Path, processes: None, seed: int) -> None:
     case = list(CASES)[seed - 1]
-    settings = configure(pictures, **CASES[case], training={"epochs": 5, "batch": 8, "head_rate": 0.01})
+    settings = configure(pictures, **CASES[case], training={"epochs": 5, "batch_size": 8, "head_lr": 0.01})
     config, out, dice = parse_config(settings), tmp_path / "killed", random.Random(seed)
     expected = outcome(train.train(config, tmp_path / "whole"))
     kills, saved = 0, Run(out).checkpoint
@@ -342,7 +342,7 @@ def test_corrupted_and_foreign_checkpoints_are_rejected(stopped: Stopped, tmp_pa
         (("--out", "elsewhere"), "leave --out away"),
         (("--epochs", 9), "training.epochs: 2 became 9"),
         (("--set", "method.samples=5"), "method.samples: 3 became 5"),
-        (("--set", "evaluation_batch=7"), "evaluation_batch: None became 7"),
+        (("--set", "evaluation_batch_size=7"), "evaluation_batch_size: None became 7"),
         (("--method", "linear-probe"), "method.name: 'probprompt' became 'linear-probe'"),
         (("--seed", 4), "seeds.data: 0 became 4; seeds.init: 0 became 4; seeds.order: 0 became 4"),
         (("--validate",), "data.validation: 0.0 became 0.2"),

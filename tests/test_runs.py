@@ -20,7 +20,7 @@ from torchvision import transforms
 
 import probprompt
 from probprompt import api
-from probprompt.config import RunConfig, parse_config
+from probprompt.config import RunConfig, parse_config, parse_stored
 from probprompt.engine import build
 from probprompt.engine.hardware import CHECKPOINTS, SWITCHES, hardware
 from probprompt.errors import UserError
@@ -40,7 +40,7 @@ def tiny(pictures: Path, **groups: dict[str, Any]) -> dict[str, Any]:
         "data": {"benchmark": str(pictures), "tasks": 3},
         "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
         "method": {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]},
-        "training": {"epochs": 2, "batch": 8},
+        "training": {"epochs": 2, "batch_size": 8},
         "alignment": {"epochs": 2},
     }
     return {name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}}
@@ -104,7 +104,7 @@ def test_run_leaves_its_files_and_no_others(finished: Run) -> None:
 def test_run_json_records_what_was_used(finished: Run, pictures: Path) -> None:
     record = strict((finished.folder / "run.json").read_text())
     assert record["name"] == "first" and record["status"] == "finished" and finished.finished
-    assert parse_config(record["config"]) == finished.config
+    assert parse_stored(record["config"]) == finished.config
     assert record["config"]["training"]["schedule"] == "cosine"  # defaults are written out
     assert record["config"]["seeds"] == {"order": 5, "init": 5, "data": 5}
     assert record["config_hash"] == config_hash(finished.config)
@@ -212,7 +212,7 @@ def test_closed_form_head_trains_prompts_in_the_first_task(pictures: Path, tmp_p
 
 
 def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_path: Path) -> None:
-    settings = fast(pictures, "joint", training={"epochs": 3, "head_rate": 0.001})
+    settings = fast(pictures, "joint", training={"epochs": 3, "head_lr": 0.001})
     run = api.start(parse_config(settings), tmp_path)  # an empty folder
     record, found = run.record, strict((run.folder / "accuracy.json").read_text())
     assert record.joint and record.status == "finished"
@@ -233,7 +233,7 @@ def test_joint_training_is_one_step_evaluated_task_by_task(pictures: Path, tmp_p
 
 
 def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
-    for method, head in (("nearest-mean", "nearest-mean"), ("apt", "normalised")):
+    for method, head in (("nearest-mean", "nearest-mean"), ("apt", "normalized")):
         assert describe(fast(pictures, method)).head == head
     settings = {**tiny(pictures), "method": {"name": "l2p", "batchwise": True}}
     (mark,) = describe(settings).marks
@@ -249,7 +249,7 @@ def test_record_names_the_head_and_published_mistakes(pictures: Path) -> None:
     ],
 )
 def test_input_normalization(pictures: Path, normalisation: str, mean: list[float], std: list[float]) -> None:
-    settings = fast(pictures, backbone={"normalisation": normalisation}, data={"interpolation": "bicubic"})
+    settings = fast(pictures, backbone={"normalization": normalisation}, data={"interpolation": "bicubic"})
     workshop = train.prepare(parse_config(settings), CPU, SILENT)
     recorded = train.describe(workshop, "run").preprocessing
     assert recorded.normalisation == normalisation
@@ -270,8 +270,8 @@ def test_large_images_are_resized_as_by_torchvision(
         path = tmp_path / "photographs" / "ab"[place % 2] / f"{place}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(drawn.integers(0, 256, (90, 120, 3), dtype=np.uint8)).save(path)
-    data = {"interpolation": kernel, "stored_side": side, "tasks": 1, "test_fraction": 0.5, "center_crop": crop}
-    settings = fast(tmp_path / "photographs", data=data, backbone={"normalisation": "unit"})
+    data = {"interpolation": kernel, "stored_size": side, "tasks": 1, "test_fraction": 0.5, "center_crop": crop}
+    settings = fast(tmp_path / "photographs", data=data, backbone={"normalization": "unit"})
     workshop = train.prepare(parse_config(settings), CPU, SILENT)
     images = workshop.scorer.images
     found = workshop.scorer.viewer.evaluation(images.store, torch.arange(len(images.names)))
@@ -411,7 +411,7 @@ def test_divergence_keeps_the_checkpoint_before_it(pictures: Path, tmp_path: Pat
         lambda: train.resume(tmp_path / "run"),
     ]
     for attempt in attempts:
-        with pytest.raises(UserError, match=r"diverged: .* task 1, epoch 2.*training\.head_rate \(0\.0025\)"):
+        with pytest.raises(UserError, match=r"diverged: .* task 1, epoch 2.*training\.head_lr \(0\.0025\)"):
             attempt()
         run = Run.open(tmp_path / "run")
         saved = load_checkpoint(run.checkpoint, config_hash(config), CPU)
@@ -467,7 +467,7 @@ def test_numbers_go_to_hosted_trackers(tmp_path: Path, name: str, monkeypatch: p
     tracker.log({"loss": 0.5}, 3)
     tracker.close()
     assert calls == [
-        ("init", ({"project": "probprompt", "name": "mine", "config": config.model_dump(mode="json")},)),
+        ("init", ({"project": "probprompt", "name": "mine", "config": config.to_stored()},)),
         ("log", ({"loss": 0.5}, {"step": 3})),
         ("finish", ({},)),
     ]

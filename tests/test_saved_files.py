@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 import probprompt as package
 from probprompt import ContinualClassifier
+from probprompt.config import flatten
 
 SAVED = Path(__file__).parent / "data" / "saved"
 Command = Callable[..., Any]
@@ -109,6 +110,12 @@ def test_finished_runs_are_left_as_they_are(saved: Path, probprompt: Command) ->
     before = (saved / "ridge" / "run.json").read_bytes()
     assert package.resume(saved / "ridge").finished
     assert (saved / "ridge" / "run.json").read_bytes() == before
+    record = package.Run.open(saved / "ridge").record
+    assert (
+        record.settings
+        and flatten(record.settings.to_stored()).items()
+        >= {name: value for name, value in flatten(record.config).items() if name != "head.shrinkage"}.items()
+    )
     assert probprompt("report", saved / "linear", saved / "ridge", "--out", "both.html").code == 0
     assert "100.0" in Path("both.html").read_text(encoding="utf-8")
     again = package.write_report([str(saved / "linear"), str(saved / "ridge")], "again.html")

@@ -41,7 +41,7 @@ def test_vq_may_count_nominal_steps_instead_of_real_ones() -> None:
     given = presets.settings("published", "vq-prompt", "imagenet-r")
     training = parse_config(given).training
     assert (training.schedule, training.epochs) == ("vq", 20) and training.nominal_steps == 40
-    schedule = Schedule("vq", 20, training.nominal_steps, training.final_rate, training.frozen_epochs)
+    schedule = Schedule("vq", 20, training.nominal_steps, training.min_lr, training.frozen_epochs)
     by_hand = [1e-6] * 40 + [1e-6 + (1 - 1e-6) * (1 + math.cos(math.pi * step / 760)) / 2 for step in range(760)]
     rates = [schedule.rate(step, 1.0) for step in range(46 * 20)]
     assert rates == pytest.approx([1.0, *by_hand, *[1e-6] * 119])
@@ -171,7 +171,7 @@ def test_captured_training_is_plain_training(settings: Any, method: str, monkeyp
     found, more = [], {"identity_epochs": 1} if method == "hide-prompt" else {}
     for switch in ("on", "off"):
         monkeypatch.setenv(SWITCH, switch)
-        chosen = {**settings(training={"epochs": 3, "batch": 4}), "method": {"name": method, **more}}
+        chosen = {**settings(training={"epochs": 3, "batch_size": 4}), "method": {"name": method, **more}}
         workshop = build(chosen, "cuda")
         learner = workshop.learner
         results = train(learner, workshop.tasks[0])

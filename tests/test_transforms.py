@@ -113,7 +113,7 @@ def test_images_of_different_sizes_share_a_canvas() -> None:
 
 ALWAYS, NEVER = 0.0, 0.999
 OPERATIONS = [getattr(functional, f"adjust_{name}") for name in ("brightness", "contrast", "saturation", "hue")]
-KINDS: tuple[Augmentation, ...] = ("crop", "crop+colour", "autoaugment+crop", "crop+brightness")
+KINDS: tuple[Augmentation, ...] = ("crop", "crop+color", "autoaugment+crop", "crop+brightness")
 
 
 def _images(count: int, height: int = 9, width: int = 12) -> Tensor:
@@ -285,7 +285,7 @@ def test_a_kind_does_what_it_says_to_each_image_separately(kind: Augmentation) -
     draws = randomness.uniform((count, draws_needed(kind)), 0, "mates")
     early, late = before_crop(canvas, sizes, draws, kind), after_crop(images, draws, kind)
     assert torch.equal(early, canvas) == (kind != "autoaugment+crop")
-    assert torch.equal(late, images) == (kind not in ("crop+colour", "crop+brightness"))
+    assert torch.equal(late, images) == (kind not in ("crop+color", "crop+brightness"))
     if kind == "crop+brightness":
         factors = 1 + 63 / 255 * (2 * draws[:, 0] - 1)
         brighter = map(functional.adjust_brightness, images, factors.tolist())

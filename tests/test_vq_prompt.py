@@ -23,8 +23,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"components": 1},
     {"tokens": 2},
     {"initial": "normal", "initial_scale": 0.02},
-    {"quantise": False},
-    {"quantise": False, "temperature": 5},
+    {"quantize": False},
+    {"quantize": False, "temperature": 5},
 ]
 
 
@@ -77,8 +77,8 @@ def test_tokens_follow_the_paper(settings: dict[str, Any], context: Context) -> 
     assert list(found) == list(BLOCKS)
     for slot, block in enumerate(BLOCKS):
         soft, chosen, which = paper_prompts(method, slot, query)
-        close(found[block], chosen if method.config.quantise else soft)
-        if method.config.quantise:
+        close(found[block], chosen if method.config.quantize else soft)
+        if method.config.quantize:
             assert torch.equal(found[block], method.pool[slot][which]), "it is one of the pool to the last bit"
         if not settings:
             assert len(set(which)) >= 2 and np.abs(soft - chosen).max() > 0.1
@@ -130,8 +130,8 @@ def test_relevance_is_the_softmax_over_the_pool(settings: dict[str, Any]) -> Non
 def test_the_gradient_goes_straight_through_to_the_soft_prompt() -> None:
     query, upstream = some_queries(), normal(2, BATCH, 4, WIDTH, seed=3)
     gradients = []
-    for quantise in (True, False):
-        method = moved(quantise=quantise)
+    for quantize in (True, False):
+        method = moved(quantize=quantize)
         tokens = torch.stack(list(injected(method, query, TRAINING).values()))
         gradients.append(torch.autograd.grad((tokens * upstream).sum(), [method.pool, method.keys]))
     for hard, soft in zip(*gradients, strict=True):
@@ -149,7 +149,7 @@ def test_the_losses_by_hand() -> None:
     assert total > 0.01
     assert VQPromptConfig(commitment_weight=0.4, pool_weight=0.1, temperature=1.0) == VQPromptConfig()
     assert method.prompts(query, EVALUATION).loss is None
-    assert moved(quantise=False).prompts(query, TRAINING).loss is None
+    assert moved(quantize=False).prompts(query, TRAINING).loss is None
 
 
 def test_the_pool_loss_moves_the_chosen_prompts_alone() -> None:

@@ -50,7 +50,7 @@ def command(*arguments):
     except SystemExit as end:
         assert not end.code, end.code
 
-settings = ("image_size=32", "training.epochs=1", "batch=8", "samples=2", "components=2", "method.tokens=2")
+settings = ("image_size=32", "training.epochs=1", "batch_size=8", "samples=2", "components=2", "method.tokens=2")
 options = [part for setting in settings for part in ("--set", setting)]
 backbone = ("--backbone", "test_vit", "--weights", "random")
 walks = {"train command": walk(command, "train", "pictures", "--tasks", "3", *backbone, *options)}

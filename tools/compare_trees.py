@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SIZES = {"image_size": 32, "epochs": 2, "batch": 8}
+SIZES = {"image_size": 32, "epochs": 2, "batch_size": 8}
 WORK = """
 import json, sys
 from pathlib import Path
@@ -30,10 +30,10 @@ def run(name, method, **settings):
     found[name] = [files, accuracy, {part: inside.get(part) for part in ("similarity", "relevance", "queries")}]
 for method in methods.registered():
     run(method, method)
-for kind in ("ridge", "lda", "nearest-mean", "normalised"):
+for kind in ("ridge", "lda", "nearest-mean", "normalized"):
     run(f"head {kind}", "probprompt", **{"head.kind": kind})
-run("query", "probprompt", **{"head.kind": "ridge", "head.with_query": True, "head.layers": 2, "head.mirrored": True})
-run("follow", "probprompt", **{"head.kind": "ridge", "head.follow": True, "training.adapt_tasks": 2})
+run("query", "probprompt", **{"head.kind": "ridge", "with_query": True, "layers": 2, "flip_average": True})
+run("follow", "probprompt", **{"head.kind": "ridge", "head.compensate_drift": True, "training.adapt_tasks": 2})
 images = {path.name: sorted(path.iterdir()) for path in sorted(Path("images").glob("*/"))}
 first, second, third, *others = images
 for preset in (None, "ridge"):

@@ -239,7 +239,7 @@ def test_examples_in_docstrings_hold(module: Any) -> None:
 
 def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Command, tmp_path: Path) -> None:
     cpu, backbone = torch.device("cpu"), {"name": "test_vit", "weights": "random", "image_size": 32}
-    base = {"backbone": backbone, "training": {"batch": 4}, "data": {"tasks": [3, 2]}}
+    base = {"backbone": backbone, "training": {"batch_size": 4}, "data": {"tasks": [3, 2]}}
     peaks, path, page = measure.Peaks(cpu, 0.01), tmp_path / "real.json", tmp_path / "new.md"
     measured: list[Any] = [measure.measure(parse_config(base), 0.01, peaks)]
     write_record(path, make_record(measured, [], peaks.found, cpu, 0.01))

@@ -30,7 +30,7 @@ from reproduction.bench_pages import run_seconds
 
 Command = Callable[..., Any]
 SMALL: dict[str, Any] = {"backbone.name": "test_vit", "backbone.weights": "random", "backbone.image_size": 32}
-SHORT: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "alignment.epochs": 1}
+SHORT: dict[str, Any] = {"training.epochs": 1, "training.batch_size": 8, "alignment.epochs": 1}
 OPTIONS = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
 
 
@@ -100,9 +100,9 @@ def test_numbers_are_run_with_the_papers_settings(table: paper.Table) -> None:
     assert len({cell.folder for cell in cells}) == len(cells)
     for cell in cells:
         assert cell.preset == "published" and cell.config.backbone.name in table.backbones
-        assert cell.config.backbone.normalisation in ("unit", "cifar100")
+        assert cell.config.backbone.normalization in ("unit", "cifar100")
     for run in requested:
-        config = run.cells[0].config.model_dump(mode="json")
+        config = run.cells[0].config.to_stored()
         assert results.preset_overrides(RunRecord(config=config)) == run.row.all_settings, run.row.label
 
 
@@ -407,7 +407,7 @@ def test_costs_are_measured_if_none_are_recorded(tmp_path: Path) -> None:
         return reproduce.make_plan(cost, [], book, tmp_path / "runs").measure
 
     assert is_to_be_measured()
-    small = {"backbone": {"name": "test_vit", "image_size": 32}, "training": {"batch": 4}}
+    small = {"backbone": {"name": "test_vit", "image_size": 32}, "training": {"batch_size": 4}}
     path = reproduce.measure_costs(cost, book, torch.device("cpu"), settings=small, seconds=0.01)
     benches = results_page.read_benches(book)
     assert path.is_file() and [entry["method"] for entry in benches[0]["results"]] == ["probprompt"]

@@ -106,7 +106,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Run:
         "data": {"benchmark": str(pictures), "tasks": 3},
         "backbone": {"name": "test_vit", "weights": "random", "image_size": 32},
         "method": {"name": "probprompt", "samples": 3, "components": 4, "tokens": 4, "blocks": [0, 2]},
-        "training": {"epochs": 1, "batch": 8},
+        "training": {"epochs": 1, "batch_size": 8},
         "alignment": {"epochs": 1},
     }
     return api.train(config=config, out=tmp_path_factory.mktemp("grid") / "one", device="cpu")
@@ -122,8 +122,8 @@ def _copy(run: Run, folder: Path, **changes: Any) -> Path:
 
 
 def _with_config(run: Run, **groups: Any) -> dict[str, Any]:
-    config = parse_config(merge(run.record.config, groups))
-    return {"config": config.model_dump(mode="json"), "config_hash": config_hash(config)}
+    config = parse_config(merge(run.config.model_dump(mode="json"), groups))
+    return {"config": config.to_stored(), "config_hash": config_hash(config)}
 
 
 def _add(path: Path, folder: Path, **options: Any) -> tuple[Path, str]:
@@ -147,7 +147,9 @@ def test_files_say_everything_and_no_path(run: Run, tmp_path: Path, pictures: Pa
     assert content["similarity"]["mean"] == pytest.approx(similarity)
     assert entry.preset_overrides["method.samples"] == 3 and "method.name" not in entry.preset_overrides
     assert results.same_settings(entry, run.config)
-    assert not results.same_settings(entry, parse_config(merge(run.record.config, {"seeds": {"init": 7}})))
+    assert not results.same_settings(
+        entry, parse_config(merge(run.config.model_dump(mode="json"), {"seeds": {"init": 7}}))
+    )
 
 
 @pytest.mark.parametrize("path", ["/home/me/vit.safetensors", "C:\\me\\vit.safetensors"])
@@ -186,8 +188,8 @@ def test_a_different_run_is_replaced_only_if_requested(run: Run, tmp_path: Path)
     assert _add(run.folder, book) == (path, "there already")
     again = _copy(run, tmp_path / "again", created="later")
     assert _add(again, book) == (path, "replaced")
-    batch = _copy(run, tmp_path / "batch", **_with_config(run, evaluation_batch=7))
-    with pytest.raises(UserError, match=r"other settings.*evaluation_batch.*--replace"):
+    batch = _copy(run, tmp_path / "batch", **_with_config(run, evaluation_batch_size=7))
+    with pytest.raises(UserError, match=r"other settings.*evaluation_batch_size.*--replace"):
         _add(batch, book)
     weights = _copy(run, tmp_path / "weights", backbone={**run.record.backbone.to_json(), "sha256": "0" * 64})
     with pytest.raises(UserError, match="sha256 of the weights"):
@@ -267,7 +269,7 @@ def _content(
     content: dict[str, Any] = {
         "book": results.FORMAT,
         "created": "",
-        "config": config.model_dump(mode="json"),
+        "config": config.to_stored(),
         "config_hash": config_hash(config),
         "backbone": {"name": name, "source": "hub:x", "sha256": f"{name:0<64}"[:64]},
         "stream": stream,
@@ -337,8 +339,8 @@ UNKNOWN = {name: part for name, part in STREAM.items() if name != "differences"}
         ("table1", "`published` |", IMAGENET_R),
         ("table1", "`published` ‡ |", {**IMAGENET_R, "stream": {**STREAM, "differences": ["another list"]}}),
         ("table1", "`published` ‡ |", {**IMAGENET_R, "stream": UNKNOWN}),
-        ("table1", "`published` ¶ |", {**IMAGENET_R, "settings": {"data": {"stored_side": 256}}}),
-        ("table2", "`published` |", {"settings": {"data": {"stored_side": "full"}}}),  # 32 pixels are the same so
+        ("table1", "`published` ¶ |", {**IMAGENET_R, "settings": {"data": {"stored_size": 256}}}),
+        ("table2", "`published` |", {"settings": {"data": {"stored_size": "full"}}}),  # 32 pixels are the same so
     ],
 )
 def test_other_experiments_are_flagged(table: str, label: str, named: dict[str, Any]) -> None:
@@ -476,7 +478,7 @@ def test_figures_compare_methods_over_the_same_seeds() -> None:
 
 
 def test_figures_do_not_mix_crops_of_copies_and_of_originals() -> None:
-    small = {"data": {"stored_side": 256}}
+    small = {"data": {"stored_size": 256}}
     runs = [_entry(method, 60.0, **IMAGENET_R) for method in ("vq-prompt", "probprompt", "coda-prompt")]
     runs += [_entry(method, 40.0, settings=small, **IMAGENET_R) for method in ("dual-prompt", "l2p++")]
     assert "L2P++" not in _figures(*runs)["2"].caption, "the setting with more methods is shown"

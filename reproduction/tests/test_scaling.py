@@ -21,7 +21,7 @@ Command = Callable[..., Any]
 
 def _config(method: str = "probprompt") -> RunConfig:
     backbone = {"name": "test_vit", "weights": "random", "image_size": 32}
-    return parse_config({"method": {"name": method}, "backbone": backbone, "training": {"batch": 4}})
+    return parse_config({"method": {"name": method}, "backbone": backbone, "training": {"batch_size": 4}})
 
 
 def _fit(axis: str, values: tuple[int, ...], seconds: Callable[[int], float]) -> dict[str, scaling.Exponent]:
@@ -69,7 +69,7 @@ def test_only_one_setting_changes() -> None:
     assert scale is None and tokens.method.model_dump() == {**base.method.model_dump(), "tokens": 64}
     assert tokens.model_dump(exclude={"method"}) == base.model_dump(exclude={"method"})
     assert scaling.variant(AXES["components"], 7, base)[0].method.model_dump()["components_per_task"] == 7
-    assert scaling.variant(AXES["batch"], 9, base)[0].training.batch == 9
+    assert scaling.variant(AXES["batch"], 9, base)[0].training.batch_size == 9
     assert scaling.variant(AXES["image-size"], 64, base)[0].backbone.image_size == 64
     assert scaling.variant(AXES["tasks"], 100, base) == (base, Scale((2,) * 100))
     assert scaling.variant(AXES["classes"], 100, base) == (base, Scale((10,) * 10))
@@ -119,7 +119,7 @@ def test_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaling.measure_point(axis, 20, _config(), CPU, 0.002, False) == Point(20, note="out of memory")
 
 
-QUICK = ("--backbone", "test_vit", "--seconds", 0.01, "--device", "cpu", "--set", "training.batch=2")
+QUICK = ("--backbone", "test_vit", "--seconds", 0.01, "--device", "cpu", "--set", "training.batch_size=2")
 
 
 def test_growth_is_drawn_and_compared(reproduction: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The settings of a run: frozen, checked, complete. What is not named here cannot be set."""
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -23,6 +23,77 @@ from probprompt.errors import UserError, suggest
 from probprompt.heads import AnyHeadSettings
 from probprompt.heads.linear import AlignmentConfig
 from probprompt.methods import MethodConfig
+
+_REFIT = {"lr": "rate", "min_lr": "final_rate", "first_lr": "first_rate", "lr_delay": "rate_delay"}
+_REFIT |= {"optimizer": "optimiser"}
+STORED_NAMES = {
+    "data.stored_size": "data.stored_side",
+    "backbone.normalization": "backbone.normalisation",
+    "training.batch_size": "training.batch",
+    "training.head_lr": "training.head_rate",
+    "training.prompt_lr_scale": "training.prompt_rate_factor",
+    "training.later_lr_scale": "training.later_rate_factor",
+    "training.min_lr": "training.final_rate",
+    **{f"alignment.{name}": f"alignment.{stored}" for name, stored in _REFIT.items()},
+    "head.intermediate": "head.readings",
+    "head.flip_average": "head.mirrored",
+    "head.flip_augment": "head.with_mirrors",
+    "head.compensate_drift": "head.follow",
+    "method.regularization": "method.regularisation",
+    "method.quantize": "method.quantise",
+    "method.identity_lr_scale": "method.identity_rate_factor",
+    "method.identity_row_lr": "method.identity_row_rate",
+    "method.identity_batch_size": "method.identity_batch",
+    **{f"method.identity_alignment.{name}": f"method.identity_alignment.{stored}" for name, stored in _REFIT.items()},
+    "evaluation_batch_size": "evaluation_batch",
+}
+"""Settings that files spell differently, by dotted names. Files keep this spelling, so that all versions read them."""
+STORED_VALUES = {
+    "training.augmentation": {"crop+color": "crop+colour"},
+    "head.kind": {"normalized": "normalised"},
+    "head.intermediate": {"unprojected": "beside"},
+}
+"""Values that files spell differently, by setting."""
+_PYTHON_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
+_PYTHON_VALUES = {
+    STORED_NAMES.get(name, name): {stored: value for value, stored in values.items()}
+    for name, values in STORED_VALUES.items()
+}
+_RENAMED_METHODS = ("probprompt", "vq-prompt", "hide-prompt")
+
+
+def to_stored(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """Return settings, nested or by dotted names, in the spelling of files.
+
+    >>> to_stored({"training": {"head_lr": 0.1, "augmentation": "crop+color"}}), to_stored({"quantize": True}, "method")
+    ({'training': {'head_rate': 0.1, 'augmentation': 'crop+colour'}}, {'quantise': True})
+    """
+    return _respell(settings, STORED_NAMES, STORED_VALUES, group and f"{group}.")
+
+
+def from_stored(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """Return settings as files spell them in the spelling of Python.
+
+    >>> from_stored({"training.head_rate": 0.1}), from_stored({"readings": "beside"}, "head")
+    ({'training.head_lr': 0.1}, {'intermediate': 'unprojected'})
+    """
+    return _respell(settings, _PYTHON_NAMES, _PYTHON_VALUES, group and f"{group}.")
+
+
+def _respell(
+    settings: Mapping[str, Any], names: Mapping[str, str], values: Mapping[str, Mapping[str, str]], prefix: str
+) -> dict[str, Any]:
+    if prefix == "method." and settings.get("name", "probprompt") not in _RENAMED_METHODS:
+        return dict(settings)  # a plug-in may have a setting of such a name
+    result = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            value = _respell(value, names, values, f"{name}.")
+        elif isinstance(value, str):
+            value = values.get(name, {}).get(value, value)
+        result[names.get(name, name).removeprefix(prefix)] = value
+    return result
 
 
 class _Settings(BaseModel):
@@ -49,7 +120,7 @@ class DataConfig(_Settings):
     the test set."""
     per_class: int | None = Field(None, ge=1)
     """Learn from at most so many training images of each class, the same for every seed."""
-    stored_side: int | Literal["full"] | None = None
+    stored_size: int | Literal["full"] | None = None
     """Images are kept with the short side at most this long, bilinearly reduced. None: 256/224 of the input."""
     skip_unreadable: bool = False
     interpolation: Kernel = "bilinear"
@@ -60,12 +131,12 @@ class DataConfig(_Settings):
     def short_side(self, usual: int) -> int | None:
         """What the short side is reduced to at most when an image is decoded; None leaves it as it is.
 
-        >>> DataConfig().short_side(256), DataConfig(stored_side=100).short_side(256)
+        >>> DataConfig().short_side(256), DataConfig(stored_size=100).short_side(256)
         (256, 100)
-        >>> DataConfig(stored_side="full").short_side(256) is None
+        >>> DataConfig(stored_size="full").short_side(256) is None
         True
         """
-        return None if self.stored_side == "full" else self.stored_side or usual
+        return None if self.stored_size == "full" else self.stored_size or usual
 
 
 class BackboneConfig(_Settings):
@@ -76,7 +147,7 @@ class BackboneConfig(_Settings):
     weights: str | None = None
     """A local file (safetensors, npz, tensors of torch) for the architecture ``name``, or ``random``."""
     image_size: int | None = Field(None, ge=8)
-    normalisation: Literal["backbone", "unit", "cifar100"] = "backbone"
+    normalization: Literal["backbone", "unit", "cifar100"] = "backbone"
     """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does; ``cifar100``: by
     the mean and spread of that set, as HiDe-Prompt does there."""
     precision: Literal["fp32", "bf16"] | None = None
@@ -89,17 +160,19 @@ class TrainingConfig(_Settings):
     """How prompts and head learn a task."""
 
     epochs: int = Field(20, ge=1)
-    batch: int = Field(128, ge=1)
-    head_rate: float = Field(0.0025, gt=0, le=1e36)
-    prompt_rate_factor: float = Field(5.0, gt=0, le=1e6)
+    batch_size: int = Field(128, ge=1)
+    head_lr: float = Field(0.0025, gt=0, le=1e36)
+    prompt_lr_scale: float = Field(5.0, gt=0, le=1e6)
     """The prompts learn at this multiple of the head's rate."""
     adapt_tasks: int | None = Field(None, ge=0)
-    """Prompts learn in the first so many tasks and are then fixed, so that features never drift. None: in all tasks
-    under a head that is trained, in the first under one in closed form, which needs features that stay: with more
-    than one, the sums of tasks before the last of them are of features that have moved since (``head.follow``)."""
-    later_rate_factor: float = Field(1.0, gt=0, le=1e6)
+    """Number of tasks that train the prompts; later tasks keep them frozen.
+
+    None: all tasks for trained heads, the first task for closed-form heads. With more, the statistics of earlier tasks
+    are of features that have drifted since (see ``head.compensate_drift``).
+    """
+    later_lr_scale: float = Field(1.0, gt=0, le=1e6)
     """In tasks after the first the prompts learn at this multiple of their rate."""
-    final_rate: float = Field(1e-6, ge=0)
+    min_lr: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "vq", "vq-epoch", "step", "constant"] = "cosine"
     """``vq`` and ``vq-epoch`` are the schedules of VQ-Prompt's code, ``step`` is HiDe-Prompt's."""
@@ -112,7 +185,7 @@ class TrainingConfig(_Settings):
     that are fixed) are computed once, from evaluation views: there crops and flips play no part."""
     flip: bool = True
     augmentation: Augmentation = "crop"
-    """``crop+colour`` is EvoPrompt's, ``autoaugment+crop`` APT's, ``crop+brightness`` HiDe-Prompt's on CIFAR-100."""
+    """``crop+color`` is EvoPrompt's, ``autoaugment+crop`` APT's, ``crop+brightness`` HiDe-Prompt's on CIFAR-100."""
     clip: float | None = Field(None, gt=0)
     """The largest norm of the gradient."""
 
@@ -147,7 +220,7 @@ class RunConfig(_Settings):
     training: TrainingConfig = TrainingConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     seeds: SeedsConfig = SeedsConfig()
-    evaluation_batch: int | None = Field(None, ge=1)
+    evaluation_batch_size: int | None = Field(None, ge=1)
     """Images at a time where nothing is learned. None: 128, and 512 on a GPU."""
 
     @field_validator("head", mode="before")
@@ -159,10 +232,14 @@ class RunConfig(_Settings):
         preferred = methods.find(method.name).preferred_head if method else "linear"
         return heads.complete(value, preferred, any_head=bool(info.context and info.context["any_head"]))
 
+    def to_stored(self) -> dict[str, Any]:
+        """Return all settings in the spelling of files."""
+        return to_stored(self.model_dump(mode="json"))
+
     def images_at_a_time(self, device: str) -> int:
         """How many images are looked at together on this type of device where nothing is learned."""
         wide = device == "cuda" and not self.method.marks()  # some marked mistakes depend on the batch
-        return self.evaluation_batch or (512 if wide else 128)
+        return self.evaluation_batch_size or (512 if wide else 128)
 
     def adapts(self, task: int, trained_head: bool) -> bool:
         """Whether prompts learn in this task, counted from 0."""
@@ -186,19 +263,26 @@ def parse_config(settings: Mapping[str, Any], any_head: bool = False) -> RunConf
         raise UserError("\n".join(mistakes)) from None
 
 
+def parse_stored(settings: Mapping[str, Any]) -> RunConfig:
+    """Check settings as a file spells them."""
+    return parse_config(from_stored(settings), any_head=True)
+
+
 def _explain(error: Any, known: list[str]) -> str:
     place = error["loc"]
     if place[:1] == ("head",):
         place = ("head", *place[2:])  # the second part is the kind of head
     where = ".".join(str(part) for part in place if not str(part).startswith(("literal", "function")))
     if error["type"] == "extra_forbidden":
-        return f"no setting is called {where!r}: {suggest(where, known)}"
+        return unknown_setting(where, known)
     if where.startswith("data.tasks"):  # one mistake, told once for each kind of value that is allowed
         return "data.tasks: must be a number of tasks, sizes such as [4, 4, 2] or lists of class names"
     if error["type"] == "value_error":
         message: str = error["msg"].removeprefix("Value error, ")
         return message if message.startswith(f"{where}.") else f"{where}: {message}"
-    return f"{where}: {error['msg']}, not {error['input']!r}"
+    renamed = _PYTHON_VALUES.get(STORED_NAMES.get(where, where), {}).get(str(error["input"]))
+    hint = f". It is now {renamed!r}." if renamed else ""
+    return f"{where}: {error['msg']}, not {error['input']!r}{hint}"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -258,8 +342,8 @@ def _merge_head(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their dotted names.
 
-    >>> flatten({"training": {"epochs": 3}, "evaluation_batch": 8})
-    {'training.epochs': 3, 'evaluation_batch': 8}
+    >>> flatten({"training": {"epochs": 3}, "evaluation_batch_size": 8})
+    {'training.epochs': 3, 'evaluation_batch_size': 8}
     """
     flat: dict[str, Any] = {}
     for name, value in settings.items():
@@ -270,8 +354,8 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted settings, nested again.
 
-    >>> nest({"training.epochs": 3, "training.batch": 8})
-    {'training': {'epochs': 3, 'batch': 8}}
+    >>> nest({"training.epochs": 3, "training.batch_size": 8})
+    {'training': {'epochs': 3, 'batch_size': 8}}
     """
     nested: dict[str, Any] = {}
     for name, value in flat.items():
@@ -317,10 +401,19 @@ def _resolve(key: str, known: list[str]) -> str:
         if len(near) > 1:
             raise UserError(f"{key!r} could be {' or '.join(near)}: write it out")
         return near[0]
-    raise UserError(f"no setting is called {key!r}: {f'did you mean {near[0]!r}?' if near else _nearest(key, known)}")
+    raise UserError(unknown_setting(key, known))
 
 
-def _nearest(key: str, known: list[str]) -> str:
+def unknown_setting(key: str, known: Sequence[str]) -> str:
+    """Return the message for an unknown setting, with its new name or the nearest known ones."""
+    renamed = [name for name, old in STORED_NAMES.items() if name in known and key in (old, old.rpartition(".")[2])]
+    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    if renamed:
+        return f"Unknown setting {key!r}. It is now {' or '.join(map(repr, renamed))}."
+    return f"Unknown setting {key!r}: {f'did you mean {same[0]!r}?' if same else _nearest(key, known)}"
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
     """Compare with dotted names or, for a bare word, with their last parts."""
     if "." in key:
         return suggest(key, known)

@@ -82,8 +82,8 @@ PHOTOS = ("imagenet-r", "cub200")
 _EMOJI_R: Settings = {
     "data": {"tasks": 5},
     "backbone": {"name": "demo"},
-    "training": {"epochs": 12, "batch": 16, "head_rate": 0.01, "crop_scale": (0.4, 1.0)},
-    "alignment": {"rate": 0.003, "augmented_statistics": False},
+    "training": {"epochs": 12, "batch_size": 16, "head_lr": 0.01, "crop_scale": (0.4, 1.0)},
+    "alignment": {"lr": 0.003, "augmented_statistics": False},
 }
 """Twenty classes in five tasks within two minutes on two cores; chosen on held-out training images.
 
@@ -99,7 +99,7 @@ def _surroundings(benchmark: str) -> Settings:
     known = benchmark in _BENCHMARKS
     backbone = _BENCHMARKS[benchmark][0] if known else "demo"
     tasks: Settings = {"data": {"tasks": _TASKS}} if known else {}
-    return {**tasks, "backbone": {"name": backbone}, "training": {"batch": _batch(benchmark)}}
+    return {**tasks, "backbone": {"name": backbone}, "training": {"batch_size": _batch(benchmark)}}
 
 
 def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
@@ -116,8 +116,8 @@ def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
         raise UserError(f"nobody has published settings for {method_name(method)}: use the preset 'matched'")
     if not known:  # the user's benchmark, our weights
         found = {name: part for name, part in found.items() if name != "backbone"}
-    whole = {"data": {"stored_side": "full"}} if benchmark in PHOTOS else {}
-    base = {"backbone": {"normalisation": "unit", "precision": "fp32"}, **whole}
+    whole = {"data": {"stored_size": "full"}} if benchmark in PHOTOS else {}
+    base = {"backbone": {"normalization": "unit", "precision": "fp32"}, **whole}
     return merge(merge(_surroundings(benchmark), base), found)
 
 
@@ -125,14 +125,14 @@ _WIDE: dict[str, Setting] = {"projections": 10_000, "ridge_choice": "every"}
 """A ridge head for benchmarks of thousands of images, as wide as RanPAC's; its strength suits all classes so far."""
 
 _MATCHED: Settings = {
-    "training": {"epochs": 20, "head_rate": 0.0025, "prompt_rate_factor": 5.0, "schedule": "cosine"},
-    "backbone": {"normalisation": "backbone"},
+    "training": {"epochs": 20, "head_lr": 0.0025, "prompt_lr_scale": 5.0, "schedule": "cosine"},
+    "backbone": {"normalization": "backbone"},
 }
 
 
 def _matched(method: type[Method], benchmark: str) -> Settings:
     """One protocol for all. Fine-tuning is what happens without any care, so it has no alignment."""
-    budget = merge(_EMOJI_R, {"backbone": {"normalisation": "backbone"}}) if benchmark == "emoji-r" else _MATCHED
+    budget = merge(_EMOJI_R, {"backbone": {"normalization": "backbone"}}) if benchmark == "emoji-r" else _MATCHED
     found = merge(_surroundings(benchmark), budget)
     if method.learns:
         found = merge(found, {"head": {"kind": "linear"}})
@@ -140,21 +140,21 @@ def _matched(method: type[Method], benchmark: str) -> Settings:
         found = merge(found, {"head": _WIDE})
     if method.trains_backbone:
         rate = method.matched_rate if benchmark == "emoji-r" else 5e-5
-        return merge(found, {**NO_ALIGNMENT, "training": {"head_rate": rate, "prompt_rate_factor": 1.0}})
+        return merge(found, {**NO_ALIGNMENT, "training": {"head_lr": rate, "prompt_lr_scale": 1.0}})
     return merge(found, _prompt_rate(method, benchmark, "matched"))
 
 
 def _prompt_rate(method: type[Method], benchmark: str, preset: str) -> Settings:
     """Return the learning rate of the prompts that was tuned on emoji-r, there."""
     factor: float | None = getattr(method.tuned_rates, preset) if benchmark == "emoji-r" else None
-    return {} if factor is None else {"training": {"prompt_rate_factor": factor}}
+    return {} if factor is None else {"training": {"prompt_lr_scale": factor}}
 
 
 # The ridge head, and the flagship -------------------------------------------------------------------------------
 
 _ADAPTED: Settings = {
-    "training": {"epochs": 40, "prompt_rate_factor": 20.0},
-    "head": {**_WIDE, "layers": 5, "readings": "projected", "mirrored": True},
+    "training": {"epochs": 40, "prompt_lr_scale": 20.0},
+    "head": {**_WIDE, "layers": 5, "intermediate": "projected", "flip_average": True},
 }
 """Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100-flagship.md); mirror images on those of
 CUB-200 and TU-Berlin, too (results/further.md)."""
@@ -176,13 +176,13 @@ def _flagship(method: type[Method], benchmark: str) -> Settings:
     if benchmark in _BENCHMARKS:
         return merge(_ridge(method, benchmark), {"method": {"initial_std": 0.1}})
     own = {"initial_std": 0.1, "relevance_temperature": "dim"}
-    reads = {"with_query": True, "layers": 3, "readings": "projected"}  # results/emoji-r-layers.md
+    reads = {"with_query": True, "layers": 3, "intermediate": "projected"}  # results/emoji-r-layers.md
     return merge(_ridge(method, benchmark), {"method": own, "head": reads})
 
 
 # The demo -------------------------------------------------------------------------------------------------------
 
-_READS: dict[str, Setting] = {"layers": 3, "readings": "projected"}
+_READS: dict[str, Setting] = {"layers": 3, "intermediate": "projected"}
 _LIVE: dict[str, Setting] = {"relevance_temperature": "initial_std", "relevance_gradient": "none", "evaluation": "mean"}
 _READ_OUT: dict[str, Setting] = {"injection": "read-tokens", "blocks": (0,)}
 DEMO: tuple[tuple[str, str, Settings], ...] = (

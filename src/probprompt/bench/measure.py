@@ -93,12 +93,12 @@ class Epochs:
         number, task = self._number % training.epochs, self.setup.steps_of(steps)
         self.setup.learner.train_epoch(task, number, self.optimizer, made.append)
         self._number += 1
-        return sum(made) * training.batch, sum(made)
+        return sum(made) * training.batch_size, sum(made)
 
 
 def inference(setup: BenchSetup, seconds: float) -> Rate:
     """Predictions in batches: evaluation views, query, prompted pass, head."""
-    batch = setup.config.training.batch
+    batch = setup.config.training.batch_size
     rows = setup.rows_of(batch).rows
 
     def predict() -> tuple[int, int]:
@@ -120,7 +120,7 @@ def latency(setup: BenchSetup, seconds: float) -> Latency:
 
 def frozen_pass(setup: BenchSetup, seconds: float) -> Rate:
     """The backbone without prompts on images that are ready."""
-    batch, model, learner = setup.config.training.batch, setup.model, setup.learner
+    batch, model, learner = setup.config.training.batch_size, setup.model, setup.learner
     images = learner.viewer.evaluation(learner.images.store, setup.rows_of(batch).rows)
 
     def ask() -> tuple[int, int]:
@@ -176,11 +176,11 @@ def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressC
         "backbone": backbone.name,
         "precision": model.precision,
         "image_size": backbone.preprocessing.image_size,
-        "batch": setup.config.training.batch,
+        "batch": setup.config.training.batch_size,
         "task": setup.task.index + 1,
         "classes": setup.task.first + setup.task.classes,
         "static": model.static,
-        "config": setup.config.model_dump(mode="json"),
+        "config": setup.config.to_stored(),
         "training": trained.rate if trained else None,
         "inference": predicted,
         "latency": alone,
@@ -321,7 +321,7 @@ def count_flops(setup: BenchSetup) -> Count:
     prompts = model.method.prompts(query, context).prompts
     count = flops(model.backbone, prompts, model.method.readout)
     needed = count.query if model.method.needs_query else 0
-    return replace(count, query=needed, draws=model.method.draws, looks=2 if model.head.mirrored else 1)
+    return replace(count, query=needed, draws=model.method.draws, looks=2 if model.head.flip_average else 1)
 
 
 def flops(backbone: FrozenViT, prompts: Prompts | None = None, readout: Readout = "class") -> Count:

@@ -10,6 +10,7 @@ import torch
 
 from probprompt.backbones.vit import Precision
 from probprompt.bench.timing import Latency, Peak, Rate
+from probprompt.config import from_stored
 from probprompt.engine.hardware import hardware, versions
 from probprompt.errors import UserError
 from probprompt.storage import is_changed, read_json, with_hash, write_json
@@ -197,8 +198,9 @@ def _settings(entry: Entry) -> Iterator[tuple[str, object]]:
         if name in ("backbone", "image_size", "batch", "precision", "classes", "task"):
             yield name, value
     # How many passes a prediction takes: entries may have no such setting.
-    for group, name, default in (("head", "mirrored", False), ("method", "evaluation_draws", 1)):
-        yield name, entry["config"][group].get(name, default)
+    config = from_stored(entry["config"])
+    for group, name, default in (("head", "flip_average", False), ("method", "evaluation_draws", 1)):
+        yield name, config[group].get(name, default)
 
 
 def _figures(entry: Entry) -> Iterator[tuple[str, float | None, bool]]:

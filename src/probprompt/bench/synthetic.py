@@ -78,13 +78,13 @@ def measurable(config: RunConfig) -> RunConfig:
     """The same work at rates so small that nothing diverges; what is refitted after a task, is so for one epoch."""
     method, once = config.method, {"epochs": 1}
     refits = {name: value.model_copy(update=once) for name, value in method if isinstance(value, AlignmentConfig)}
-    still = {"head_rate": STILL, "prompt_rate_factor": 1.0, "final_rate": 0.0}
+    still = {"head_lr": STILL, "prompt_lr_scale": 1.0, "min_lr": 0.0}
     return config.model_copy(
         update={
             "backbone": without_download(config.backbone),
             "method": method.model_copy(update=refits),
             "training": config.training.model_copy(update=still),
-            "alignment": config.alignment.model_copy(update={**once, "rate": STILL, "first_rate": None}),
+            "alignment": config.alignment.model_copy(update={**once, "lr": STILL, "first_lr": None}),
         }
     )
 
@@ -135,7 +135,7 @@ class BenchSetup:
 
     def steps_of(self, steps: int) -> TaskImages:
         """The task with so many batches of images; they repeat where fewer are in memory."""
-        return self.rows_of(steps * self.config.training.batch)
+        return self.rows_of(steps * self.config.training.batch_size)
 
     def rows_of(self, count: int) -> TaskImages:
         """The task with so many images, its classes in turn."""

@@ -27,7 +27,16 @@ from probprompt.classifier.lesson import (
 from probprompt.classifier.outputs import Evaluation, LearnReport, Prediction, Version
 from probprompt.classifier.predictor import JudgedBatch, ModelFactory, Predictor
 from probprompt.classifier.store import Busy, SavedVersion, State, Store
-from probprompt.config import DataConfig, RunConfig, apply_values, merge, parse_config, with_absolute_paths
+from probprompt.config import (
+    DataConfig,
+    RunConfig,
+    apply_values,
+    merge,
+    parse_config,
+    parse_stored,
+    to_stored,
+    with_absolute_paths,
+)
 from probprompt.data.images import UnreadableImageError
 from probprompt.data.inputs import clean_name, labeled, pictures, same_name
 from probprompt.engine.build import pick_device
@@ -283,13 +292,15 @@ class ContinualClassifier:
         if self._settings_note is not None:
             return {**self._settings_note, "keep_versions": self.keep_versions}
         engine = self._engine
+        config = engine.config.model_dump(mode="json", exclude={"data": {"benchmark", "tasks", "test", "root"}})
+        stored = to_stored(config)
         return {
-            "config": engine.config.model_dump(mode="json", exclude={"data": {"benchmark", "tasks", "test", "root"}}),
+            "config": stored,
             "own_epochs": engine.own_epochs,
             "keep_versions": self.keep_versions,
             "backbone": {"name": engine.backbone.name, "sha256": engine.backbone.sha256},
             "preprocessing": engine.viewer.record(),
-            "head": engine.config.head.kind,
+            "head": stored["head"]["kind"],
         }
 
     @classmethod
@@ -322,7 +333,7 @@ class ContinualClassifier:
             with suppress(UserError):  # one that was pruned just now, or is damaged, keeps no other from being used
                 every.insert(0, store.read(number)[1])
         try:
-            config = parse_config(note["config"], any_head=True)
+            config = parse_stored(note["config"])
             place, own_epochs = pick_device(device), bool(note["own_epochs"])
             engine = ModelFactory(
                 config, place, note["backbone"]["sha256"], own_epochs, note["preprocessing"], store.folder
@@ -377,7 +388,7 @@ def _answers(batch: JudgedBatch, names: tuple[str, ...], top_k: int) -> Iterator
 
 SMALL_VIT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 """The backbone where there is no GPU and none is named."""
-_OWN_DATA = {"stored_side", "interpolation"}  # what of a run's data settings means something here
+_OWN_DATA = {"stored_size", "interpolation"}  # what of a run's data settings means something here
 
 
 def make_config(
@@ -419,5 +430,5 @@ def _refuse_run_settings(config: RunConfig) -> None:
     for name in DataConfig.model_fields:
         if name not in _OWN_DATA and getattr(config.data, name) != getattr(usual, name):
             raise UserError(f"data.{name} is for runs: a classifier learns what each call of learn is given")
-    if isinstance(config.head, ClosedFormSettings) and config.head.follow:
-        raise UserError("head.follow is for runs: what a classifier keeps of each class does not follow its prompts")
+    if isinstance(config.head, ClosedFormSettings) and config.head.compensate_drift:
+        raise UserError("head.compensate_drift is for runs: a classifier does not correct what it keeps of each class")

@@ -174,7 +174,7 @@ class ModelFactory:
     def _config_for(self, images: int) -> RunConfig:
         """Settings for so many images: where nobody set them, as many epochs as make :data:`STEPS` steps at most."""
         training, most = self.config.training, STEPS[self.device.type]
-        steps = max(1, images // min(training.batch, images))
+        steps = max(1, images // min(training.batch_size, images))
         if not self.own_epochs or training.epochs * steps <= most:
             return self.config
         epochs = max(1, most // steps)

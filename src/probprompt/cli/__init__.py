@@ -13,7 +13,7 @@ from probprompt.errors import Interrupted, UserError, says_out_of_memory
 _INTERRUPTED = 130  # the exit code of a process that was interrupted
 _OUT_OF_MEMORY = (
     "error: there is not enough memory. What was saved before is as it was. Close other programs, give fewer images at "
-    "a time, or use a smaller backbone or batch (--set evaluation_batch=16, --set training.batch=16)"
+    "a time, or use a smaller backbone or batch (--set evaluation_batch_size=16, --set training.batch_size=16)"
 )
 _MOVED = {"book": "results", "reproduce": "run", "bench --grow": "scaling"}
 _MOVED |= dict.fromkeys(("bench --plot", "bench --from", "bench --page"), "pages")

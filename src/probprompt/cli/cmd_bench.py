@@ -51,7 +51,7 @@ def bench(
 
     given: dict[str, dict[str, Any]] = {
         "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
-        "training": {"batch": batch},
+        "training": {"batch_size": batch},
     }
     screen, where = Screen(), pick_device(device)
     names = [part.strip() for text in methods or [] for part in text.split(",") if part.strip()]
@@ -94,7 +94,7 @@ def bench_config(
     if preset:
         return parse_config(presets.resolve(preset, settings))
     backbone, batch = _DEFAULTS[device.type]
-    return parse_config(merge({"backbone": {"name": backbone}, "training": {"batch": batch}}, settings))
+    return parse_config(merge({"backbone": {"name": backbone}, "training": {"batch_size": batch}}, settings))
 
 
 def _machine(record: "BenchRecord") -> str:

@@ -98,7 +98,12 @@ def train(
 
     seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
     given = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
-    given |= {"data.benchmark": benchmark, "method.name": method, "training.epochs": epochs, "training.batch": batch}
+    given |= {
+        "data.benchmark": benchmark,
+        "method.name": method,
+        "training.epochs": epochs,
+        "training.batch_size": batch,
+    }
     given |= {f"seeds.{name}": seed if value is None else value for name, value in seeds.items()}
     parsed = None
     with _one_voice():

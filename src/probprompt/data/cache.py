@@ -225,7 +225,7 @@ class Entry:
         except MemoryError:
             raise UserError(
                 f"the images of {self.files.root} fit neither the disk of {self.folder.parent} nor the memory: "
-                f"make room, name another folder with {SWITCH}, or store them smaller (data.stored_side)"
+                f"make room, name another folder with {SWITCH}, or store them smaller (data.stored_size)"
             ) from None
 
     def _fill(self, advance: Advance, note: Note, workers: int | None) -> Decoded:

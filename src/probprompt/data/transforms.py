@@ -237,8 +237,8 @@ def _cubic(distance: Tensor) -> Tensor:
 
 _KERNELS = {"bilinear": _triangle, "bicubic": _cubic}
 # Colors ---------------------------------------------------------------------------------------------------------
-Augmentation = Literal["crop", "crop+colour", "autoaugment+crop", "crop+brightness"]
-"""``crop``: box and flip alone; ``crop+colour``: EvoPrompt's; ``autoaugment+crop``: APT's; ``crop+brightness``:
+Augmentation = Literal["crop", "crop+color", "autoaugment+crop", "crop+brightness"]
+"""``crop``: box and flip alone; ``crop+color``: EvoPrompt's; ``autoaugment+crop``: APT's; ``crop+brightness``:
 HiDe-Prompt's, with bicubic crops."""
 
 JITTER_DRAWS = 7
@@ -248,7 +248,7 @@ AUTOAUGMENT_DRAWS = 5
 
 _DRAWS: dict[Augmentation, int] = {
     "crop": 0,
-    "crop+colour": JITTER_DRAWS,
+    "crop+color": JITTER_DRAWS,
     "autoaugment+crop": AUTOAUGMENT_DRAWS,
     "crop+brightness": 1,
 }
@@ -272,7 +272,7 @@ def after_crop(images: Tensor, draws: Tensor, kind: Augmentation) -> Tensor:
     """Augment what was cut out: images (B, 3, H, W) in [0, 1], the same draws as :func:`before_crop`."""
     if kind == "crop+brightness":
         return _brightness(images, 1 + 63 / 255 * (2 * draws[:, 0].to(images) - 1))
-    return jitter(images, draws) if kind == "crop+colour" else images
+    return jitter(images, draws) if kind == "crop+color" else images
 
 
 JITTER_PROBABILITY, GRAY_PROBABILITY = 0.5, 0.2

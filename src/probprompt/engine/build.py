@@ -134,6 +134,6 @@ def group(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def build_preprocessor(config: RunConfig, backbone: LoadedBackbone, device: torch.device, resize: int) -> Preprocessor:
     """How images are prepared for this backbone; its input is cropped from images of short side ``resize``."""
     wanted = backbone.preprocessing
-    mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalisation]
+    mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalization]
     dtype = DTYPES[backbone.model.precision]
     return Preprocessor.of(wanted.image_size, resize, mean, std, config.data.interpolation, device, dtype)

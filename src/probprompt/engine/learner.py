@@ -180,16 +180,17 @@ class Learner:
 
     def _check_parts(self, task: TaskImages) -> None:
         """Refuse what so many processes cannot share out, or would not learn as one does."""
-        size, batch, settings = self.world.size, self.config.training.batch, self.config.method
+        size, batch, settings = self.world.size, self.config.training.batch_size, self.config.method
         for mark in settings.marks():  # all of these mistakes mix the images of a batch
             raise UserError(f"{settings.name} cannot be trained by {size} processes, only by one: {mark}")
         if not self.epochs(task):
             return
         if batch % size:
             near = [str(number) for number in (batch - batch % size, batch - batch % size + size) if number]
+            divisors = [str(number) for number in range(1, batch + 1) if batch % number == 0]
             raise UserError(
-                f"{size} processes cannot share a batch of {batch} equally: set training.batch to {' or '.join(near)}, "
-                f"or start {' or '.join(str(n) for n in range(1, batch + 1) if batch % n == 0)} process(es)"
+                f"{size} processes cannot share a batch of {batch} equally: set training.batch_size to "
+                f"{' or '.join(near)}, or start {' or '.join(divisors)} process(es)"
             )
         if len(task) < size:
             raise UserError(
@@ -209,9 +210,9 @@ class Learner:
     def optimizer(self, task: TaskImages) -> AdamW:
         """A new optimizer: prompts at a multiple of the head's rate, which may be another after the first task."""
         settings, model = self.config.training, self.model
-        later = settings.later_rate_factor if task.index else 1.0
-        rate = settings.head_rate * settings.prompt_rate_factor * later
-        groups = [{"params": _learning(self.trained.parameters()), "base": settings.head_rate}]
+        later = settings.later_lr_scale if task.index else 1.0
+        rate = settings.head_lr * settings.prompt_lr_scale * later
+        groups = [{"params": _learning(self.trained.parameters()), "base": settings.head_lr}]
         groups += [{"params": _learning(part), "base": rate * factor} for part, factor in model.method.groups()]
         if model.method.trains_backbone:
             groups.append({"params": _learning(model.backbone.parameters()), "base": rate})
@@ -226,7 +227,7 @@ class Learner:
             settings.schedule,
             settings.epochs,
             settings.nominal_steps or steps,
-            settings.final_rate,
+            settings.min_lr,
             settings.frozen_epochs,
         )
         step = self._step(task, optimizer)
@@ -237,7 +238,7 @@ class Learner:
         for number, batch in enumerate(batches, start=epoch * steps):
             if queries and known is None:
                 asked.append(batch[-1].clone())  # before learning begins, which lets go of it
-            rate = schedule.rate(number, settings.head_rate)
+            rate = schedule.rate(number, settings.head_lr)
             for group in optimizer.param_groups:
                 set_rate(group, schedule.rate(number, group["base"]))
             step.learn(*batch)
@@ -252,8 +253,8 @@ class Learner:
         if not math.isfinite(loss):
             raise UserError(
                 f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
-                f"Lower training.head_rate ({settings.head_rate}) or "
-                f"training.prompt_rate_factor ({settings.prompt_rate_factor}); "
+                f"Lower training.head_lr ({settings.head_lr}) or "
+                f"training.prompt_lr_scale ({settings.prompt_lr_scale}); "
                 "the checkpoint before this epoch is kept"
             )
         return EpochResult(loss, 100 * correct, rate)
@@ -290,14 +291,14 @@ class Learner:
         self._agree()
         if not all(bool(value.isfinite().all()) for value in self.model.head.parameters()):
             raise UserError(
-                f"the refit of the head diverged after task {task.index + 1}: lower alignment.rate "
-                f"({self.config.alignment.rate})"
+                f"the refit of the head diverged after task {task.index + 1}: lower alignment.lr "
+                f"({self.config.alignment.lr})"
             )
         return seen
 
     def _follows(self, task: TaskImages) -> bool:
         """Whether what the head knows has to follow what prompts learn in this task."""
-        follows = self._closed is not None and self._closed.follow and len(self.model.head) > 0
+        follows = self._closed is not None and self._closed.compensate_drift and len(self.model.head) > 0
         return follows and self.adapts(task) and self.epochs(task) > 0
 
     @property
@@ -307,7 +308,7 @@ class Learner:
     @property
     def views(self) -> int:
         """How many views of an image a head in closed form learns."""
-        return 2 if self._closed and self._closed.with_mirrors else 1
+        return 2 if self._closed and self._closed.flip_augment else 1
 
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
         """What the head is given of the evaluation views of a task's images: (n, D or more)."""
@@ -343,7 +344,7 @@ class Learner:
         else:
             features = self.loader.evaluation_features(task, advance)
         self.statistics = self.statistics.extended(features, task.labels, task.classes, key)
-        batch, rate = self.config.training.batch, self.config.training.head_rate
+        batch, rate = self.config.training.batch_size, self.config.training.head_lr
         align(self.trained, self.statistics, task.classes, settings, batch, rate, key)
 
     def _summary(self, task: TaskImages, advance: Advance) -> TaskSummary:

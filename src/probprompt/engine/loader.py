@@ -154,7 +154,7 @@ class TaskLoader:
 
     def batch(self, task: TaskImages) -> int:
         """Images per step, over all processes."""
-        return min(self.config.training.batch, len(task))
+        return min(self.config.training.batch_size, len(task))
 
     def steps(self, task: TaskImages) -> int:
         """Optimizer steps per epoch; the last, smaller batch is dropped."""

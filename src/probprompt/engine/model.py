@@ -109,7 +109,7 @@ class PromptedModel(nn.Module):
         """
         contexts = [replace(context, draw=draw) for draw in range(self.method.draws)]
         views = [(seen, query)]
-        if self.head.mirrored:
+        if self.head.flip_average:
             mirrors = self.embed(images.flip(-1))
             views.append((mirrors, self.query(mirrors)))
         found = [self.features(view, each, asked, self.head.layers)[0] for view, asked in views for each in contexts]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probprompt.config import RunConfig
+from probprompt.config import RunConfig, from_stored
 from probprompt.engine.build import ModelState, build_model, fill, group, load_frozen
 from probprompt.engine.learner import Learner
 from probprompt.engine.model import PromptedModel
@@ -76,10 +76,8 @@ def load_model(folder: str | Path, device: torch.device | None = None) -> Loaded
 def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedModel:
     tensors, _ = read_tensors(folder / note["tensors"], where)
     weights = {name: value for name, value in note["backbone"].items() if name != "sha256"}
-    config = RunConfig.model_validate(
-        {"method": note["method"], "head": note["head"], "backbone": weights, "seeds": {"init": note["seed"]}},
-        context={"any_head": True},
-    )
+    stored = {"method": note["method"], "head": note["head"], "backbone": weights, "seeds": {"init": note["seed"]}}
+    config = RunConfig.model_validate(from_stored(stored), context={"any_head": True})
     backbone = load_frozen(config.backbone, note["backbone"]["sha256"], folder)
     state = ModelState(tuple(note["task_sizes"][: note["adapted_tasks"]]), tensors)
     model = build_model(config, backbone, where, "fp32", state)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from probprompt import __version__
 from probprompt.backbones import pretrained
+from probprompt.config import from_stored
 from probprompt.data.datasets import benchmark_label
 from probprompt.errors import UserError, shorten
 from probprompt.export.bundle import Record
 from probprompt.export.onnx import View
-from probprompt.methods import find
+from probprompt.methods import parse_config as parse_method
 from probprompt.report.tables import markdown_table
 from probprompt.runs.run import Run
 from probprompt.storage import natural_order, read_json
@@ -131,7 +132,7 @@ def _of_classifier(record: Record) -> Story:
         sha256=settings["backbone"]["sha256"],
         history=_versions(record),
         quality=(quality,) if state["scale"]["limit"] is None else (quality, unknown),
-        marks=find(config["method"]["name"]).Config.model_validate(config["method"]).marks(),
+        marks=parse_method(from_stored(config["method"], "method")).marks(),
         loading="from probprompt import ContinualClassifier\n\n"
         'classifier = ContinualClassifier.load("model/")\n'
         'for answer in classifier.predict(["a.jpg", "b.jpg"], top_k=3):\n'

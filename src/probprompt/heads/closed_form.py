@@ -41,23 +41,23 @@ class ClosedFormSettings(HeadSettings):
     layers: int = Field(0, ge=0)
     """Of how many blocks before the last a head in closed form also reads the class token and the mean of the patches,
     under prompts and each normalised."""
-    readings: Literal["beside", "projected"] = "beside"
+    intermediate: Literal["unprojected", "projected"] = "unprojected"
     """Whether the ridge head takes them as they are, beside its projections, or projects them with the feature."""
-    mirrored: bool = False
+    flip_average: bool = False
     """Whether a head in closed form is given the mean of what is read of an image and of its mirror image, wherever it
     learns or predicts: twice the work of both, and less chance in a feature. The query is the image's own."""
-    with_mirrors: bool = False
+    flip_augment: bool = False
     """Whether a head in closed form also learns the mirror image of every image, as one more image of its class: twice
     the passes of learning, and no more work at prediction."""
-    follow: bool = False
+    compensate_drift: bool = False
     """Whether the sums of a head in closed form follow where prompts that learn in several tasks
     (``training.adapt_tasks``) move the features: by the linear map from what the head made of the new task's images
     before to what it makes of them after it."""
 
     @model_validator(mode="after")
     def _check_views(self) -> Self:
-        if self.mirrored and self.with_mirrors:
-            raise ValueError("head.mirrored takes in mirror images already: set it or head.with_mirrors, not both")
+        if self.flip_average and self.flip_augment:
+            raise ValueError("head.flip_average takes in mirror images already: set it or head.flip_augment, not both")
         return self
 
     def input_width(self, width: int) -> int:
@@ -80,7 +80,7 @@ class RidgeSettings(ClosedFormSettings, _ProjectionSettings):  # recorded in the
         >>> RidgeSettings(layers=3).unprojected_width(10)
         60
         """
-        return 2 * self.layers * width if self.readings == "beside" else 0
+        return 2 * self.layers * width if self.intermediate == "unprojected" else 0
 
 
 class LDASettings(ClosedFormSettings):
@@ -117,7 +117,7 @@ class ClosedFormHead(Head):
         """Build the head with its settings."""
         assert isinstance(settings, ClosedFormSettings)
         head = cls(settings.input_width(width), seed, *cls._options(settings, width))
-        head.layers, head.mirrored = settings.layers, settings.mirrored
+        head.layers, head.flip_average = settings.layers, settings.flip_average
         return head
 
     @classmethod

@@ -27,7 +27,7 @@ class Head(nn.Module):
     """Whether it learns by gradient."""
     layers: int = 0
     """How many blocks before the last it reads, beside what is read out of the last."""
-    mirrored: bool = False
+    flip_average: bool = False
     """Whether it is given the mean of what is read of an image and of its mirror image."""
     learning_only: ClassVar[frozenset[str]] = frozenset()
     """Saved tensors that prediction does not need."""

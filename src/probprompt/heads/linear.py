@@ -23,7 +23,7 @@ class LinearSettings(HeadSettings):
 class NormalizedSettings(HeadSettings):
     """A trained linear layer on normalized features."""
 
-    kind: Literal["normalised"] = "normalised"
+    kind: Literal["normalized"] = "normalized"
 
 
 @register
@@ -110,13 +110,13 @@ class AlignmentConfig(BaseModel):
     enabled: bool | None = None
     """None: where the method takes part, which all do but fine-tuning."""
     epochs: int = Field(10, ge=1)
-    rate: float = Field(1e-5, gt=0, le=1e36)
-    final_rate: float = Field(1e-6, ge=0)
-    first_rate: float | None = Field(None, gt=0)
+    lr: float = Field(1e-5, gt=0, le=1e36)
+    min_lr: float = Field(1e-6, ge=0)
+    first_lr: float | None = Field(None, gt=0)
     """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
-    rate_delay: int = Field(0, ge=0)
+    lr_delay: int = Field(0, ge=0)
     """Steps by which all later rates are late (1 in VQ-Prompt's code)."""
-    optimiser: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     """``sgd`` has a momentum of 0.9."""
     schedule: Literal["step", "epoch"] = "step"
     """How often the rate moves on along its cosine."""
@@ -249,7 +249,7 @@ def align(
         return
     size = max(1, round(batch * settings.batch_ratio))
     if new_classes == 1:
-        own = {"rate": new_row_rate, "first_rate": None, "rate_delay": 0, "optimiser": "adamw", "schedule": "step"}
+        own = {"lr": new_row_rate, "first_lr": None, "lr_delay": 0, "optimizer": "adamw", "schedule": "step"}
         alone = settings.model_copy(update=own)
         _refit(head, old_classes, old_classes, statistics, alone, size, (*key, "new row"))
     _refit(head, 0, old_classes, statistics, settings, size, key)
@@ -271,14 +271,14 @@ def _refit(
     if not learning:
         return
     device = head.weight.device
-    optimiser = _optimiser(learning, settings, device)
+    optimizer = _make_optimizer(learning, settings, device)
 
     def learn(features: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         fixed = head.logits(features, head.weight[:first_row], head.bias[:first_row]).detach()
         logits = torch.cat([fixed, head.logits(features, weight, bias)], dim=1)  # (b, C)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(logits, labels).backward()
-        optimiser.step()
+        optimizer.step()
         return ()
 
     step, seen, rates = Captured(learn, device.type == "cuda"), len(statistics), _rates(settings, steps)
@@ -287,28 +287,28 @@ def _refit(
         mixed = torch.randperm(seen * size, device=device, generator=generator)[: steps * size]
         for labels in (mixed % seen).split(size):
             rate = next(rates)
-            for group in optimiser.param_groups:
+            for group in optimizer.param_groups:
                 set_rate(group, rate)
             step(statistics.draw(labels, settings.variance_floor, generator), labels)  # (b, D), (b,)
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     with torch.no_grad():
         head.weight[first_row:] = weight
         head.bias[first_row:] = bias
 
 
-def _optimiser(
+def _make_optimizer(
     parameters: list[nn.Parameter], settings: AlignmentConfig, device: torch.device
 ) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": parameters}]
-    if settings.optimiser == "sgd":
+    if settings.optimizer == "sgd":
         return make_optimizer(torch.optim.SGD, groups, device, momentum=MOMENTUM, weight_decay=settings.weight_decay)
     return make_optimizer(torch.optim.AdamW, groups, device, weight_decay=settings.weight_decay)
 
 
 def _rates(settings: AlignmentConfig, steps: int) -> Iterator[float]:
     """The rate of every step, so many an epoch: half a cosine down, but for the very first one."""
-    base, final, total = settings.rate, settings.final_rate, steps * settings.epochs
+    base, final, total = settings.lr, settings.min_lr, steps * settings.epochs
     for done in range(total):
-        along = done - done % steps if settings.schedule == "epoch" else max(0, done - settings.rate_delay)
+        along = done - done % steps if settings.schedule == "epoch" else max(0, done - settings.lr_delay)
         rate = final + (base - final) * (1 + math.cos(math.pi * along / total)) / 2
-        yield settings.first_rate if settings.first_rate is not None and done == 0 else rate
+        yield settings.first_lr if settings.first_lr is not None and done == 0 else rate

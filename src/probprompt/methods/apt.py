@@ -38,7 +38,7 @@ class APT(Method):
     summary = "one learned shift of the class token's key and value per block"
     tuned_rates = TunedRates(matched=2.0, ridge=2.0)
     needs_query = False
-    preferred_head = "normalised"
+    preferred_head = "normalized"
 
     merged: Tensor
     has_merged: Tensor
@@ -53,9 +53,9 @@ class APT(Method):
             "method": {"ema": ema},
             "training": {
                 "epochs": epochs,
-                "batch": 64,
-                "head_rate": rate,
-                "prompt_rate_factor": 1.0,
+                "batch_size": 64,
+                "head_lr": rate,
+                "prompt_lr_scale": 1.0,
                 "schedule": "vq-epoch",
                 "augmentation": "autoaugment+crop",
             },

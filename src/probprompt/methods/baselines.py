@@ -124,7 +124,7 @@ class FineTuning(Method):
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
         """Return the settings of CODA-Prompt's code, which ran these bounds."""
-        return coda_protocol(experiment, head_rate=5e-5)
+        return coda_protocol(experiment, head_lr=5e-5)
 
     def __init__(self, config: MethodConfig, shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)

@@ -84,12 +84,12 @@ class EvoPrompt(Method):
             "data": {"interpolation": "bicubic"},
             "training": {
                 "epochs": 20 if experiment.protocol == "cifar100" else 50,
-                "batch": 64,
-                "head_rate": 0.005,
-                "prompt_rate_factor": 1.0,
+                "batch_size": 64,
+                "head_lr": 0.005,
+                "prompt_lr_scale": 1.0,
                 "schedule": "constant",
                 "clip": 1.0,
-                "augmentation": "crop+colour",
+                "augmentation": "crop+color",
             },
         }
 

@@ -38,13 +38,13 @@ class IdentityAlignmentConfig(AlignmentConfig):
     """How the task identity is refitted; its statistics always come from evaluation views."""
 
     epochs: int = Field(30, ge=1)
-    rate: float = Field(0.005 * 24 / 256, gt=0, le=1e36)
-    final_rate: float = Field(0.0, ge=0)
-    optimiser: Literal["adamw", "sgd"] = "sgd"
+    lr: float = Field(0.005 * 24 / 256, gt=0, le=1e36)
+    min_lr: float = Field(0.0, ge=0)
+    optimizer: Literal["adamw", "sgd"] = "sgd"
     schedule: Literal["step", "epoch"] = "epoch"
     weight_decay: float = Field(0.0, ge=0)
     batch_ratio: float = Field(1.0, gt=0)
-    """Size of a batch of pseudo-queries, as a multiple of ``identity_batch``."""
+    """Size of a batch of pseudo-queries, as a multiple of ``identity_batch_size``."""
     centroids: int = Field(10, ge=1)
 
 
@@ -65,14 +65,14 @@ class HiDePromptConfig(MethodConfig):
     contrast_temperature: Positive = 0.8
     contrast_centroids: int = Field(10, ge=1)
     """How many centroids of its features stand for a past class in the contrast."""
-    identity_rate_factor: Positive = 1 / 60
+    identity_lr_scale: Positive = 1 / 60
     """Learning rate of the task identity, as a multiple of the prompts' (CUB: 1/3)."""
     identity_epochs: int | None = Field(None, ge=1)
     """In how many epochs of a task, its first, the task identity is trained; None: in all. Where gradients are clipped
     by their common norm, the prompts learn differently in these epochs than in the others."""
     identity_alignment: IdentityAlignmentConfig = IdentityAlignmentConfig()
-    identity_batch: int = Field(24, ge=1)
-    identity_row_rate: Positive = 0.0025
+    identity_batch_size: int = Field(24, ge=1)
+    identity_row_lr: Positive = 0.0025
     """Rate at which the refit learns the row of a task's only class, which no training could."""
     legacy_reshape: bool = False
     """The published mix-up of the axes for keys, values and images, in training and at evaluation."""
@@ -128,29 +128,29 @@ class HiDePrompt(Method):
             epochs=150 if protocol == "imagenet-r" else 50,
             tokens=10 if protocol == "cifar100" else 40,
             contrast={"cifar100": 0.1, "cub200": 0.01}.get(protocol, 0.5),
-            identity_rate_factor=1 / 3 if protocol == "cub200" else 1 / 60,
+            identity_lr_scale=1 / 3 if protocol == "cub200" else 1 / 60,
             identity_epochs=20,
         )
         settings["training"] |= {
-            "batch": 192 if known else 24,
-            "head_rate": 0.03 * 24 / 256 / slower,
-            "prompt_rate_factor": float(slower),
+            "batch_size": 192 if known else 24,
+            "head_lr": 0.03 * 24 / 256 / slower,
+            "prompt_lr_scale": float(slower),
             "schedule": "cosine" if protocol == "imagenet-r" else "step",
         }
         settings["alignment"] = {
             "enabled": True,
             "centroids": 10,
-            "optimiser": "sgd",
+            "optimizer": "sgd",
             "schedule": "epoch",
             "epochs": 30,
-            "rate": 0.005,
-            "final_rate": 0.0,
+            "lr": 0.005,
+            "min_lr": 0.0,
             "weight_decay": 0.0,
             "batch_ratio": 120 / 192 if known else 5.0,
             "augmented_statistics": False,
         }
         if protocol == "cifar100":
-            settings["backbone"]["normalisation"] = "cifar100"
+            settings["backbone"]["normalization"] = "cifar100"
             settings["training"] |= {"augmentation": "crop+brightness", "crop_scale": (0.08, 1.0)}
         return settings
 
@@ -199,7 +199,7 @@ class HiDePrompt(Method):
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
         """The prompts, and the task identity at a rate of its own."""
         yield [prompt for prompt in self.pool if prompt.requires_grad], 1.0
-        yield [part for part in self.identity.parameters() if part.requires_grad], self.config.identity_rate_factor
+        yield [part for part in self.identity.parameters() if part.requires_grad], self.config.identity_lr_scale
 
     def mixed(self) -> Tensor:
         """Prompts of all tasks with their share of the earlier ones: (tasks, blocks, M, D).
@@ -273,7 +273,7 @@ class HiDePrompt(Method):
         self.query_variance.copy_(seen.variance)
         settings = config.identity_alignment
         if settings.enabled is not False:
-            align(self.identity, seen, new, settings, config.identity_batch, config.identity_row_rate, key)
+            align(self.identity, seen, new, settings, config.identity_batch_size, config.identity_row_lr, key)
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Which task's prompt each query is given: one-hot, (B, 1, tasks)."""

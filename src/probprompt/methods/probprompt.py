@@ -64,8 +64,8 @@ class ProbPromptConfig(MethodConfig):
     where their outputs may be read in place of the class token's, as L2P does."""
     halves: bool = True
     """Half the M tokens of a prefix are keys, half are values; else each token is both."""
-    regularisation: float = Field(1e-6, ge=0)
-    """lambda: the weight of the distribution regularisation loss."""
+    regularization: float = Field(1e-6, ge=0)
+    """lambda: the weight of the distribution regularization loss."""
     reference: Literal["step", "epoch", "task"] = "step"
     """Which earlier state of the Gaussians the loss compares with."""
     top_k: int | None = Field(None, ge=1)
@@ -147,15 +147,15 @@ class ProbPrompt(Method):
         self.query_mean, self.whitening = equations.whitening(queries)
 
     def begin_task(self, task: int, classes: int) -> None:
-        """Nothing grows; the reference of the regularisation may move."""
+        """Nothing grows; the reference of the regularization may move."""
         self._cache("task")
 
     def begin_epoch(self) -> None:
-        """Move the reference of the regularisation if it is the epoch's."""
+        """Move the reference of the regularization if it is the epoch's."""
         self._cache("epoch")
 
     def before_step(self) -> None:
-        """Move the reference of the regularisation if it is the step's."""
+        """Move the reference of the regularization if it is the step's."""
         self._cache("step")
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
@@ -164,7 +164,7 @@ class ProbPrompt(Method):
         query = self._prepared(query)
         apart = self.config.variant == "independent" and self._samples(context)
         tokens = (self._mix_samples if apart else self._sample_mixture)(query, context)  # (B, pools, D)
-        loss = self.config.regularisation * self.drift() if context.training and self.config.regularisation else None
+        loss = self.config.regularization * self.drift() if context.training and self.config.regularization else None
         parts = tokens.chunk(len(self.config.blocks), dim=1)  # (B, M, D) each
         return Prompted(dict(zip(self.config.blocks, map(self._injected, parts), strict=True)), loss)
 

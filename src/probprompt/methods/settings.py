@@ -47,26 +47,26 @@ def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
         "method": method,
         "training": {
             "epochs": 20,
-            "head_rate": 0.0025,
-            "prompt_rate_factor": 5.0,
+            "head_lr": 0.0025,
+            "prompt_lr_scale": 5.0,
             "schedule": "vq-epoch" if bird else "vq",
             "frozen_epochs": 2 if experiment.protocol == "cifar100" else 1,
             "nominal_steps": 400 // experiment.tasks if experiment.exact and not bird else None,
         },
-        "alignment": {"rate": 1e-5, "first_rate": 1e-4, "rate_delay": 1, "batch_ratio": 2.0 if bird else 4.0},
+        "alignment": {"lr": 1e-5, "first_lr": 1e-4, "lr_delay": 1, "batch_ratio": 2.0 if bird else 4.0},
     }
 
 
-def coda_protocol(experiment: Experiment, head_rate: float = 1e-3, **method: Setting) -> Settings:
+def coda_protocol(experiment: Experiment, head_lr: float = 1e-3, **method: Setting) -> Settings:
     """Return the settings of CODA-Prompt's code, which also ran DualPrompt, L2P++, fine-tuning and the joint bound."""
     return {
         **NO_ALIGNMENT,
         "method": method,
         "training": {
             "epochs": 20 if experiment.protocol == "cifar100" else 50,
-            "batch": 128 if experiment.known else experiment.batch,
-            "head_rate": head_rate,
-            "prompt_rate_factor": 1.0,
+            "batch_size": 128 if experiment.known else experiment.batch,
+            "head_lr": head_lr,
+            "prompt_lr_scale": 1.0,
             "schedule": "vq-epoch",
         },
     }
@@ -81,9 +81,9 @@ def google_protocol(rate: float, batch: int, epochs: int, **method: Setting) -> 
         "data": {"interpolation": "bicubic", "center_crop": True},
         "training": {
             "epochs": epochs,
-            "batch": batch,
-            "head_rate": rate * batch / 256,
-            "prompt_rate_factor": 1.0,
+            "batch_size": batch,
+            "head_lr": rate * batch / 256,
+            "prompt_lr_scale": 1.0,
             "schedule": "constant",
             "clip": 1.0,
             "crop_scale": (0.05, 1.0),

@@ -39,7 +39,7 @@ class VQPromptConfig(MethodConfig):
     """The weight of the loss that moves the soft prompt, through keys and pool, to the chosen prompt."""
     pool_weight: float = Field(0.1, ge=0)
     """The weight of the loss that moves the chosen prompt to the soft prompt."""
-    quantise: bool = True
+    quantize: bool = True
     """Whether a prompt of the pool is chosen; if not, the soft prompt is injected and there are no losses."""
     initial: Literal["uniform", "symmetric", "normal"] = "uniform"
     """How pool and keys are drawn: U[0, 1), U(-1, 1) or N(0, 1)."""
@@ -49,7 +49,7 @@ class VQPromptConfig(MethodConfig):
 
 @register
 class VQPrompt(Method):
-    """Vector-quantised prompts."""
+    """Vector-quantized prompts."""
 
     Config = VQPromptConfig
     summary = "the nearest prompt of a learned pool, chosen through a soft mixture (VQ-Prompt)"
@@ -76,7 +76,7 @@ class VQPrompt(Method):
         for slot, block in enumerate(self.config.blocks):
             pool = self.pool[slot].double()  # (N, L, D)
             soft = prompt = torch.einsum("bn,nld->bld", self._weights(slot, query), pool)  # (B, L, D)
-            if self.config.quantise:
+            if self.config.quantize:
                 chosen = pool[nearest(soft, pool)]  # (B, L, D)
                 prompt = soft + (chosen - soft).detach()  # the value of the chosen, the gradient of the soft one
                 losses += [self._distance(soft, chosen)] if context.training else []

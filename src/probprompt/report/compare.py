@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from probprompt import methods, presets
 from probprompt.backbones.pretrained import backbone_words
-from probprompt.config import flatten
+from probprompt.config import flatten, to_stored
 from probprompt.data.datasets import benchmark_label
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
@@ -129,7 +129,7 @@ class Result:
         record, row = self.record, self.row
         line: dict[str, Cell] = {
             "method": row.method,
-            "varied": " ".join(describe(row.varied)),
+            "varied": " ".join(describe(tuple(to_stored(dict(row.varied)).items()))),
             "preset": self.place.preset,
             "benchmark": self.place.benchmark,
             "seed": self.seed,
@@ -546,7 +546,7 @@ def _departures(result: Result) -> list[str]:
     if record.preset not in presets.NAMES:
         return []
     expected = {key for key, _ in result.row.varied} | {"data.tasks", "data.validation", "data.benchmark"}
-    expected |= {"evaluation_batch"}  # changes only rounding
+    expected |= {"evaluation_batch_size"}  # changes only rounding
     named = record.preset_overrides.items()
     return [f"{k}={brief(v)}" for k, v in named if k in (record.preset_settings or ()) and k not in expected]
 

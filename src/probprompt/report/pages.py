@@ -15,7 +15,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from probprompt.config import flatten
+from probprompt.config import flatten, from_stored
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import figures
@@ -183,7 +183,7 @@ def _provenance(run: RunFiles) -> list[tuple[str, list[tuple[str, str, str]]]]:
     groups = {
         "Run": {"name": record.name, "created": record.created.replace("T", " "), "evaluated on": record.evaluated_on},
         "Backbone": record.backbone.to_json() | size,
-        "Preprocessing": record.preprocessing.to_json(),
+        "Preprocessing": from_stored(record.preprocessing.to_json(), "backbone"),
         "Stream": {"class order hash": record.stream.order_hash, "split hash": record.stream.split_hash},
         "Time and memory": {k.removesuffix("_s"): duration(v) for k, v in record.time.items()} | memory,
         "Hardware": record.hardware.to_json(),
@@ -297,7 +297,7 @@ def render_run(run: RunFiles) -> str:
         queries=inside.queries,
         query_scatter=_query_scatter(inside.queries) if inside.queries else None,
         loss=_loss(run),
-        config=_rows(flatten(run.record.config).items()),
+        config=_rows(flatten(from_stored(run.record.config)).items()),
         provenance=_provenance(run),
         tasks=_tasks(run),
     )

@@ -16,7 +16,17 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from probprompt import methods, presets
-from probprompt.config import RunConfig, field_names, flatten, merge, nest, parse_config, with_absolute_paths
+from probprompt.config import (
+    RunConfig,
+    field_names,
+    flatten,
+    merge,
+    nest,
+    parse_config,
+    to_stored,
+    unknown_setting,
+    with_absolute_paths,
+)
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.heads import setting_names
@@ -103,7 +113,7 @@ def _resolve(key: str, own: Iterable[str], every: Iterable[str]) -> str:
     if len(found) > 1 and key not in found:
         raise UserError(f"{key!r} could be {' or '.join(found)}: write it out")
     if not found:
-        raise UserError(f"no setting is called {key!r}: {suggest(key, known)}")
+        raise UserError(unknown_setting(key, known))
     name = key if key in found else found[0]
     if name in _OWN:
         raise UserError(f"{name} is no setting of a grid: name them in its {_OWN[name]}")
@@ -274,8 +284,8 @@ class Grid:
 
     def _cell(self, group: tuple[str, str, str], base: dict[str, Any], varied: Varied, seed: int) -> Cell:
         benchmark, preset, method = group
-        label = datasets.benchmark_label(benchmark)
-        row = f"{label}/{preset}/{','.join((method, *map(_folder_name, describe(varied))))}"
+        label, stored = datasets.benchmark_label(benchmark), tuple(to_stored(dict(varied)).items())
+        row = f"{label}/{preset}/{','.join((method, *map(_folder_name, describe(stored))))}"
         seeds = dict.fromkeys(("order", "init", "data"), seed)
         try:
             given = nest({**self._own(self._settings, method), **dict(varied), "seeds": seeds})

@@ -190,7 +190,7 @@ def _spread(rows: list[int], count: int) -> list[int]:
 
 def quick_config(method: str, benchmark: str, given: Mapping[str, Any]) -> RunConfig:
     """Return the settings of the shortest training that an audit of a method needs: an epoch of a few images."""
-    quick: Settings = {"training": {"epochs": 1, "batch": 8}, "alignment": {"epochs": 1}, "head": {"kind": None}}
+    quick: Settings = {"training": {"epochs": 1, "batch_size": 8}, "alignment": {"epochs": 1}, "head": {"kind": None}}
     if methods.find(method).preferred_head == "ridge":
         quick["head"]["projections"] = 256
     settings = merge(presets.settings("matched", method, benchmark), quick)
@@ -230,7 +230,7 @@ def audit_method(
         outcome = sample.audit(model, known, progress).also(same)
         progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
     about = {
-        "method": config.method.model_dump(mode="json"),
+        "method": config.to_stored()["method"],
         "marks": list(config.method.marks()),
         "config_hash": config_hash(config),
         "images_of": sample.source,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from probprompt import presets
-from probprompt.config import RunConfig, flatten, parse_config
+from probprompt.config import RunConfig, flatten, from_stored, parse_config, parse_stored
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.heads import default_settings
@@ -37,7 +37,7 @@ FORMAT = 1
 
 def config_hash(config: RunConfig) -> str:
     """Return a fingerprint of all settings."""
-    return settings_hash(config.model_dump(mode="json"))
+    return settings_hash(config.to_stored())
 
 
 def settings_hash(settings: object) -> str:
@@ -135,7 +135,7 @@ class RunRecord(Part):
     created: str = ""
     status: Literal["running", "finished"] = "running"
     config: dict[str, Any] = {}
-    """Settings as stored, possibly by another version."""
+    """Settings in the spelling of files, possibly of another version."""
     config_hash: str = ""
     backbone: BackboneRecord = BackboneRecord()
     preprocessing: PreprocessingRecord = PreprocessingRecord()
@@ -174,14 +174,14 @@ class RunRecord(Part):
     def settings(self) -> RunConfig | None:
         """All settings, younger ones at their defaults; None if another version made them."""
         try:
-            return parse_config(self.config, any_head=True)
+            return parse_stored(self.config)
         except UserError:
             return None
 
     @cached_property
     def flat_settings(self) -> dict[str, Value]:
         """All settings by dotted names; as stored if another version made them."""
-        return _flat(self.settings) if self.settings else flatten(self.config)
+        return _flat(self.settings) if self.settings else flatten(from_stored(self.config))
 
     @cached_property
     def preset_settings(self) -> dict[str, Value] | None:
@@ -363,7 +363,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """The run's settings."""
-        return parse_config(self.record.config, any_head=True)
+        return parse_stored(self.record.config)
 
     @property
     def finished(self) -> bool:

@@ -69,7 +69,7 @@ class Tracker:
         self._module = check_tracker(name)
         self._board = self._module.SummaryWriter(str(folder / name)) if name == "tensorboard" else None
         if self._board is None:
-            self._module.init(project="probprompt", name=folder.name, config=config.model_dump(mode="json"))
+            self._module.init(project="probprompt", name=folder.name, config=config.to_stored())
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send numbers at a step."""
@@ -222,8 +222,8 @@ def prepare(
     split, order, joint = data.split_hash(), order_hash(stream, data.class_names), model.method.joint
     # All that decides which views an epoch meets in which order, and what the backbone says to them.
     training, chosen = config.training, config.backbone
-    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalisation, model.method.query_readout)
-    views = (config.data.stored_side, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
+    weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalization, model.method.query_readout)
+    views = (config.data.stored_size, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
     learner = Learner(model, train, viewer, config, world, queries_of((weights, split, order, joint, views)))
     tasks = _task_images((Task.joined(stream),) if joint else stream, train)
     for task in tasks:
@@ -272,11 +272,12 @@ def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
 def describe(workshop: TrainingSetup, name: str) -> RunRecord:
     """The record of a run before it starts."""
     config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
+    stored = config.to_stored()
     content = {
         "name": name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "status": "running",
-        "config": config.model_dump(mode="json"),
+        "config": stored,
         "config_hash": config_hash(config),
         "backbone": {
             "name": backbone.name,
@@ -285,7 +286,7 @@ def describe(workshop: TrainingSetup, name: str) -> RunRecord:
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "precision": model.precision,
         },
-        "preprocessing": {**workshop.learner.viewer.record(), "normalisation": config.backbone.normalisation},
+        "preprocessing": {**workshop.learner.viewer.record(), "normalisation": config.backbone.normalization},
         "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
         "stream": {
             "classes": [name for task in workshop.task_names for name in task],
@@ -301,7 +302,7 @@ def describe(workshop: TrainingSetup, name: str) -> RunRecord:
         "hardware": hardware(workshop.device),
         "world_size": workshop.world.size,
         "evaluated_on": "validation" if config.data.validation else "test",
-        "head": config.head.kind,
+        "head": stored["head"]["kind"],
         "joint": model.method.joint,
         "marks": list(config.method.marks()),
         "skipped": workshop.skipped,
@@ -438,13 +439,14 @@ class RunLoop(Callbacks):
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
         config, record = self.workshop.config, self.run.record
+        stored = config.to_stored()
         learned, names = self.workshop.tasks[: task.index + 1], self.workshop.task_names[: task.index + 1]
         return {
-            "method": config.method.model_dump(mode="json"),
+            "method": stored["method"],
             "marks": list(config.method.marks()),
-            "head": config.head.model_dump(mode="json"),
+            "head": stored["head"],
             "seed": config.seeds.init,
-            "backbone": {**config.backbone.model_dump(mode="json"), "sha256": record.backbone.sha256},
+            "backbone": {**stored["backbone"], "sha256": record.backbone.sha256},
             "preprocessing": record.preprocessing.to_json(),
             "classes": [name for group in names for name in group],
             "task_sizes": [len(group) for group in names],
