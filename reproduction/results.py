@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from probprompt import presets
 from probprompt.backbones.pretrained import backbone_slug, backbone_words
-from probprompt.config import RunConfig, flatten, to_stored
+from probprompt.config import RunConfig, flatten, from_stored, to_stored
 from probprompt.data import datasets
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
@@ -311,7 +311,7 @@ def _identity(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be equal for one run to replace another."""
     stream, backbone = content.get("stream") or {}, content.get("backbone") or {}
     hashes = {"split_hash": stream.get("split_hash"), "sha256 of the weights": backbone.get("sha256")}
-    return {**flatten(content.get("config") or {}), **hashes}
+    return {**flatten(from_stored(content.get("config") or {})), **hashes}
 
 
 def _lines(content: Mapping[str, Any]) -> str:
