@@ -1,6 +1,8 @@
-"""The figure and the table of docs/fidelity.md, and the table of docs/demo.md, from recorded runs."""
+"""The tables and the figure of docs/fidelity.md and docs/demo.md, from recorded runs."""
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,20 @@ from reproduction.results import preset_overrides
 STD = 4.5  # the initial standard deviation of published
 _INPUTS = {"unit": "[0, 1] input", "backbone": "normalized input"}
 _RIVALS = {"vq-prompt": "VQ-Prompt", "coda-prompt": "CODA-Prompt", "linear-probe": "linear probe"}
+_TABLE = re.compile(r"(<!-- table: made by .*? -->).*?(<!-- end of table -->)", re.DOTALL)
 _PROMPTS = {"mean_similarity": 2, "mean_rank": 1, "components_used": 1}
 
 
 def select(runs: Sequence[Recorded], **settings: Any) -> list[Recorded]:
-    """Return the runs that have these settings, whose dots are double underscores."""
-    wanted = {name.replace("__", "."): value for name, value in settings.items()}
-    return [run for run in runs if wanted.items() <= flatten(from_stored(run.record.config)).items()]
+    """Return the runs that have these settings, with dots or double underscores."""
+    expected = {name.replace("__", "."): value for name, value in settings.items()}
+    return [run for run in runs if all(_settings(run).get(key) == value for key, value in expected.items())]
+
+
+@cache
+def _settings(run: Recorded) -> dict[str, Any]:
+    """Return all settings by dotted names, with defaults for those that a record lacks."""
+    return {**run.record.flat_settings, **flatten(from_stored(run.record.config))}
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -44,7 +53,7 @@ def accuracy(runs: Sequence[Recorded]) -> str:
 
 @styled
 def draw_noise(book: Path) -> bytes:
-    """Draw accuracy against the noise in a prompt, for two injections and two inputs, with the paper's points."""
+    """Draw accuracy against the noise in a prompt, with the paper's points."""
     runs = read_book(book)
     figure = Figure(figsize=(8.0, 4.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
@@ -71,14 +80,12 @@ def draw_noise(book: Path) -> bytes:
 
 
 def fill(page: str, table: str) -> str:
-    """Put a table into a page between its two marks."""
-    begin, end = "<!-- table: made by python -m reproduction fidelity -->", "<!-- end of table -->"
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    """Put a table into a page between its two comments."""
+    return _TABLE.sub(lambda comments: f"{comments[1]}\n\n{table}\n\n{comments[2]}", page)
 
 
 def demo_table(book: Path) -> str:
-    """Set the recorded runs of the demo, one row per method."""
+    """Tabulate the recorded runs of the demo, one row per method."""
     every, rows = read_book(book), []
     for method, name in {"probprompt": "ProbPrompt", "vq-prompt": "VQ-Prompt", "ranpac": "RanPAC"}.items():
         runs = select(every, method__name=method)
@@ -92,13 +99,13 @@ def demo_table(book: Path) -> str:
 
 
 def by_seed(runs: Sequence[Recorded]) -> dict[int, NDArray[np.float64]]:
-    """Return final average accuracy and forgetting of runs that differ in their seed."""
+    """Return final average accuracy and forgetting of runs by seed."""
     numbers = metrics.final_average_accuracy, metrics.average_forgetting
     return {run.record.config["seeds"]["order"]: np.array([of(run.matrix) for of in numbers]) for run in runs}
 
 
 def paired(runs: Sequence[Recorded], other: str, evaluation: str = "image") -> str:
-    """State how ProbPrompt differs from another method over seeds, each number with half its 95% interval."""
+    """Return ProbPrompt minus another method over seeds, with half the 95% interval."""
     theirs = by_seed(select(runs, method__name=other))
     mine = by_seed(select(runs, method__name="probprompt", method__evaluation=evaluation))
     apart = np.array([mine[seed] - theirs[seed] for seed in mine])
@@ -109,20 +116,20 @@ def paired(runs: Sequence[Recorded], other: str, evaluation: str = "image") -> s
 
 
 def fidelity_table(results: Path) -> str:
-    """Set what the paper reports next to what recorded runs give."""
+    """Tabulate what the paper reports and what recorded runs give."""
     published, cifar = (read_book(results / "cifar100" / f"{name}.jsonl") for name in ("published", "paired"))
     emoji = read_book(results / "emoji-r" / "paired.jsonl")
     shared = set.intersection(*(set(preset_overrides(run.record)) for run in published))
 
     def several(name: str, *values: Any, tasks: int = 10, **settings: Any) -> str:
-        """List accuracies under these settings and no others."""
+        """Return accuracies under these settings and no others as text."""
         varied = {"data.tasks", *shared, *(f"method.{key}" for key in (name, *settings))}
-        found = [run for run in select(published, data__tasks=tasks) if set(preset_overrides(run.record)) <= varied]
+        runs = [run for run in select(published, data__tasks=tasks) if set(preset_overrides(run.record)) <= varied]
         fixed = {f"method__{key}": value for key, value in settings.items()}
-        return ", ".join(accuracy(select(found, **fixed, **{f"method__{name}": value})) for value in values)
+        return ", ".join(accuracy(select(runs, **fixed, **{f"method__{name}": value})) for value in values)
 
     def prompts(runs: Sequence[Recorded]) -> str:
-        """Describe mean prompts, and what accuracy gains when each image gets the prompts of another."""
+        """Describe mean prompts, and the change of accuracy with the prompts of another image."""
         mean = {name: float(np.mean([run.similarity[name] for run in runs])) for name in runs[0].similarity}
         swapped = mean["swap_swapped"] - mean["swap_own"]
         text = "{mean_similarity:.2f}, rank {mean_rank:.1f}, {components_used:.0f} of {components:.0f} used"

@@ -16,11 +16,10 @@ from probprompt.cli.cmd_compare import read_spec
 from probprompt.config import merge, parse_config, read_toml
 from probprompt.evaluation import metrics
 from probprompt.methods import base
-from probprompt.report.compare import gather_runs, pixels_hash
-from probprompt.report.tables import fill_page
+from probprompt.report.compare import pixels_hash
 from probprompt.runs.grid import Grid, describe
 from probprompt.runs.run import read_book
-from reproduction import bench_pages, fidelity
+from reproduction import bench_pages, fidelity, page_tables
 from reproduction.results import Entry, count_tasks, read_entries, read_entry
 from reproduction.results import preset_overrides as departures
 
@@ -53,23 +52,6 @@ def test_the_readme_names_the_two_commands_and_ci_runs_the_second() -> None:
     assert script[-1] == "PROBPROMPT_BROWSER=required make test"  # the tests of the page are never skipped there
 
 
-BOOKS = {
-    "results/cifar100-flagship.md": "cifar100/flagship.jsonl",
-    "results/cifar100-sampling.md": "cifar100/sampling.jsonl",
-    "results/cifar100-width.md": "cifar100/width.jsonl",
-    "results/cub200-flagship.md": "cub200/flagship.jsonl",
-    "results/cub200-mirrored.md": "cub200/mirrored.jsonl",
-    "results/cub200-variants.md": "cub200/variants.jsonl",
-    "results/following.md": "following.jsonl",
-    "results/further.md": "further.jsonl",
-    "results/emoji-r.md": "emoji-r/runs.jsonl",
-    "results/emoji-r-components.md": "emoji-r/components.jsonl",
-    "results/emoji-r-projections.md": "emoji-r/projections.jsonl",
-    "results/emoji-r-layers.md": "emoji-r/layers.jsonl",
-    "results/emoji-r-shrinkage.md": "emoji-r/shrinkage.jsonl",
-}
-
-
 def test_prompts_of_the_recorded_demo_differ_between_images() -> None:
     runs = read_book(ROOT / "results" / "emoji-r" / "demo.jsonl")
     rows = {method: [run for run in runs if run.record.method == method] for method, _, _ in presets.DEMO}
@@ -93,11 +75,18 @@ def test_pages_on_prompts_are_made_from_the_recorded_runs() -> None:
     assert there.shape == made.shape and np.abs(there - made).mean() < 1.0
 
 
-@pytest.mark.parametrize("page", BOOKS)
-def test_tables_come_from_the_recorded_runs(page: str) -> None:
-    """To the letter what `probprompt compare --from BOOK --page PAGE` writes."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert fill_page(text, gather_runs([ROOT / "results" / BOOKS[page]])) == text
+def test_tables_of_results_pages_come_from_records() -> None:
+    pages = page_tables.fill_pages(ROOT / "results")
+    assert set(pages) == set((ROOT / "results").glob("*.md"))
+    for page, text in pages.items():
+        assert page.read_text(encoding="utf-8") == text, "write it with: python -m reproduction results"
+
+
+def test_every_record_is_linked_from_a_page() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]
+    links = {(page.parent / link).resolve() for page in pages for link in _links(page)}
+    unlinked = [path.name for path in (ROOT / "results").rglob("*.jsonl") if path.resolve() not in links]
+    assert unlinked == ["demo-weights.log.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +178,7 @@ def test_the_readme_tells_the_recorded_numbers_of_its_sentences(recorded: dict[t
     assert "On CUB-200 neither is more than a point above the linear probe (ViT-Ti)." in readme
     assert max(prompted) < np.mean(recorded["cub200", "linear-probe", "matched"]) + 1
     best = told("probprompt", "flagship", "tokens=16", "projections=20000", *FOLLOWED)
-    assert f"besides](results/further.md) it ends at {best}, where" in readme
+    assert f"besides](results/cifar100.md) it ends at {best}, where" in readme
     wide = told("ranpac", "matched", "projections=20000", *reads)
     assert f"projections and mirror images ends at {wide}." in readme
     birds = [recorded["cub200", "ranpac", "matched", reads[-1]], _dino("ranpac", "matched,mirrored=true", "cub200")]
@@ -221,7 +210,6 @@ def test_the_page_on_data_tells_the_recorded_hash_of_the_sketches() -> None:
 def test_the_pages_tell_the_recorded_hash_of_the_birds() -> None:
     entries = [entry for entry in read_entries(ROOT / "results") if entry.config["data"]["benchmark"] == "cub200"]
     (told,) = re.findall(r"the published JPEG files themselves \(`(\w{12})`\)", _words("docs/data.md"))
-    assert f"as a run reads them, `{told}`." in _words("results/cub200-mirrored.md")
     anew = {bool(entry.content["stream"]["differences"]) for entry in entries if told != _pixels(entry)}
     assert anew == {True}  # those of other pixels say that they are
     assert f"but for {sum(told != _pixels(entry) for entry in entries)} older rows," in _words("docs/data.md")
@@ -296,13 +284,17 @@ def test_tables_come_from_the_recorded_benches(page: str) -> None:
     assert bench_pages.fill_page(text, ROOT / page, list(folder.glob("*.json"))) == text
 
 
+def _links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    pages = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-    made = {"reference/command-line.md"}  # when the site is built
-    for document in ("README.md", "CONTRIBUTING.md", *pages, *BOOKS):
-        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
-            if not target.startswith("http") and target not in made:
-                assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
+    generated = {"reference/command-line.md"}  # when the site is built
+    pages = [path for folder in ("docs", "results") for path in (ROOT / folder).rglob("*.md")]
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages):
+        for target in _links(page):
+            if not target.startswith("http") and target not in generated:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_files_that_pages_name_exist() -> None:
@@ -363,15 +355,3 @@ def test_the_load_that_the_service_bears_is_the_recorded_one() -> None:
     assert f"{found['requests']:,} requests, {found['errors']} errors, {served:.0f} images/s" in page
     assert f"{100 * served / offline:.0f} % of the {offline:.0f} images/s" in page
     assert f"within {waits['p50']:.0f} ms, 99 % within {waits['p99']:.0f} ms" in page
-
-
-def test_the_table_of_the_classifier_is_the_recorded_one() -> None:
-    page = (ROOT / "results" / "classifier.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
-    for line in (ROOT / "results" / "classifier.jsonl").read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)
-        percent = [found["accuracy"], found["forgetting"]]
-        percent += [100 * found["calibration_error_told"], 100 * found["calibration_error"]]
-        percent += [found["known_marked_percent"], found["unknown_marked_percent"]]
-        told = [f"{value:.1f}" for value in percent] + [f"{found['auroc']:.3f}", f"{found['fpr_at_95']:.2f}"]
-        assert [str(found["seed"]), *told] in rows

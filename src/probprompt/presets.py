@@ -156,11 +156,11 @@ _ADAPTED: Settings = {
     "training": {"epochs": 40, "prompt_lr_scale": 20.0},
     "head": {**_WIDE, "layers": 5, "intermediate": "projected", "flip_average": True},
 }
-"""Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100-flagship.md); mirror images on those of
-CUB-200 and TU-Berlin, too (results/further.md)."""
+"""Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100.md); mirror images on those of
+CUB-200 and TU-Berlin, too (results/cifar100.md)."""
 _ADAPTED_ON: dict[str, Settings] = {"cub200": {"training": {"epochs": 100}, "head": {"layers": 0}}}
-"""Where the first task has few images: the best of 40, 100 and 200 epochs there (results/cub200-flagship.md). A head
-that reads no blocks before the last does better there in the mean over two backbones (results/cub200-mirrored.md)."""
+"""Where the first task has few images: the best of 40, 100 and 200 epochs there (results/cub200.md). A head
+that reads no blocks before the last does better there in the mean over two backbones (results/cub200.md)."""
 
 
 def _ridge(method: type[Method], benchmark: str) -> Settings:
@@ -176,7 +176,7 @@ def _flagship(method: type[Method], benchmark: str) -> Settings:
     if benchmark in _BENCHMARKS:
         return merge(_ridge(method, benchmark), {"method": {"initial_std": 0.1}})
     own = {"initial_std": 0.1, "relevance_temperature": "dim"}
-    reads = {"with_query": True, "layers": 3, "intermediate": "projected"}  # results/emoji-r-layers.md
+    reads = {"with_query": True, "layers": 3, "intermediate": "projected"}  # results/emoji-r.md
     return merge(_ridge(method, benchmark), {"method": own, "head": reads})
 
 
