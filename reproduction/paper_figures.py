@@ -1,7 +1,7 @@
 """The paper's Figures 1a-c, 2 and 4, drawn from recorded runs as PNG files."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,48 +21,39 @@ from probprompt.runs.grid import CUSTOM, describe
 from reproduction.plots import to_png
 from reproduction.results import Entry
 
-METHODS = {
-    "l2p++": "L2P++",
-    "dual-prompt": "DualPrompt",
-    "vq-prompt": "VQ-Prompt",
-    "coda-prompt": "CODA-P",
-    "probprompt": "ProbPrompt",
-}
-"""Methods of the paper's figures, in the order of its Figure 2. Its L2P is L2P++, as in its Table 1."""
+METHODS = {"l2p++": "L2P++", "dual-prompt": "DualPrompt", "vq-prompt": "VQ-Prompt"}
+METHODS |= {"coda-prompt": "CODA-P", "probprompt": "ProbPrompt"}  # in the order of the paper's Figure 2
 FOLDER = "figures"
 GROUP_GAP = 0.8  # between groups of bars, in bars
 _PRESETS = ("published", "matched", "ridge", "flagship", CUSTOM)
-_LEAST = 5.0  # points of accuracy that a panel of Figure 4 spans: less is noise
-_TEXTS = 14  # lines of small text that are as high as a panel of Figure 4
-_LINES = 25  # of a legend of classes, in a column
-_FEW, _STEPS = 5, 10  # numbers of tasks of Figure 1a, and of Figures 2 and 4, if there are such runs
+_LEAST = 5.0  # points of accuracy that a panel of Figure 4 spans at least: less is noise
+_TEXTS = 14  # lines of small text in the height of a panel of Figure 4
+_LINES = 25  # of a legend of classes, per column
+_FEW, _STEPS = 5, 10  # tasks of Figure 1a, and of Figures 2 and 4, if there are such runs
 
 
 @dataclass(frozen=True)
 class PaperFigure:
     """A figure of the paper from our runs."""
 
-    file: str
-    """Within the folder of results."""
+    file: str  # within the folder of results
     title: str
     caption: str
     draw: Callable[[], bytes]
-    """As a PNG."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """Runs that may share a figure: one benchmark, backbone and preset, and the same other settings."""
+    """Runs that may share a figure: same benchmark, backbone, preset and settings."""
 
     benchmark: str
     backbone: str
     preset: str
-    settings: str
-    """What all runs have set differently from the preset, as text."""
+    settings: str  # that differ from the preset
     entries: Sequence[Entry]
 
     def figure(self, key: str, title: str, caption: str, draw: Callable[[], bytes]) -> PaperFigure:
-        """Make a figure of these runs, by its number in the paper."""
+        """Return a figure of these runs, by its number in the paper."""
         config = self.entries[0].config
         benchmark = slug(str(config["data"]["benchmark"]))  # a folder's hash distinguishes it from others
         about = ", ".join(filter(None, (self.benchmark, self.backbone, f"`{self.preset}`", self.settings)))
@@ -72,8 +63,7 @@ class RunGroup:
     def by_method(self, tasks: int) -> dict[str, list[Entry]]:
         """Return the runs with this number of tasks, over the same seeds for every method.
 
-        Each seed has another order of classes. If no seed is common to all methods, only the methods with the most
-        common seed are returned.
+        If no seed is common to all methods, return only the methods with the most common one.
         """
         own = grouped((entry.method, (entry.seed, entry)) for entry in self.entries if entry.tasks == tasks)
         runs = {method: dict(pairs) for method, pairs in own.items()}
@@ -86,12 +76,12 @@ class RunGroup:
 
     @property
     def task_counts(self) -> list[int]:
-        """All numbers of tasks of the runs."""
+        """Numbers of tasks of the runs."""
         return sorted({entry.tasks for entry in self.entries})
 
     @property
     def tasks(self) -> int:
-        """Ten if there are such runs, else the number that most runs have."""
+        """Ten if there are such runs, else the most frequent number of tasks."""
         runs = {tasks: sum(map(len, self.by_method(tasks).values())) for tasks in self.task_counts}
         return _STEPS if runs.get(_STEPS) else max(runs, key=lambda tasks: runs[tasks])
 
@@ -105,9 +95,9 @@ def paper_figures(entries: Sequence[Entry]) -> list[PaperFigure]:
 
 
 def _groups(entries: Sequence[Entry]) -> list[RunGroup]:
-    """For each benchmark and backbone, take the preset under which most of the paper's methods were run.
+    """Return the runs of the preset with most methods, per benchmark and backbone.
 
-    Runs with settings that differ from their preset are shown only if there are none without.
+    Runs with settings that differ from their preset are shown only if there are no others.
     """
     shown = [e for e in entries if e.method in METHODS and e.preset in _PRESETS and not e.held_out]
     places = grouped(((str(entry.config["data"]["benchmark"]), entry.backbone), entry) for entry in shown)
@@ -124,14 +114,14 @@ def _groups(entries: Sequence[Entry]) -> list[RunGroup]:
 
 
 def _overrides(entry: Entry, of_method: bool) -> str:
-    """Return what differs from the preset as text: of the method, or of all else including the size of images."""
+    """Return what differs from the preset as text: settings of the method, or all others."""
     size = {name: value for name, value in entry.preset_overrides.items() if name == "data.stored_size"}
     changes = {**entry.varied, **size}
     return ", ".join(describe(tuple((k, v) for k, v in changes.items() if k.startswith("method.") is of_method)))
 
 
 def _plainest(entries: Sequence[Entry]) -> list[Entry]:
-    """Keep the runs of each method with the same settings of the method, the fewest that differ from the preset."""
+    """Keep the runs of each method that have the fewest settings other than the preset's."""
     chosen: dict[str, str] = {}
     for entry in sorted(entries, key=lambda entry: len(entry.varied)):
         chosen.setdefault(entry.method, _overrides(entry, True))
@@ -139,12 +129,9 @@ def _plainest(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _settings(shared: str, entries: Sequence[Entry]) -> str:
-    """Return as text what all runs have set differently from the preset, and what those of a method have."""
+    """Return as text what differs from the preset in all runs, and in those of a method."""
     own = dict.fromkeys(f"{e.method} with {_overrides(e, True)}" for e in entries if _overrides(e, True))
     return ", ".join(filter(None, (shared, *own)))
-
-
-# Which figures there are
 
 
 def _queries(group: RunGroup) -> list[PaperFigure]:
@@ -156,11 +143,9 @@ def _queries(group: RunGroup) -> list[PaperFigure]:
         return len(entry.content["pictures"]["queries"]["names"]) > len(PALETTE) * len(MARKERS)
 
     entry = min(shown, key=lambda e: (is_crowded(e), e.tasks != _FEW, e.tasks != group.tasks, e.tasks, e.seed))
-    looks = "several classes share a colour" if is_crowded(entry) else "each class has its colour"
-    caption = (
-        f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by "
-        f"{entry.content['pictures']['queries']['embedding']}; {looks} and shape."
-    )
+    looks = "some classes share a color and marker" if is_crowded(entry) else "one color and marker per class"
+    embedding = entry.content["pictures"]["queries"]["embedding"]
+    caption = f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by {embedding}; {looks}."
     return [group.figure("1a", "queries of a task", caption, partial(draw_queries, entry))]
 
 
@@ -173,12 +158,10 @@ def _over_tasks(group: RunGroup) -> list[PaperFigure]:
     similarities = _means(runs, lambda entry: entry.content["similarity"].get("mean"))
     if any(similarities.values()):
         caption = f"Mean pairwise cosine of the prompts of different classes, {seeds}."
-        caption += _renamed(*similarities.values())
         draw = partial(draw_bars, similarities, "pairwise similarity", 3)
         figures.append(group.figure("1b", "similarity of prompts", caption, draw))
     final = _means(runs, lambda entry: metrics.final_average_accuracy(entry.matrix))
-    caption = f"Average accuracy over all tasks in the end (FAA), {seeds}; the axis does not begin at 0."
-    caption += _renamed(*final.values())
+    caption = f"Final average accuracy (FAA), {seeds}; the axis does not start at 0."
     draw = partial(draw_bars, final, "FAA, %", 1)
     return [*figures, group.figure("1c", "final average accuracy", caption, draw)]
 
@@ -195,17 +178,12 @@ def _means(
 
 
 def _seeds(*groups: Mapping[str, Sequence[Entry]]) -> str:
-    """Return as text the seeds of each group of runs by method: the same for all methods of a group."""
+    """Return the seeds of groups of runs by method as text."""
     texts = []
     for group in groups:
         seeds = [str(entry.seed) for entry in next(iter(group.values()))]
-        texts.append(f"seed {seeds[0]}" if len(seeds) == 1 else f"the mean over seeds {', '.join(seeds)}")
+        texts.append(f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over seeds {', '.join(seeds)}")
     return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
-
-
-def _renamed(*groups: Container[str]) -> str:
-    """Return what a reader of the paper must know about a name."""
-    return " L2P++ is the L2P of the paper's Table 1." if any("l2p++" in group for group in groups) else ""
 
 
 def _similarities(group: RunGroup) -> list[PaperFigure]:
@@ -221,9 +199,8 @@ def _similarities(group: RunGroup) -> list[PaperFigure]:
     shown, total = len(first["pictures"]["similarity"]["labels"]), sum(map(len, first["stream"]["tasks"]))
     part = f", {shown} of {total} classes" if shown < total else ""
     caption = (
-        f"Cosine between the prompts that different classes receive, in the order they were learned "
-        f"({group.tasks} tasks, {_seeds({m: [entry] for m, entry in chosen.items()})}{part}); under each name the "
-        f"mean over all pairs of classes.{_renamed(chosen)}"
+        f"Cosine between the prompts of different classes, in the order of learning ({group.tasks} tasks, "
+        f"{_seeds({m: [entry] for m, entry in chosen.items()})}{part}), with the mean over all pairs of classes."
     )
     return [group.figure("2", "similarity between classes", caption, partial(draw_similarities, chosen))]
 
@@ -233,14 +210,8 @@ def _courses(group: RunGroup) -> list[PaperFigure]:
     if group.tasks < 2 or len(runs) < 2:
         return []
     matrices = {method: np.mean([entry.matrix for entry in entries], axis=0) for method, entries in runs.items()}
-    caption = (
-        f"Accuracy on each task from the step that learned it to the last, {_seeds(runs)}. In parentheses: how "
-        f"much each method lost on that task by the end.{_renamed(runs)}"
-    )
+    caption = f"Accuracy on each task after each later step, {_seeds(runs)}. In parentheses: points lost at the end."
     return [group.figure("4", "accuracy on each task", caption, partial(draw_courses, matrices))]
-
-
-# How they are drawn
 
 
 def _look(method: str) -> dict[str, Any]:
@@ -276,7 +247,7 @@ def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int)
             x += 1.0
         x += GROUP_GAP
     every = [value for group in values.values() for value in group.values()]
-    if min(every) > 1.0:  # percent: bars from 0 would all look the same
+    if min(every) > 1.0:  # percent: bars from 0 would look the same
         axes.set_ylim(accuracy_floor(every), min(100.0, max(every) + 4.0))
     axes.set_xticks(middles, [f"{tasks} tasks" for tasks in values])
     axes.grid(False, axis="x")
@@ -305,7 +276,7 @@ def draw_similarities(chosen: Mapping[str, Entry]) -> bytes:
 
 @styled
 def draw_courses(matrices: Mapping[str, NDArray[np.float64]]) -> bytes:
-    """Draw a panel per task with its accuracy after each step, a line per method."""
+    """Draw a panel per task with the accuracy of each method after each step."""
     count = len(next(iter(matrices.values())))
     columns = min(5, count)
     rows = -(-count // columns)

@@ -1,7 +1,6 @@
-"""RESULTS.md, made from recorded runs: the paper's tables with our rows, its figures, and every run."""
+"""RESULTS.md from recorded runs: the paper's tables and figures with ours, and every run."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -18,10 +17,10 @@ from probprompt.data.published import Dataset
 from probprompt.engine.hardware import machine_name
 from probprompt.evaluation import metrics
 from probprompt.presets import PHOTOS
-from probprompt.report.compare import ColumnGroup, Comparison, grouped, pixels_hash, read_result
+from probprompt.report.compare import SHARED_NOTES, ColumnGroup, Comparison, grouped, pixels_hash, read_result
 from probprompt.report.compare import Row as MethodRow
 from probprompt.report.pages import write
-from probprompt.report.tables import NOTHING, count, markdown, markdown_table, number
+from probprompt.report.tables import NOTHING, count, markdown_table, markdown_text, number, table_body
 from probprompt.runs.grid import describe
 from reproduction import paper
 from reproduction.paper_figures import PaperFigure, paper_figures
@@ -29,37 +28,41 @@ from reproduction.results import Entry, read_entries
 
 WEIGHTS, DATA, SETTINGS, WRONG = "†", "‡", "¶", "§"
 FLAGS = {
-    WEIGHTS: "other weights than the paper's, so not the paper's experiment",
-    DATA: "other images than the paper's, so not the paper's experiment",
-    SETTINGS: "other settings than those behind the paper's number, so not the paper's experiment",
-    WRONG: "not to be compared: published behaviour that is wrong was asked for, see the run",
+    WEIGHTS: "other weights than the paper's",
+    DATA: "other images than the paper's",
+    SETTINGS: "other settings than those behind the paper's number",
+    WRONG: "not comparable, because the run repeats incorrect published behavior",
 }
+_NOTES = (
+    "Accuracy in %: mean ± standard deviation (population) over seeds, with the number of seeds in parentheses or in a "
+    "column; without ±, one run. In parentheses after similarity and rank: the mean before training.",
+    *SHARED_NOTES,
+    "Bold: best of a column among the rows with the most seeds. Underlined: second. Upper bounds are not ranked.",
+    "In a study of settings our rows are over the seeds that all of them share.",
+    "L2P++ is the L2P of the paper's Table 1, also in the figures.",
+    "A row with a flag is another experiment than the paper's. Compare it with other rows of the same flags only.",
+)
 COSTS = {"memory_mb": "Memory, MB", "epoch_min": "Epoch, min", "fps": "FPS"}
 PAPER_NETWORK = "vit_base_patch16_224"
 _IMAGE_COUNTS = {each.benchmark: (each.training, each.test) for each in paper.EXPERIMENTS}
 _IMAGE_SIZE = 224
 _ORDER = (*paper.METHODS, "linear-probe", "nearest-mean", "lda", "ranpac")
 
-Cells = dict[str, list[Entry]]
-"""Runs by the key of a column."""
-
-
-# Which runs go with which number
+Cells = dict[str, list[Entry]]  # runs by the key of a column
 
 
 class RowLabel(NamedTuple):
-    """What a row of ours is about, and how it differs from the paper's experiment."""
+    """Label of a row of ours, with flags for how it differs from the paper's experiment."""
 
     text: str
     flags: str
-    sha256: str
-    """Of the weights: rows may have the same text."""
+    sha256: str  # of the weights: rows may have the same text
 
 
 def has_paper_weights(entry: Entry, backbone: str) -> bool:
-    """Return True if a run used weights that the paper names, from where they are published.
+    """Return True if a run used the weights that the paper names, from their source.
 
-    A file with such a name could hold anything. It counts only for weights that are published as a file.
+    A file of that name could contain anything, so it counts only for weights that are published as a file.
     """
     used, given = entry.record.backbone, entry.config["backbone"].get("weights")
     source = _published_sources().get(backbone, "")
@@ -78,7 +81,7 @@ def _published_sources() -> dict[str, str]:
 def has_paper_data(entry: Entry, column: paper.Column) -> bool:
     """Return True if a run used all images of a column's benchmark, as published.
 
-    A record that does not say how its images differ counts only if the benchmark is split without any lists.
+    A record without a list of differences counts only if the benchmark needs no split lists.
     """
     stream = entry.record.stream
     images = sum(stream.train_images), sum(stream.test_images)
@@ -90,18 +93,18 @@ def has_paper_data(entry: Entry, column: paper.Column) -> bool:
 
 
 def has_paper_settings(entry: Entry, row: paper.Row) -> bool:
-    """Return True if a run has the settings behind the paper's number, with crops of images of the same size."""
+    """Return True if a run has the settings behind the paper's number, including crops."""
     smaller = has_smaller_images(entry.config["data"])
     return entry.preset == paper.PRESET and entry.varied == row.all_settings and not smaller
 
 
 def has_smaller_images(data: Mapping[str, Any]) -> bool:
-    """Return True if random crops were cut from smaller copies of photos, by a run's settings of data."""
+    """Return True if the data settings crop photos from smaller copies."""
     return data["benchmark"] in PHOTOS and data.get("stored_side") != "full"
 
 
 def belongs(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
-    """Return True if a run is shown with a number of the paper, flagged if it is another experiment."""
+    """Return True if a run is shown with a number of the paper, with or without flags."""
     if entry.held_out or entry.method != row.method or entry.tasks != column.tasks:
         return False
     if entry.varied not in (row.settings, row.all_settings):
@@ -110,7 +113,7 @@ def belongs(table: paper.Table, row: paper.Row, column: paper.Column, entry: Ent
 
 
 def pretraining_family(backbone: Mapping[str, Any]) -> str:
-    """Return the kind of pretraining that has separate columns in the paper, if any.
+    """Return the kind of pretraining if it has separate columns in the paper.
 
     >>> pretraining_family({"name": "vit_small_patch14_dinov2"}), pretraining_family({"name": "sup1k"})
     ('dino', '')
@@ -120,7 +123,7 @@ def pretraining_family(backbone: Mapping[str, Any]) -> str:
 
 
 def _is_of_family(column: paper.Column, entry: Entry) -> bool:
-    """Return True if a run has the column's kind of pretraining; one without separate columns counts as supervised."""
+    """Return True if a run has the column's kind of pretraining, by default supervised."""
     family = pretraining_family(entry.config["backbone"])
     if column.family:
         return family == column.family
@@ -129,7 +132,7 @@ def _is_of_family(column: paper.Column, entry: Entry) -> bool:
 
 
 def is_paper_run(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entry) -> bool:
-    """Return True if a run is one of those behind a number of the paper: its weights, images and settings."""
+    """Return True if a run has the weights, images and settings behind a number of the paper."""
     return belongs(table, row, column, entry) and not _flags(row, column, entry)
 
 
@@ -151,10 +154,10 @@ def _label(table: paper.Table, row: paper.Row, column: paper.Column, entry: Entr
 
 
 def our_rows(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[RowLabel, Cells]]:
-    """Group our runs by the label of the paper's row, by what was run, and by column.
+    """Group our runs by the paper's row, by label and by column.
 
-    A study shows only runs that fill several of its rows, or are the paper's own. Its rows are over the seeds that
-    all of them have, because each seed has another order of classes.
+    A study shows only runs that fill several of its rows or are the paper's own, over seeds that all rows share: each
+    seed has another order of classes.
     """
     rows: dict[str, dict[RowLabel, Cells]] = {row.label: {} for row in table.rows}
     for row, column, entry in product(table.rows, table.columns, entries):
@@ -171,7 +174,7 @@ def our_rows(table: paper.Table, entries: Sequence[Entry]) -> dict[str, dict[Row
 
 
 def _keep_shared_seeds(rows: Sequence[Cells]) -> None:
-    """Remove from each column the seeds that some row lacks; rows that share no seed stay unchanged."""
+    """Remove from each column the seeds that some row lacks, if the rows share any."""
     for key in {key for row in rows for key in row}:
         filled = [row for row in rows if key in row]
         shared = set.intersection(*({entry.seed for entry in row[key]} for row in filled))
@@ -189,13 +192,10 @@ def missing(table: paper.Table, entries: Sequence[Entry]) -> list[tuple[paper.Ro
     ]
 
 
-# The paper's tables
-
-
 def paper_table(table: paper.Table, entries: Sequence[Entry], benches: Sequence[BenchRecord] = ()) -> str:
     """Set a table of the paper in Markdown, our rows under the paper's."""
     single = len(table.columns) == 1
-    header = [table.first, "Whose"]
+    header = [table.first, "Source"]
     header += [m if single else f"{c.heading}: {m}" for c in table.columns for m in table.measures]
     header += [COSTS[cost] for cost in table.costs]
     ours, lines = our_rows(table, entries), list[list[str]]()
@@ -205,8 +205,11 @@ def paper_table(table: paper.Table, entries: Sequence[Entry], benches: Sequence[
             numbers = (_mean(cells.get(c.key, []), m) for c in table.columns for m in table.measures)
             lines.append(["", label.text, *numbers, *([NOTHING] * len(table.costs))])
         lines += [["", *line] for line in _measured_costs(table, row, benches)]
-    labels = "".join(line[1] for line in lines)
-    return f"{_escaped_table(header, lines, 2)}\n\n{bullets(_table_notes(table, entries, labels))}"
+    source = f"The paper's numbers: `{table.label}` of its source, lines {table.rows[0].line} to {table.rows[-1].line}."
+    runs, without = sum(len(table.seeds(row, column)) for row, column in table.cells()), len(missing(table, entries))
+    recorded = f"{runs - without} of {runs} runs with the paper's weights, images and settings are recorded."
+    more = f" Run the others: `python -m reproduction run {table.name}`." if without else ""
+    return f"{_escaped_table(header, lines, 2)}\n\n{bullets([*table.notes, source, recorded + more])}"
 
 
 def _printed(table: paper.Table, row: paper.Row) -> list[str]:
@@ -220,7 +223,7 @@ def _printed(table: paper.Table, row: paper.Row) -> list[str]:
 
 
 def _number(value: Sequence[float], runs: int) -> str:
-    """Return mean, standard deviation and number of seeds, as far as they are known."""
+    """Return mean, standard deviation and number of seeds as text."""
     mean, *std = value
     text = f"{number(mean, 2)}{f' ± {number(std[0], 2)}' if std else ''}"
     return f"{text} ({runs})" if runs and std else text
@@ -235,7 +238,7 @@ def _mean(entries: Sequence[Entry], measure: str) -> str:
 
 
 def _measured_costs(table: paper.Table, row: paper.Row, benches: Sequence[BenchRecord]) -> list[list[str]]:
-    """Return rows with what a method costs on measured machines."""
+    """Return rows with the measured costs of a method."""
     lines = []
     for label, entries in _costs(table, benches).items():
         for cost in (entry["cost"] for entry in entries if entry["method"] == row.method):
@@ -246,10 +249,9 @@ def _measured_costs(table: paper.Table, row: paper.Row, benches: Sequence[BenchR
 
 
 def _costs(table: paper.Table, benches: Sequence[BenchRecord]) -> dict[str, list[Measured]]:
-    """Return measured costs by label, each from the record that has most of the table's methods.
+    """Return measured costs by label, from the latest record with most of the methods.
 
-    Of several such records the latest counts: speeds of different days and machines are not mixed. The paper's costs
-    are of a GPU, so those of a processor are shown only if there are no others.
+    Speeds of different days and machines are not mixed. Costs on a CPU are shown only if there are none on a GPU.
     """
     benches = [record for record in benches if record["hardware"].get("gpu")] or benches
     methods = {row.method for row in table.rows}
@@ -275,29 +277,13 @@ def _cost_label(table: paper.Table, record: BenchRecord, entry: Measured) -> str
 
 
 def is_paper_network(backbone: str) -> bool:
-    """Return True if a backbone has the paper's architecture, with whatever weights."""
+    """Return True if a backbone has the paper's architecture, with any weights."""
     return backbone_words({"name": backbone}).startswith(backbone_words({"name": PAPER_NETWORK}))
-
-
-def _table_notes(table: paper.Table, entries: Sequence[Entry], labels: str) -> list[str]:
-    runs = sum(len(table.seeds(row, column)) for row, column in table.cells())
-    shared = "In a study our rows are over the seeds that all of them have: each seed has its own order of classes."
-    return [
-        *(f"{flag} {words}." for flag, words in FLAGS.items() if flag in labels),
-        *([shared] if table.study and "ours" in labels else []),
-        *table.notes,
-        f"The paper's numbers: `{table.label}` of its source, lines {table.rows[0].line} to {table.rows[-1].line}.",
-        f"With the paper's weights, images and settings: {runs - len(missing(table, entries))} of {runs} runs are "
-        f"here; `python -m reproduction run {table.name}` runs the others.",
-    ]
 
 
 def read_benches(folder: Path) -> list[BenchRecord]:
     """Read the records of costs in a folder of results."""
     return [read_record(path) for path in sorted((folder / "bench").glob("*.json"))]
-
-
-# Every run
 
 
 def _every_run(entries: Sequence[Entry]) -> list[str]:
@@ -312,13 +298,16 @@ def _every_run(entries: Sequence[Entry]) -> list[str]:
         parts.append(f"### {benchmark}, {tasks} tasks, {backbone}{split}")
         parts.append(f"Weights: sha256 `{weights[:12]}`, {count(len(group), 'run')}.")
         for _, own in sorted(grouped((entry.preset, entry) for entry in group).items()):
-            tables = markdown(_comparison(own, [entry for entry in entries if entry not in own]))
-            parts.append(re.sub(r"^## ", "#### ", tables.partition("\n")[2].strip(), flags=re.MULTILINE))
+            comparison = _comparison(own, [entry for entry in entries if entry not in own])
+            for table in comparison.tables():
+                parts += [f"#### {markdown_text(table.caption)}", table_body(table)]
+            notes = [note for note in comparison.own_notes if ": backbone." not in note]  # in the heading
+            parts += [bullets(map(markdown_text, notes))] if notes else []
     return parts
 
 
 def _comparison(entries: Sequence[Entry], others: Sequence[Entry]) -> Comparison:
-    """Compare runs; others are those that may have run concurrently."""
+    """Compare runs; others may have run concurrently."""
     results = []
     for entry in entries:
         varied = tuple(entry.preset_overrides.items())
@@ -357,17 +346,13 @@ def _sources(entries: Sequence[Entry]) -> list[str]:
         "### Weights",
         table(("Backbone", "Name", "Source", "sha256"), weights),
         "### Images",
-        "Split: hash of the names of all images with their classes and sides. Pixels: hash of those evaluated, or of "
-        "all files of the folder. Older files say neither this nor, all of it, how images differ from the published.",
+        "Split: hash of the names of all images with their classes and splits. Pixels: hash of the evaluated images or "
+        "of the whole folder. Older records lack it, and may not list all differences from the published images.",
         table(("Benchmark", "Training", "Evaluated", "On", "Split", "Pixels", "Differs from the published"), images),
         "### Machines",
-        "A revision that ends in `-dirty` is of a working tree with changes that were not committed: what they were is "
-        "not known.",
+        "A revision that ends in `-dirty` is a working tree with changes that were not committed.",
         table(("Hardware", "torch", "timm", "Revision"), machine),
     ]
-
-
-# The page
 
 
 def _escaped_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> str:
@@ -380,20 +365,18 @@ def bullets(notes: Iterable[str]) -> str:
 
 
 def build(folder: Path, page: Path) -> tuple[str, list[PaperFigure]]:
-    """Return the text of the page, and its figures."""
+    """Return the text of the page and its figures."""
     entries = read_entries(folder)
     benches, figures = read_benches(folder), paper_figures(entries)
     link = os.path.relpath(folder.absolute(), page.absolute().parent).replace(os.sep, "/")
     parts = [
         "# Results",
         f"<!-- made by `python -m reproduction results` from the files in {link}: change those, not this page -->",
-        f"{count(len(entries), 'run')}, each a file in [{link}]({link}) that says its settings, weights, images, "
-        "versions and hardware. First the tables of the paper with ours under each of its rows, then every run.",
+        f"{count(len(entries), 'run')}, each in a file in [{link}]({link}) with its settings, weights, images and "
+        "hardware. The tables of the paper come first, with our runs under each row. All runs follow.",
+        "## How to read the tables",
+        bullets([*_NOTES, *(f"{flag} {words}." for flag, words in FLAGS.items())]),
         "## The paper's tables",
-        "In %, mean ± standard deviation (population) over the seeds, whose number stands in parentheses where it is "
-        "known. FAA: average accuracy over all tasks in the end; CAA: its mean over all steps. A row that carries "
-        f"{WEIGHTS}, {DATA} or {SETTINGS} is another experiment than the paper's, with other weights, images or "
-        "settings: it can be set against other such rows, not against the paper's.",
     ]
     for table in paper.tables():
         parts += [f"### {table.heading}", paper_table(table, entries, benches)]
@@ -402,7 +385,7 @@ def build(folder: Path, page: Path) -> tuple[str, list[PaperFigure]]:
         for figure in figures:
             parts += [f"### {figure.title}", f"![{figure.title}]({link}/{figure.file})", figure.caption]
     if entries:
-        parts += ["## Every run", *_every_run(entries), "## What is behind the numbers", *_sources(entries)]
+        parts += ["## Every run", *_every_run(entries), "## Weights, images and machines", *_sources(entries)]
     return "\n\n".join(parts) + "\n", figures
 
 

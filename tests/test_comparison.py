@@ -307,7 +307,7 @@ def test_unknown_setting_of_one_record_keeps_it_apart(tmp_path: Path) -> None:
 
 
 def test_settings_that_differ_from_the_preset_are_noted(tmp_path: Path) -> None:
-    start = "Not as the preset has it: "
+    start = "Differs from the preset: "
     assert not notes(gather_runs([configure(tmp_path / "usual", "matched", "lda")]), start)
     other = configure(tmp_path / "other", "matched", "lda", seed=1, head={"shrinkage": 0.9})
     assert notes(gather_runs([other]), start) == [f"{start}head.shrinkage=0.9, in all rows."]

@@ -423,7 +423,7 @@ class Comparison:
         for change, where in changes.items():
             rows = dict.fromkeys(where)
             told = "in all rows" if len(rows) == len(self.entries) else ", ".join(rows)
-            notes.append(f"Not as the preset has it: {change}, {told}.")
+            notes.append(f"Differs from the preset: {change}, {told}.")
         return notes
 
     def _accuracy_notes(self) -> list[str]:
@@ -457,6 +457,11 @@ class Comparison:
             return f"One run each (seed {seeds}): a difference of a few points may be chance."
         less = "; where runs are missing, the column Seeds says how many there are" if self.uneven else ""
         return f"Mean ± standard deviation (population) over the seeds {seeds}{less}."
+
+    @property
+    def own_notes(self) -> list[str]:
+        """Return the notes that are about these runs only, without those that hold for all tables."""
+        return [*self._usual_note(), *self._caveats(), *self._time_note()]
 
     def _caveats(self) -> list[str]:
         """Why some numbers must not be set against others."""
@@ -532,6 +537,8 @@ _SIMILARITY = (
     "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
     "these span. In parentheses the mean before training: a low similarity says something only beside it."
 )
+
+SHARED_NOTES = (_MEANING, _SIMILARITY, _DISK)
 
 
 # Gathering

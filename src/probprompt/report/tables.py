@@ -55,13 +55,18 @@ def markdown(comparison: "Comparison") -> str:
     """The tables in Markdown, with what must be said about them."""
     parts = ["# Comparison"]
     for table in comparison.tables():
-        single = len(table.places) == 1
-        header = ["Method", *(m.heading if single else f"{p.label}: {m.heading}" for p, m in table.columns)]
-        bound = {row: " (upper bound)" if row.bound else "" for row, _ in table.rows}
-        body = [[_markdown(row.label) + bound[row], *map(_markdown_cell, cells)] for row, cells in table.rows]
-        parts += [f"## {_markdown(table.caption)}", markdown_table([_markdown(text) for text in header], body)]
-        parts += ["\n".join(f"- {_markdown(note)}" for note in table.notes)]
+        parts += [f"## {markdown_text(table.caption)}", table_body(table)]
+        parts += ["\n".join(f"- {markdown_text(note)}" for note in table.notes)]
     return "\n\n".join(parts) + "\n"
+
+
+def table_body(table: "Table") -> str:
+    """Return a table in Markdown without its caption and notes."""
+    single = len(table.places) == 1
+    header = ["Method", *(m.heading if single else f"{p.label}: {m.heading}" for p, m in table.columns)]
+    bound = {row: " (upper bound)" if row.bound else "" for row, _ in table.rows}
+    body = [[markdown_text(row.label) + bound[row], *map(_markdown_cell, cells)] for row, cells in table.rows]
+    return markdown_table([markdown_text(text) for text in header], body)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -96,7 +101,8 @@ def fill_page(page: str, comparison: "Comparison") -> str:
     return f"{before.rstrip() or '# Results'}\n\n{begin}\n\n{tables}\n\n{end}{after}"
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
+    """Escape a text for Markdown."""
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in r"\`*_[]|~" else letter for letter in " ".join(escaped.split()))
 
