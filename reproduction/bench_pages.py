@@ -1,7 +1,7 @@
-"""Tables of recorded benchmarks in a page of Markdown, and what the paper's experiments would cost by them.
+"""Tables of recorded benchmarks in a page, and an estimate of the paper's cost.
 
-A page says which tables it shows by pairs of comments, ``<!-- bench figures: made by python -m reproduction pages -->``
-and ``<!-- end of bench figures -->``. What is between them is replaced; all other text stays.
+A pair of comments, ``<!-- bench figures: made by python -m reproduction pages -->`` and
+``<!-- end of bench figures -->``, marks the place of a table.
 """
 
 import heapq
@@ -33,8 +33,7 @@ Part = Literal["training", "inference"]
 PARTS: tuple[Part, ...] = ("training", "inference")
 Setting = Literal["backbone", "image_size", "precision", "batch"]
 DASH = "-"  # not measured
-PLOT = "growth.png"
-"""How cost grows, in the folder of the page."""
+PLOT = "growth.png"  # in the folder of the page
 ORDER = {name: number for number, name in enumerate(AXES)}
 
 
@@ -47,7 +46,7 @@ class BenchRecord:
 
     @property
     def results(self) -> list[Entry]:
-        """The methods that were measured."""
+        """The measured methods."""
         return list(self.content["results"])
 
     @property
@@ -57,7 +56,7 @@ class BenchRecord:
 
     @property
     def machine(self) -> str:
-        """Chip and versions, in a line."""
+        """Chip and versions in one line."""
         versions = self.content["versions"]
         names = ("python", "torch", "torchvision", "timm")
         installed = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
@@ -65,20 +64,17 @@ class BenchRecord:
         return f"{self.chip}; {installed}, probprompt {versions['probprompt']}{revision}"
 
 
-# The page
-
-
 def write_page(page: Path, records: Sequence[Path]) -> None:
-    """Fill the tables of a page from records; a page that does not exist is created."""
+    """Fill the tables of a page from records, or create the page."""
     try:
         text = page.read_text(encoding="utf-8") if page.exists() else "# Performance\n"
     except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"The page {page} cannot be read ({problem}): pass a Markdown file") from None
+        raise UserError(f"Cannot read {page}: {problem}. Pass a Markdown file.") from None
     write_bytes(page, fill_page(text, page, records).encode())
 
 
 def fill_page(text: str, page: Path, records: Sequence[Path]) -> str:
-    """Return the text of a page with its tables replaced; without any comment all tables go to its end."""
+    """Return the text of a page with its tables replaced, or else added at its end."""
     read = [BenchRecord(path, read_record(path)) for path in sorted(set(records), key=lambda path: (path.name, path))]
     names = [name for name in SECTIONS if _comments(name)[0] in text]
     if not names:
@@ -89,7 +85,7 @@ def fill_page(text: str, page: Path, records: Sequence[Path]) -> str:
         before, _, rest = text.partition(start)
         _, closed, after = rest.partition(end)
         if not closed:
-            raise UserError(f"{page} has the comment {start} without {end} after it: put that where the table ends")
+            raise UserError(f"{page} lacks the comment {end} after {start}. Add it where the table ends.")
         needs, make = SECTIONS[name]
         table = make(read, page) or f"Not measured: this table needs {needs}."
         text = f"{before}{start}\n\n{table}\n\n{end}{after}"
@@ -101,7 +97,7 @@ def _comments(name: str) -> tuple[str, str]:
 
 
 def draw(records: Sequence[Path]) -> bytes:
-    """Draw one plot: of all curves of growth, or else of the methods of a single record."""
+    """Draw all curves of growth, or else the methods of a single record."""
     read = list(map(read_record, records))
     grown = [record for record in read if record["growth"]]
     if not grown and len(read) == 1:
@@ -110,8 +106,8 @@ def draw(records: Sequence[Path]) -> bytes:
     machines = {machine_name(record["hardware"]) for record in grown}
     if len(about) != 1 or len(machines) != 1:
         raise UserError(
-            f"A plot is of the methods of one record, or of growth for one method, backbone, precision and machine; "
-            f"these records have growth for {len(about)} and {len(machines)} of them"
+            "A plot needs one record of methods, or growth of one method, backbone, precision and machine. "
+            f"These records have growth of {len(about)} setups on {len(machines)} machines."
         )
     return draw_growth({**grown[0], "growth": _curves(grown)})
 
@@ -121,7 +117,7 @@ def _code(text: object) -> str:
 
 
 def _machines(records: Sequence[BenchRecord]) -> list[str]:
-    """Return what records were made on: one line if it is the same for all."""
+    """Return the machines of records, in one line if all are the same."""
     lines = grouped((record.machine, _code(record.path.name)) for record in records)
     if len(lines) == 1:
         return [f"Measured on: {next(iter(lines))}."]
@@ -136,29 +132,24 @@ def _gib(count: float | None) -> str:
     return DASH if count is None else f"{count / 2**30:.2f}"
 
 
-# Methods one by one
-
 LABELS = ("Backbone", "Method", "Precision", "Batch")
 SPEEDS = ("Training", "Slowest to fastest round", "Inference", "Frozen pass", "One image, ms")
 COSTS_OF_ONE = ("Memory, GiB", "Training, GFLOP", "of peak", "Inference, GFLOP", "of peak", "Warm-up, s")
-SAME: tuple[Setting, ...] = ("backbone", "image_size", "precision", "batch")
-"""What two results must have in common to be compared."""
-OFFICIAL = {"fp32": 293, "TF32": 943}
-"""Images/s in training of the official VQ-Prompt code on an H200, ViT-B/16, 224 px, batch 128."""
+SAME: tuple[Setting, ...] = ("backbone", "image_size", "precision", "batch")  # in comparisons
+OFFICIAL = {"fp32": 293, "TF32": 943}  # training images/s of the official VQ-Prompt code on an H200 in this setup
 OFFICIAL_SETUP = ("vq-prompt", "vit_base_patch16_224", 224, 128)  # method, backbone, image size, batch
 
 
 def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
-    """Return tables of the records of single methods, by chip."""
+    """Return tables of single methods, by chip."""
     single = sorted((record for record in records if len(record.results) == 1), key=lambda r: _order(r.results[0]))
     if not single:
         return None
     chips = grouped((record.chip, record.results[0]) for record in single)
     notes = [
-        "Training, inference, frozen pass: images/s, the median of the rounds of a measurement.",
-        "Memory: the peak in training, without the images. GFLOP: matrix products for one image. Of peak: the share of "
-        "the matrix peak that was measured beside it. Warm-up: training before the "
-        "measurement, with whatever is compiled and captured in it.",
+        "Training, inference, frozen pass: images/s, median of the rounds of a measurement.",
+        "Memory: peak in training, without the images. GFLOP: matrix products per image. Of peak: of the measured "
+        "matrix peak. Warm-up: training before the measurement, including compilation and capture.",
         *_comparisons(single),
         *(line for record in single for line in _over_official(record)),
         *_machines(single),
@@ -172,7 +163,7 @@ def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
 
 
 def _order(result: Entry) -> tuple[Any, ...]:
-    """Large backbones first, whatever the order of the records."""
+    """Return a key that sorts large backbones first."""
     about = result["backbone"], result["method"], result["precision"], result["batch"]
     return -result["flops_per_image"]["prompted"], *about
 
@@ -192,12 +183,12 @@ def _costs(result: Entry) -> tuple[str, ...]:
     cells = [_gib(result["memory"]["training_peak"])]
     for name in PARTS:
         share = result["share_of_peak"].get(name)
-        cells += [f"{result['flops_per_image'][name] / 1e9:.1f}", DASH if share is None else f"{100 * share:.0f} %"]
+        cells += [f"{result['flops_per_image'][name] / 1e9:.1f}", DASH if share is None else f"{100 * share:.0f}%"]
     return *cells, f"{result['training']['warm_up_s']:.1f}" if result["training"] else DASH
 
 
 def _comparisons(records: Sequence[BenchRecord]) -> Iterator[str]:
-    """Compare the time per image of ProbPrompt with that of each other method measured on the same machine."""
+    """Compare the time per image of ProbPrompt with each other method on the same machine."""
     for one, two in product(records, repeat=2):
         (own,), (other,) = one.results, two.results
         same = one.content["hardware"] == two.content["hardware"] and all(own[key] == other[key] for key in SAME)
@@ -209,17 +200,17 @@ def _comparisons(records: Sequence[BenchRecord]) -> Iterator[str]:
 
 
 def _extra_time(own: Entry, other: Entry, name: Part) -> str:
-    """Return how much more time than another method is taken, and whether the rounds of both overlap."""
+    """Return the extra time over another method, and whether the rounds of both overlap."""
     first, second = own[name], other[name]
     if not first or not second:
         return ""
     more, mine, others = 100 * (second["images_per_s"] / first["images_per_s"] - 1), first["rounds"], second["rounds"]
     overlap = min(mine) <= max(others) and min(others) <= max(mine)
-    return f"{name} {more:+.1f} %".replace("-", "−") + (" (the rounds of both overlap)" if overlap else "")
+    return f"{name} {more:+.1f}%".replace("-", "−") + (" (the rounds of both overlap)" if overlap else "")
 
 
 def _over_official(record: BenchRecord) -> Iterator[str]:
-    """Compare with the speed of the official code, if that was measured on the same."""
+    """Compare with the speed of the official code in the same setup."""
     (result,) = record.results
     setup = result["method"], result["backbone"], result["image_size"], result["batch"]
     if "H200" in str(record.content["hardware"].get("gpu", "")) and result["training"] and setup == OFFICIAL_SETUP:
@@ -227,16 +218,13 @@ def _over_official(record: BenchRecord) -> Iterator[str]:
         official = " and ".join(f"{value} images/s in {name}" for name, value in OFFICIAL.items())
         times = " and ".join(f"{speed / value:.1f}" for value in OFFICIAL.values())
         yield (
-            f"The official VQ-Prompt code trains {official} on such a card (batch {result['batch']}): "
-            f"{_code('vq-prompt')} here, in {result['precision']}, is {times} times as fast."
+            f"The official VQ-Prompt code trains {official} on the same GPU (batch {result['batch']}). "
+            f"{_code('vq-prompt')} in {result['precision']} is {times} times as fast."
         )
 
 
-# Many methods
-
-
 def _methods(records: Sequence[BenchRecord], page: Path) -> str | None:
-    """Return the paper's cost table, for records of several methods."""
+    """Return the paper's cost table for records of several methods."""
     return "\n\n".join(_cost_table(record) for record in records if len(record.results) > 1) or None
 
 
@@ -245,7 +233,7 @@ def _cost_table(record: BenchRecord) -> str:
     header = ("Method", "Prompts, MB", "Epoch, s", "FPS", "Training", "Inference", "Memory, GiB")
     rows = [
         (
-            _code(result["method"]) + (" (head alone)" if result["static"] and result["training"] else ""),
+            _code(result["method"]) + (" (head only)" if result["static"] and result["training"] else ""),
             f"{result['cost']['prompts_mb']:.2f}",
             DASH if result["cost"]["epoch_s"] is None else f"{result['cost']['epoch_s']:.2f}",
             f"{result['cost']['fps']:.1f}",
@@ -258,11 +246,11 @@ def _cost_table(record: BenchRecord) -> str:
     sizes = f"images of {_common(results, 'image_size')} px, batch {_common(results, 'batch')}"
     notes = [
         f"{_code(_common(results, 'backbone'))}, {_common(results, 'precision')}, {sizes}.",
-        f"Prompts: what a method adds to the backbone. Epoch: {EPOCH_IMAGES:,} images. FPS: one image at a time. "
-        "Training, inference: images/s. Memory: the peak in training, without the images. -: nothing is trained.",
+        f"Prompts: size added to the backbone. Epoch: {EPOCH_IMAGES:,} images. FPS: one image at a time. "
+        "Training, inference: images/s. Memory: peak in training, without the images. -: nothing is trained.",
     ]
     if any(result["static"] and result["training"] for result in results):
-        notes.append("Head alone: features never change and are computed once, so that only the head is trained.")
+        notes.append("Head only: features are computed once, and only the head is trained.")
     return f"{markdown_table(header, rows)}\n\n{bullets([*notes, *_machines([record])])}"
 
 
@@ -270,11 +258,8 @@ def _common(results: Sequence[Entry], key: Setting) -> str:
     return " or ".join(str(value) for value in dict.fromkeys(result[key] for result in results))
 
 
-# Growth
-
-
 def _growth(records: Sequence[BenchRecord], page: Path) -> str | None:
-    """Return how cost grows: the page's plot, and a table for each method on a backbone."""
+    """Return the page's plot of growth, and a table for each method on a backbone."""
     groups = grouped((_subject(curve), record) for record in records for curve in record.content["growth"][:1])
     tables = [_growth_table(group) for group in groups.values()]
     if tables and page.with_name(PLOT).is_file():
@@ -283,7 +268,7 @@ def _growth(records: Sequence[BenchRecord], page: Path) -> str | None:
 
 
 def _subject(curve: Curve) -> tuple[str, ...]:
-    """Return what curves must have in common to be shown together."""
+    """Return the key of curves that are shown together."""
     return curve["method"], curve["backbone"], curve["precision"]
 
 
@@ -301,8 +286,8 @@ def _growth_table(records: Sequence[BenchRecord]) -> str:
     missing = [f"{p['value']:,} {name}: {p['note']}" for curve, name in names for p in curve["points"] if p["note"]]
     notes = [
         f"{_code(curves[0]['method'])} on {_code(curves[0]['backbone'])}, {curves[0]['precision']}. Exponents of a "
-        "power law, over all points and (in parentheses) over the last three: 1 is linear, 0 no growth. Time is for "
-        "one image, where the batch grows for a batch; a side counts by its pixels.",
+        "power law, over all points and (in parentheses) over the last three: 1 is linear, 0 no growth. Time is per "
+        "image, or per batch where the batch grows. The image size counts by its pixels.",
         f"Worse than linear (above {WORSE}): {'; '.join(worse) if worse else 'nothing'}.",
         *([f"Not measured: {'; '.join(missing)}."] if missing else []),
         *_machines(records),
@@ -322,8 +307,6 @@ def _exponent(curve: Curve, cost: str) -> str:
     return f"**{text}**" if cost in curve["worse_than_linear"] else text
 
 
-# What the paper's experiments cost
-
 SEEDS = 5
 FLEETS = (1, 8, 64)  # GPUs
 
@@ -334,10 +317,9 @@ def published(method: str, experiment: Experiment) -> RunConfig:
 
 
 def images_without_training(method: str, experiment: Experiment) -> float:
-    """Count the images that pass through a model without training in a run: at ends of tasks, and in evaluation.
+    """Count the images of a run in passes without training, for statistics and evaluation.
 
-    Task i is evaluated after itself and every later task, so that an image of the test set is used (T + 1) / 2 times
-    on average; if all tasks are learned jointly, it is used once.
+    A test image is evaluated after its task and every later one, (T + 1) / 2 times on average, or once in joint runs.
 
     >>> images_without_training("joint", EXPERIMENTS[0]), images_without_training("coda-prompt", EXPERIMENTS[0])
     (10000.0, 55000.0)
@@ -349,7 +331,7 @@ def images_without_training(method: str, experiment: Experiment) -> float:
 
 
 def run_seconds(result: Entry, experiment: Experiment, epochs: int | None = None) -> float:
-    """Return the time of a run at measured speeds: training for its published or other epochs, and all passes."""
+    """Return the time of a run at measured speeds, with its published or other epochs."""
     trained = (epochs or published(result["method"], experiment).training.epochs) * experiment.training
     passed = images_without_training(result["method"], experiment)
     speed = result["training"]["images_per_s"] if result["training"] else math.inf
@@ -357,7 +339,7 @@ def run_seconds(result: Entry, experiment: Experiment, epochs: int | None = None
 
 
 def time_on(gpus: int, runs: Iterable[float]) -> float:
-    """Return when the last of these runs ends, if each is taken by the GPU that is free first, in their order.
+    """Return when the last run ends if each GPU takes the next run when it is free.
 
     >>> time_on(2, [1, 2, 3]), time_on(1, [1, 2, 3])
     (4.0, 6.0)
@@ -369,7 +351,7 @@ def time_on(gpus: int, runs: Iterable[float]) -> float:
 
 
 def _reproduction(records: Sequence[BenchRecord], page: Path) -> str | None:
-    """Return GPU hours of all of the paper's experiments, by the first record that has all methods."""
+    """Return GPU hours of the paper's experiments, from the first record with all methods."""
     for record in records:
         results = {result["method"]: result for result in record.results if result["training"]}
         if all(method in results for method in paper.METHODS):
@@ -383,7 +365,7 @@ def _estimate(record: BenchRecord, results: Sequence[Entry]) -> str:
         (_code(result["method"]), *(f"{s / 60:.1f}" for s in row), f"{SEEDS * sum(row) / 3600:.1f}")
         for result, row in zip(results, spent, strict=True)
     ]
-    columns = list(zip(*spent, strict=True))  # one per benchmark, with its methods: as compare has them
+    columns = list(zip(*spent, strict=True))  # a benchmark with its methods, in the order of compare
     total = SEEDS * sum(map(sum, columns)) / 3600
     rows.append(("all", *(f"{sum(column) / 60:.1f}" for column in columns), f"{total:.1f}"))
     runs = [seconds for _ in range(SEEDS) for column in columns for seconds in column]
@@ -394,14 +376,13 @@ def _estimate(record: BenchRecord, results: Sequence[Entry]) -> str:
     colored = [_code(method) for method, row in training.items() if row[0].augmentation != "crop"]
     notes = [
         f"An estimate, not a measurement: {len(runs)} runs ({len(spent)} methods, {len(EXPERIMENTS)} benchmarks, "
-        f"{SEEDS} seeds), each on one GPU, which takes the next run when it is free. The longest takes "
-        f"{max(runs) / 60:.0f} minutes.",
-        "Counted are the epochs of the preset `published` at the measured speed of training, and at that of inference "
-        "the passes for statistics at the end of tasks and the evaluation after every task.",
+        f"{SEEDS} seeds), one per GPU at a time. The longest takes {max(runs) / 60:.0f} minutes.",
+        "Included: the epochs of the preset `published` at the measured training speed. Statistics at the end of tasks "
+        "and evaluation after every task count at the inference speed.",
         f"Speeds are those of batch {_common(results, 'batch')} on {_code(_common(results, 'backbone'))}, "
-        f"{_common(results, 'precision')}, random crops alone; the presets have batches of {min(batches)} to "
-        f"{max(batches)}, and {' and '.join(colored)} change colours, too. Left out: start, decoding, the first steps "
-        "of a task, the refit of the head, checkpoints.",
+        f"{_common(results, 'precision')}, with random crops. The presets have batch sizes of {min(batches)} to "
+        f"{max(batches)}, and {' and '.join(colored)} also change colors. Not included: start, decoding, first steps "
+        "of a task, refit of the head, checkpoints.",
         *_machines([record]),
     ]
     fleet = markdown_table(("GPUs", *map(str, FLEETS)), [("Hours", *hours)])

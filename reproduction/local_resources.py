@@ -1,4 +1,4 @@
-"""Images and weights of this machine, and how they differ from those that the paper's runs need."""
+"""Images and weights of this machine, and their differences from the paper's."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -22,14 +22,12 @@ from reproduction.results_page import has_paper_data
 
 @dataclass(frozen=True)
 class LocalImages:
-    """The images that a run would use, as far as is known without reading them, or why there are none."""
+    """The images that a run would use, or why there are none."""
 
     source: Benchmark | None = None
     split_hash: str = ""
-    differences: tuple[str, ...] = ()
-    """From the published images."""
-    inside: bool = False
-    """Whether they are in a separate folder inside the one that the settings name."""
+    differences: tuple[str, ...] = ()  # from the published images
+    inside: bool = False  # in a folder inside the one in the settings
     problem: str = ""
 
 
@@ -54,9 +52,9 @@ class LocalResources:
         return self._images[key]
 
     def would_repeat(self, entry: Entry, config: RunConfig, column: paper.Column) -> bool:
-        """Return True if these settings would give this run again: same images and weights, as far as known.
+        """Return True if these settings would repeat this run with the same images and weights.
 
-        Images that are not on this machine are taken to be the same only if the run's are the published ones.
+        Images that are not on this machine count as the same only if the run used the published ones.
         """
         if not same_settings(entry, config) or not self._same_weights(entry, config):
             return False
@@ -68,7 +66,7 @@ class LocalResources:
         return same and self._same_pixels(entry, images)
 
     def _same_pixels(self, entry: Entry, images: LocalImages) -> bool:
-        """Return False if pixels differ from those of a record; unknown hashes count as equal."""
+        """Return False if pixels differ from a record; unknown hashes count as equal."""
         held_out = entry.config["data"].get("validation") or 0.0
         for split, data in entry.record.data.items():
             recorded, stored = data.pixels_sha256, data.stored_side
@@ -102,7 +100,7 @@ def _find_images(config: RunConfig) -> LocalImages:
 
 
 def _hash_pixels(images: ImageSet) -> str | None:
-    """Return the hash of pixels in memory, or of files that were decoded and cached before."""
+    """Return the hash of pixels in memory or of cached files."""
     if images.pixels is not None:
         return Decoded.of(images.pixels).hashed().sha256
     cache = ImageCache.usual()
@@ -112,7 +110,7 @@ def _hash_pixels(images: ImageSet) -> str | None:
 
 
 def _hash_weights(name: str, weights: str | None) -> str | None:
-    """Return the sha256 of the weights file that a run would use; None if it has none, or none yet."""
+    """Return the sha256 of the weights file that a run would use, None without a file."""
     try:
         file = find_file(name) if weights is None else Path(weights)
         return digest(file) if file and weights != pretrained.RANDOM else None
@@ -121,7 +119,7 @@ def _hash_weights(name: str, weights: str | None) -> str | None:
 
 
 def missing_resources(configs: Sequence[RunConfig], local: LocalResources) -> list[str]:
-    """List images and weights that runs lack and that are not downloaded automatically, each with what to do."""
+    """List missing images and weights that are not downloaded automatically, with remedies."""
     problems = [problem for config in configs if (problem := local.images(config).problem)]
     problems += _shared_root(configs, local)
     for backbone in dict.fromkeys(config.backbone for config in configs):
@@ -129,31 +127,31 @@ def missing_resources(configs: Sequence[RunConfig], local: LocalResources) -> li
             if backbone.weights is None:
                 find_file(backbone.name)
             elif backbone.weights != pretrained.RANDOM and not Path(backbone.weights).is_file():
-                problems.append(f"the weights {backbone.name}: {backbone.weights} is not a file")
+                problems.append(f"weights {backbone.name}: {backbone.weights} is not a file")
         except UserError as error:
             named = any(backbone.name in table.backbones for table in paper.tables())
             option = f"--weights {backbone.name}=FILE" if named else "--set backbone.weights=FILE"
-            problems.append(f"the weights {backbone.name}: {error}. Here: {option}")
+            problems.append(f"weights {backbone.name}: {str(error).rstrip('.')}. Option: {option}")
     return list(dict.fromkeys(problems))
 
 
 def _shared_root(configs: Sequence[RunConfig], local: LocalResources) -> list[str]:
-    """Reject one folder for several benchmarks, unless each has a separate folder inside."""
+    """Report one folder for several benchmarks, unless each has a folder inside."""
     roots = {config.data.benchmark: config.data.root for config in configs if config.data.root}
     if len(roots) < 2 or all(local.images(config).inside for config in configs if config.data.root):
         return []
     root = next(iter(roots.values()))
-    return [f"data.root={root} is for {' and '.join(roots)}: pass a folder that holds each of them under its name"]
+    return [f"data.root={root} is for {' and '.join(roots)}. Pass a folder that contains each under its name."]
 
 
 def image_differences(configs: Iterable[RunConfig], local: LocalResources) -> tuple[str, ...]:
-    """List how the images of runs differ from the published ones, by benchmark."""
+    """List differences of the images of runs from the published ones."""
     lines = (f"{config.data.benchmark}: {text}" for config in configs for text in local.images(config).differences)
     return tuple(dict.fromkeys(lines))
 
 
 def weights_to_download(configs: Iterable[RunConfig]) -> tuple[str, ...]:
-    """List the named weights of runs that are not on this machine, but on the hub."""
+    """List the named weights of runs that are on the Hub but not on this machine."""
     names = []
     for name in dict.fromkeys(config.backbone.name for config in configs if config.backbone.weights is None):
         with suppress(UserError):  # reported by missing_resources

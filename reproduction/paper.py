@@ -1,4 +1,4 @@
-"""The numbers that the paper prints, table by table, and the runs behind each of them."""
+"""The numbers that the paper prints, by table, and the runs behind them."""
 
 import tomllib
 from functools import cache
@@ -11,14 +11,12 @@ from probprompt.errors import UserError, suggest
 
 Number = tuple[float] | tuple[float, float]
 """A mean, with a standard deviation if one is printed."""
-
 PRESET = "published"
-"""How each method is run in the paper's tables."""
 METHODS = (
     *("joint", "ft", "ft++", "l2p", "l2p++", "deep-l2p++", "dual-prompt", "coda-prompt", "hide-prompt"),
     *("evo-prompt", "apt", "vq-prompt", "probprompt"),
 )
-"""Those of the paper's tables, and the original L2P."""
+"""Methods of the paper's tables, and the original L2P."""
 
 
 class _Part(BaseModel):
@@ -32,27 +30,23 @@ class Column(_Part):
     heading: str
     benchmark: str
     tasks: int
-    backbone: str
-    """Named weights, see :mod:`probprompt.backbones.pretrained`."""
+    backbone: str  # named weights, see :mod:`probprompt.backbones.pretrained`
     seeds: tuple[int, ...]
     family: str = ""
-    """A kind of pretraining: its runs belong to this column only."""
+    """Kind of pretraining if its runs belong to this column only."""
 
 
 class Row(_Part):
     """A method, or one setting of ProbPrompt, with its printed numbers by column and measure."""
 
     label: str
-    line: int
-    """Of the paper's source: where the row starts."""
+    line: int  # of the paper's source
     method: str = "probprompt"
     settings: dict[str, Any] = {}
-    """What the row is about: settings that differ from the preset, by dotted names."""
+    """Settings of the row that differ from the preset, by dotted names."""
     protocol: dict[str, Any] = {}
-    """Further settings of the runs behind the number, which others than the paper's authors may have run. ``none``
-    is TOML for ``None``."""
-    words: str = ""
-    """Printed in place of numbers."""
+    """Further settings of the runs behind the number; ``none`` is TOML for ``None``."""
+    words: str = ""  # in place of numbers
     printed: dict[str, dict[str, Number]]
     costs: dict[str, float] = {}
 
@@ -63,7 +57,7 @@ class Row(_Part):
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        """All settings behind the paper's number that differ from the preset."""
+        """Settings behind the paper's number that differ from the preset."""
         return self.settings | self.protocol
 
 
@@ -72,15 +66,12 @@ class Table(_Part):
 
     name: str
     number: int
-    label: str
-    """Of the paper's source."""
+    label: str  # in the paper's source
     title: str
-    first: str = "Method"
-    """Heading of the first column."""
+    first: str = "Method"  # heading of the first column
     study: bool = False
     """Whether its rows are settings of ProbPrompt, which can be studied on any benchmark."""
-    runs: int = 0
-    """Behind each number with a standard deviation; 0 if the paper does not say."""
+    runs: int = 0  # behind each number with a standard deviation; 0 if unknown
     measures: tuple[str, ...]
     costs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -94,22 +85,22 @@ class Table(_Part):
 
     @property
     def backbones(self) -> dict[str, None]:
-        """Named weights of its columns, in their order."""
+        """Named weights of its columns in order."""
         return dict.fromkeys(column.backbone for column in self.columns)
 
     def seeds(self, row: Row, column: Column) -> tuple[int, ...]:
-        """Return the seeds of a number: one, if it has no standard deviation but other numbers do."""
+        """Return the seeds of a number: one if only others have a standard deviation."""
         numbers = [value for each, where in self.cells() for value in each.printed[where.key].values()]
         single = len(row.printed[column.key].get("FAA", ())) == 1 and any(len(value) == 2 for value in numbers)
         return column.seeds[:1] if single else column.seeds
 
     def cells(self) -> list[tuple[Row, Column]]:
-        """List where the paper prints something."""
+        """Return the rows and columns with a printed number."""
         return [(row, column) for row in self.rows for column in self.columns if column.key in row.printed]
 
 
 class Experiment(NamedTuple):
-    """A benchmark with a number of tasks, and its counts of images."""
+    """A benchmark with its numbers of tasks and images."""
 
     benchmark: str
     heading: str
@@ -127,7 +118,7 @@ EXPERIMENTS = (
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """Read all tables of the paper, in its order."""
+    """Read all tables of the paper in order."""
     content = tomllib.loads((Path(__file__).parent / "paper.toml").read_text(encoding="utf-8"))
     for row in (row for table in content["table"] for row in table["rows"] if "protocol" in row):
         row["protocol"] = content["protocol"][row["protocol"]]

@@ -1,4 +1,4 @@
-"""Plots of a recorded benchmark, as PNG: speed, stages and memory of methods, and how cost grows."""
+"""Plots of recorded benchmarks as PNG: cost of methods, and growth of cost."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def draw_methods(record: BenchRecord) -> bytes:
     sizes = [(entry["memory"]["training_peak"] or 0) / 2**20 for entry in results]
     _bars(memory, range(len(results)), sizes, 0.62, color=PALETTE[2])
     memory.margins(x=0.25)
-    texts = ("images/s", "% of a training step, stages timed apart", "peak memory in training, MiB")
+    texts = ("images/s", "% of a training step, stages timed separately", "peak memory in training, MiB")
     for axes, text in zip((speed, stages, memory), texts, strict=True):
         axes.grid(False, axis="y")
         axes.set_xlabel(text)
@@ -56,7 +56,7 @@ def draw_methods(record: BenchRecord) -> bytes:
 
 
 def _bars(axes: Axes, places: Sequence[float], values: Sequence[float], height: float, **look: Any) -> None:
-    """Draw horizontal bars with their values; zero is not measured."""
+    """Draw horizontal bars with their values; zero means not measured."""
     axes.barh(places, values, height, zorder=2, **look)
     for place, value in zip(places, values, strict=True):
         if value:
@@ -70,7 +70,7 @@ def _speed_bars(axes: Axes, results: Sequence[Entry]) -> None:
         rates = [rate["images_per_s"] if rate else 0.0 for rate in measured]
         _bars(axes, [place + offset for place in range(len(results))], rates, 0.36, color=color, label=name)
         shown += filter(None, rates)
-    if max(shown) > 30 * min(shown):  # a head alone is trained a hundred times faster than prompts
+    if max(shown) > 30 * min(shown):  # training only a head is a hundred times faster
         axes.set_xscale("log")
         axes.set_xlim(min(shown) / 2, max(shown) * 4)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -87,19 +87,17 @@ def _stage_bars(axes: Axes, results: Sequence[Entry]) -> None:
     axes.set_xlim(0, 100)
 
 
-# How cost grows
-
 ROWS: tuple[tuple[str, float, tuple[tuple[str, str], ...]], ...] = (
     ("images/s", 1, (("training_images_per_s", "training_s"), ("inference_images_per_s", "inference_s"))),
     ("peak memory, MiB", 2**20, (("memory", "memory"),)),
-    ("closing a task, s", 1, (("closing_s", "closing_s"),)),
+    ("end of task, s", 1, (("closing_s", "closing_s"),)),
 )
-"""Rows of panels: heading, unit, and lines, each an entry of a point with the cost that was fitted to it."""
+"""Rows of panels: heading, unit, and lines (an entry of a point with its fitted cost)."""
 
 
 @styled
 def draw_growth(record: BenchRecord) -> bytes:
-    """Draw small panels on log axes: a column per setting, a row for speed, memory and the end of a task."""
+    """Draw panels of speed, memory and the end of a task over each setting, on log axes."""
     curves = record["growth"]
     rows = [row for row in ROWS if any(_values(curve, entry) for curve in curves for entry, _ in row[2])]
     size = (2.6 * max(len(curves), 3), 1.0 + 2.1 * len(rows))
@@ -123,7 +121,7 @@ def _values(curve: Curve, entry: str) -> list[tuple[int, float]]:
 
 
 def _panel(axes: Axes, curve: Curve, unit: float, lines: Sequence[tuple[str, str]]) -> None:
-    """Draw one panel: its lines with the exponents of their costs; one worse than linear is highlighted."""
+    """Draw one panel: lines with the exponents of their costs, red if worse than linear."""
     drawn = [(index, *line) for index, line in enumerate(lines) if _values(curve, line[0])]
     if not drawn:
         axes.set_visible(False)
@@ -144,7 +142,7 @@ def _panel(axes: Axes, curve: Curve, unit: float, lines: Sequence[tuple[str, str
 
 
 def _log_ticks(axes: Axes, values: Sequence[int]) -> None:
-    """Label the values that were tried, and leave space below the lines for the exponents."""
+    """Label the measured values, and leave space below the lines for the exponents."""
     axes.xaxis.set_major_locator(FixedLocator(list(values)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",000", "k"))

@@ -1,8 +1,7 @@
-"""A table of the paper, run again: which of its runs are recorded, what is missing, what that costs, and running it.
+"""Reproduction of a table of the paper: plan, estimate and run its missing runs.
 
-Every number that the paper prints stands for runs with the paper's weights and images and the settings behind that
-number: the preset ``published``, or how others ran the method where the number is theirs. Missing runs are run as
-``probprompt compare`` runs a grid. Tables share runs.
+A number of the paper stands for runs with the paper's weights and images and the settings behind it: the preset
+``published``, or those of other authors. Tables share runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,17 +53,14 @@ SECONDS = 1.0  # for each measurement of a cost
 
 
 def recorded_speeds(folder: Path) -> Path:
-    """Return the record of the speeds of all methods in a folder of results, or else the one of this checkout."""
+    """Return the record of speeds in a folder of results, or else in this checkout."""
     places = [results / "bench" / "methods.json" for results in (folder, Path(__file__).parents[1] / "results")]
     return next((place for place in places if place.is_file()), places[0])
 
 
-# What is requested
-
-
 @dataclass(frozen=True)
 class RequestedRun:
-    """A number of the paper, and the grid with the runs behind it."""
+    """A number of the paper with the grid of its runs."""
 
     row: paper.Row
     column: paper.Column
@@ -73,7 +69,7 @@ class RequestedRun:
 
     @property
     def setup(self) -> str:
-        """Benchmark, tasks and backbone as requested, as text."""
+        """Benchmark, tasks and backbone as text."""
         tasks, backbone = (self.spec.settings[name] for name in ("data.tasks", "backbone.name"))
         return f"{self.column.benchmark}, {brief(tasks)} tasks, {backbone}"
 
@@ -91,14 +87,14 @@ def requested_runs(
     settings: Mapping[str, Any] | None = None,
     weights: Mapping[str, str] | None = None,
 ) -> list[RequestedRun]:
-    """Return the numbers of a table, or those of some methods, each over its seeds or others.
+    """Return the numbers of a table, or of some methods, each over its seeds or others.
 
-    Settings go over those of the paper, by dotted names; weights are files by the names of backbones.
+    Settings (by dotted names) override those of the paper. Weights are files by the names of backbones.
     """
     known = dict.fromkeys(row.method for row in table.rows)
     for method in methods:
         if method not in known:
-            raise UserError(f"{table.name} has no row for {method!r}: {suggest(method, known)}")
+            raise UserError(f"{table.name} has no method {method!r}: {suggest(method, known)}")
     files = {name: {"backbone.weights": file} for name, file in (weights or {}).items()}
     runs = []
     for row, column in table.cells():
@@ -116,11 +112,8 @@ def requested_runs(
     return runs
 
 
-# What is recorded and what is missing
-
-
 class JoinedGrid(Grid):
-    """Runs of several grids as one, those of the first seed first."""
+    """Runs of several grids as one, sorted by seed."""
 
     def __init__(self, cells: Iterable[Cell], out: Path) -> None:
         unique = list({cell.folder: cell for cell in cells}.values())
@@ -131,7 +124,7 @@ class JoinedGrid(Grid):
 
 @dataclass(frozen=True)
 class RowStatus:
-    """A number of the paper, and how many of its runs are recorded."""
+    """A number of the paper, with counts of its runs."""
 
     requested: RequestedRun
     is_paper: bool
@@ -139,37 +132,31 @@ class RowStatus:
     recorded: int = 0
     """As requested, among the results or finished in their folders."""
     deviating: int = 0
-    """Run already with this machine's images or weights, which are not the paper's: not counted, not repeated."""
-    finished: tuple[Cell, ...] = ()
-    """In their folders, and only to be added."""
-    waiting: tuple[Cell, ...] = ()
-    """To be run, or to be finished."""
+    """Run with this machine's images or weights, which are not the paper's: not counted, not repeated."""
+    finished: tuple[Cell, ...] = ()  # only to be added
+    waiting: tuple[Cell, ...] = ()  # to be started or resumed
 
     @property
     def total(self) -> int:
-        """Number of runs of the number."""
+        """Number of runs."""
         return len(self.requested.spec.seeds)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A table: what is recorded, what is missing, and what prevents it from being run."""
+    """Recorded and missing runs of a table, and the problems that prevent a start."""
 
     table: paper.Table
     rows: tuple[RowStatus, ...]
-    problems: tuple[str, ...]
-    """What prevents the runs from being started, with what to do."""
-    differences: tuple[str, ...]
-    """How the images that the runs would use differ from the published ones."""
-    downloads: tuple[str, ...]
-    """Weights that are downloaded from the hub before the first run."""
+    problems: tuple[str, ...]  # with remedies
+    differences: tuple[str, ...]  # of the images from the published ones
+    downloads: tuple[str, ...]  # weights from the Hub
     out: Path
-    measure: bool
-    """Whether costs are to be measured."""
+    measure: bool  # whether to measure costs
 
     @property
     def is_paper(self) -> bool:
-        """Whether all that is requested is the paper's own experiment."""
+        """Whether only the paper's own experiment is requested."""
         return all(row.is_paper for row in self.rows)
 
     @property
@@ -184,7 +171,7 @@ class Plan:
 
     @property
     def deviating(self) -> int:
-        """Number of these that were run with this machine's images or weights, which are not the paper's."""
+        """Number of missing runs that were run with this machine's images or weights."""
         return sum(row.deviating for row in self.rows)
 
     @property
@@ -194,20 +181,20 @@ class Plan:
 
     @property
     def grid(self) -> JoinedGrid:
-        """All runs that are to be run or to be added."""
+        """All runs to start or to add."""
         return JoinedGrid((cell for row in self.rows for cell in (*row.finished, *row.waiting)), self.out)
 
 
 def make_plan(
     table: paper.Table, requested: Sequence[RequestedRun], folder: Path, out: Path, device: torch.device | None = None
 ) -> Plan:
-    """Find out what of a table is recorded, and what the other runs need; costs are those of a device."""
+    """Find out what of a table is recorded and what the other runs need."""
     entries, local = read_entries(folder), LocalResources()
     rows, rejected = list[RowStatus](), list[str]()
     for run in requested:
         try:
             rows.append(_status(table, run, entries, local))
-        except UserError as error:  # such as a folder that holds another run: the rest can be shown
+        except UserError as error:  # such as a folder with another run: show the rest
             rejected.append(str(error))
             rows.append(RowStatus(run, is_paper=True))
     if rejected and len(rejected) == len(requested):
@@ -255,11 +242,11 @@ def _is_paper_experiment(config: RunConfig, run: RequestedRun) -> bool:
 
 
 def _conflicts(configs: Iterable[RunConfig], entries: Sequence[Entry], folder: Path) -> list[str]:
-    """List files of results that hold other runs where the new ones would be added."""
+    """List files of results that contain other runs under the names of the new ones."""
     known = {entry.path for entry in entries}
     return [
-        f"{folder / file} holds a run with other images, weights or settings, which is not replaced: pass another "
-        "folder with --book, or move that file"
+        f"{folder / file} contains a run with other images, weights or settings. Pass another folder with --results, "
+        "or move that file."
         for file in dict.fromkeys(map(_planned_path, configs))
         if file in known
     ]
@@ -273,21 +260,17 @@ def _planned_path(config: RunConfig) -> str:
     return entry_path(RunRecord.model_validate({"config": settings, "stream": {"test_classes": [0] * count}}))
 
 
-# What it will cost
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """What missing runs will take on a GPU like that of a record."""
+    """Time of missing runs on a GPU like that of a record."""
 
     hours: float
-    unknown: int
-    """Runs of methods or experiments that the record does not have."""
+    unknown: int  # runs that the record does not cover
     machine: str
 
 
 def estimate(plan: Plan, bench: Path) -> Estimate | None:
-    """Estimate the GPU hours of missing runs at the speeds of a record; None if there is no record."""
+    """Estimate the GPU hours of missing runs at the speeds of a record, None without one."""
     if not bench.is_file():
         return None
     record = read_record(bench)
@@ -305,9 +288,6 @@ def estimate(plan: Plan, bench: Path) -> Estimate | None:
     return Estimate(seconds / 3600, unknown, machine_name(record["hardware"]))
 
 
-# Running it
-
-
 def run_missing(
     plan: Plan,
     folder: Path,
@@ -315,11 +295,11 @@ def run_missing(
     progress: GridCallback = SILENT_GRID,
     where: ExecutionOptions | None = None,
 ) -> list[Outcome]:
-    """Download weights, run what is missing, and add all runs that are finished by the end, even if it is an error."""
+    """Download weights, run what is missing, and add all finished runs, also after an error."""
     if plan.problems:
         raise UserError("\n".join(plan.problems))
     for name in plan.downloads:
-        progress.note(f"the weights {name}: {pretrained.fetch(name)}")
+        progress.note(f"Weights {name}: {pretrained.fetch(name)}")
     grid = plan.grid
     try:
         return run_grid(grid, RunActions(api.start, api.resume, device), progress, where)
@@ -330,7 +310,7 @@ def run_missing(
 
 
 def _are_costs_known(table: paper.Table, benches: Sequence[BenchRecord], device: torch.device) -> bool:
-    """Return True if one record has what all methods cost as published, on the paper's network and this machine."""
+    """Return True if one record has all costs as published, on this machine."""
     methods, machine = {row.method for row in table.rows}, machine_name(hardware(device))
     here = [record["results"] for record in benches if machine_name(record["hardware"]) == machine]
     return any(methods <= {entry["method"] for entry in entries if _is_as_published(entry)} for entries in here)
@@ -349,7 +329,7 @@ def measure_costs(
     settings: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
 ) -> Path:
-    """Measure what the methods of a table cost on this machine, and add the record to the results."""
+    """Measure the costs of a table's methods on this machine, and record them."""
     column, own = table.columns[0], merge({"backbone": {"name": PAPER_NETWORK}}, settings or {})
     configs = []
     for row in table.rows:

@@ -1,8 +1,7 @@
-"""Recorded runs as files, one per finished run: ``<benchmark>/<backbone>/<method>-<preset>-s<seed>.json``.
+"""Recorded runs, one file each: ``<benchmark>/<backbone>/<method>-<preset>-s<seed>.json``.
 
-A file holds all that its run recorded, without paths of the machine: folders of images and files of weights are
-given by name and hash. Settings that differ from the preset are part of the file name. The last entry is a hash of
-all others, so that an edited file is rejected.
+A file contains the run's record without paths of the machine: folders of images and files of weights have a name and a
+hash. Settings that differ from the preset are part of the file name. A hash of all entries rejects edited files.
 """
 
 import hashlib
@@ -29,10 +28,10 @@ from probprompt.runs.run import Recorded, Run, RunRecord, is_absolute, settings_
 from probprompt.storage import content_hash, natural_order, read_json, with_hash
 
 FORMAT = 2
-MAX_CLASSES = 50  # in the figure of similarity between classes: files stay small
+MAX_CLASSES = 50  # in the figure of similarity between classes, to limit the file size
 _DIGITS = 12  # of a hash in a name
 _TOLERANCE = 1e-6
-_TASKS = 10  # of a folder of images, if the preset does not say
+_TASKS = 10  # of a folder of images, unless the preset has a number
 _LONGEST = 80  # characters of settings in a file name
 _FILE = re.compile(r".+-s\d+(?:\.\d+\.\d+)?\.json")
 _LEFT_OUT = ("format", "name", "status")  # the same in every file
@@ -40,31 +39,27 @@ _NOT_OVERRIDES = {"preset", "data.benchmark", "data.test", "data.tasks", "method
     *("backbone.name", "backbone.weights", "backbone.image_size"),
     *("evaluation_batch_size", "data.root", "data.skip_unreadable"),
 }
-"""Settings that are compared in other ways than with a preset, or that change nothing but rounding."""
+"""Settings that are not compared with a preset, or that change only rounding."""
 _OF_MACHINE = ("backbone.precision", "data.stored_size")  # a smaller machine needs other values
 
 Settings = Mapping[str, Any]
-
-
-# What a file says
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
     """A recorded run."""
 
-    path: str
-    """Within the folder of results."""
+    path: str  # within the folder of results
     content: Mapping[str, Any]
 
     @cached_property
     def recorded(self) -> Recorded:
-        """The run as the tables of a comparison read it."""
+        """The run as tables of a comparison read it."""
         return Recorded(self.path, self.record, metrics.from_json(self.content["matrix"]), self.content["similarity"])
 
     @cached_property
     def record(self) -> RunRecord:
-        """What the run recorded."""
+        """Record of the run."""
         return RunRecord.model_validate(self.content)
 
     @property
@@ -84,17 +79,17 @@ class Entry:
 
     @property
     def preset(self) -> str:
-        """The preset below its settings, or ``custom``."""
+        """Name of its preset, or ``custom``."""
         return self.record.preset or CUSTOM
 
     @property
     def benchmark(self) -> str:
-        """Name of the benchmark; of a folder, without its hash."""
+        """Name of the benchmark, without the hash of a folder."""
         return self.record.benchmark.partition("@")[0]
 
     @property
     def tasks(self) -> int:
-        """Number of tasks that were evaluated."""
+        """Number of evaluated tasks."""
         return count_tasks(self.record)
 
     @property
@@ -104,7 +99,7 @@ class Entry:
 
     @property
     def backbone(self) -> str:
-        """The backbone as tables name it."""
+        """Name of the backbone in tables."""
         return backbone_words(self.config["backbone"])
 
     @property
@@ -119,24 +114,24 @@ class Entry:
 
     @property
     def varied(self) -> dict[str, Any]:
-        """Those overrides that make it another experiment, not only a run on another machine."""
+        """Overrides that make it another experiment, not only a run on another machine."""
         return {name: value for name, value in self.preset_overrides.items() if name not in _OF_MACHINE}
 
 
 def count_tasks(record: RunRecord) -> int:
-    """Count the tasks that a run was evaluated on, also where it learned all of them jointly."""
+    """Count the evaluated tasks of a run, also if it learned them jointly."""
     return len(record.stream.test_classes or record.stream.tasks)
 
 
 def preset_overrides(record: RunRecord) -> dict[str, Any]:
-    """Return settings that differ from the preset, except benchmark, tasks, backbone and seeds."""
+    """Return settings that differ from the preset, except benchmark, backbone and seeds."""
     config, preset = record.config, record.preset_settings
-    if record.settings is None or preset is None:  # of another version: runs that share them still belong together
+    if record.settings is None or preset is None:  # of another version
         text = json.dumps({**config, "seeds": None}, sort_keys=True)
         return {"config": hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}
     overrides, key = dict(record.preset_overrides), "method.top_k"
     if key in overrides and overrides[key] == record.flat_settings["method.components"]:
-        overrides[key] = None  # all of them: the whole mixture
+        overrides[key] = None  # the whole mixture
         if preset.get(key) is None:
             del overrides[key]
     by_name = isinstance(config["data"].get("tasks"), list)  # sizes, or class names
@@ -166,7 +161,7 @@ def entry_path(record: RunRecord) -> str:
 
 
 def _portable(record: RunRecord) -> dict[str, Any]:
-    """Return a run's record without paths: folders of images and files of weights by name and hash."""
+    """Return a run's record with names and hashes for paths."""
     portable: dict[str, Any] = without_paths(record.to_json())
     before, after = record.config, portable["config"]
     if is_absolute(record.benchmark):
@@ -178,12 +173,12 @@ def _portable(record: RunRecord) -> dict[str, Any]:
 
 
 def same_settings(entry: Entry, config: RunConfig) -> bool:
-    """Return True if a run has these settings, including seeds, wherever its files were."""
+    """Return True if a run has these settings and seeds, wherever its files were."""
     return entry.record.settings is not None and _bare(entry.record.settings) == _bare(config)
 
 
 def _bare(config: RunConfig) -> Settings:
-    """Return settings with names for paths, without what changes no result."""
+    """Return settings with names for paths, without those that change no result."""
     bare = without_paths(config.model_dump(mode="json"))
     for group, name in (("data", "benchmark"), ("backbone", "weights")):
         bare[group][name] = str(bare[group][name]).partition("@")[0]
@@ -191,11 +186,8 @@ def _bare(config: RunConfig) -> Settings:
     return {name: part for name, part in bare.items() if name != "evaluation_batch_size"}
 
 
-# Reading
-
-
 def read_entries(folder: Path) -> list[Entry]:
-    """Read all runs of a folder of results, in the order of their files; other files are skipped."""
+    """Read all runs of a folder of results, and skip other files."""
     paths = sorted(folder.glob("*/*/*.json"), key=lambda path: natural_order(path.relative_to(folder)))
     return [read_entry(folder, path) for path in paths if _FILE.fullmatch(path.name)]
 
@@ -204,50 +196,45 @@ def read_entry(folder: Path, path: Path) -> Entry:
     """Read and check the file of one run."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("book") != FORMAT:
-        raise UserError(
-            f"{path} is not a file of results of format {FORMAT}: python -m reproduction results add RUN writes them"
-        )
+        raise UserError(f"{path} is not a run recorded in format {FORMAT}. Record it with 'results add RUN'.")
     try:
         entry = Entry(path.relative_to(folder).as_posix(), content)
         own = metrics.summarize(entry.matrix)
         wrong = any(abs(own[name] - content["metrics"][name]) > _TOLERANCE for name in own)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is corrupted: {error}") from None
+        raise UserError(f"{path} is corrupted: {error}. Restore it.") from None
     if wrong:
-        raise UserError(f"{path} was edited: its metrics are not those of its matrix; add the run again")
+        raise UserError(f"{path} was edited: its metrics do not match its matrix. Add the run again.")
     if content.get("sha256") != content_hash(content):
-        raise UserError(f"{path} was edited: it does not have the hash that it records; add the run again")
+        raise UserError(f"{path} was edited: it does not match its recorded hash. Add the run again.")
     return entry
-
-
-# Writing
 
 
 def add_runs(
     paths: Sequence[Path], folder: Path, replace: bool = False, skip_unfinished: bool = False
 ) -> tuple[dict[Path, str], list[Path]]:
-    """Write the files of finished runs, each a folder or inside one; return what changed, and the skipped folders.
+    """Record finished runs in folders; return the changes of files, and skipped folders.
 
-    Nothing is written if any run is rejected: an unfinished one, unless those are skipped, or one whose file holds a
-    run of other settings, unless that is to be replaced.
+    Nothing is written if a run is unfinished (unless skipped) or if its file contains a run of other settings (unless
+    replaced).
     """
     runs = [run for path in paths for run in _runs(path)]
     unfinished = [run.folder for run in runs if not run.finished]
     if unfinished and not skip_unfinished:
         raise UserError(
-            f"{len(unfinished)} run(s) are not finished: {shorten(unfinished)}. Finish them with probprompt train "
-            "--resume RUN, or skip them with --skip-unfinished"
+            f"Unfinished runs: {shorten(unfinished)}. Finish each with 'probprompt train --resume RUN', or skip them "
+            "with --skip-unfinished."
         )
-    made: dict[Path, tuple[Run, dict[str, Any]]] = {}
+    contents: dict[Path, tuple[Run, dict[str, Any]]] = {}
     for run in runs:
         if run.finished:
             content = entry_content(run)
             path = folder / entry_path(RunRecord.model_validate(content))
-            if path in made:
-                raise UserError(f"{made[path][0].folder} and {run.folder} would both be {path}: add one of them")
-            made[path] = run, content
-    added = {path: _change(path, run, content, replace) for path, (run, content) in made.items()}
-    for path, (_, content) in made.items():
+            if path in contents:
+                raise UserError(f"{contents[path][0].folder} and {run.folder} would both be {path}. Add one of them.")
+            contents[path] = run, content
+    added = {path: _change(path, run, content, replace) for path, (run, content) in contents.items()}
+    for path, (_, content) in contents.items():
         write(path, _lines(content).encode())
     return added, unfinished
 
@@ -255,7 +242,7 @@ def add_runs(
 def _runs(path: Path) -> Iterator[Run]:
     inside = [path / "run.json"] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=natural_order)
     if not inside:
-        raise UserError(f"{path} is not a run and holds none: pass the folder of a run, or one with runs inside")
+        raise UserError(f"{path} is not a run and contains none. Pass a run folder, or a folder of runs.")
     yield from (Run.open(record.parent) for record in inside)
 
 
@@ -263,7 +250,7 @@ def entry_content(run: Run) -> dict[str, Any]:
     """Return the content of a finished run's file."""
     record, matrix = run.record, run.matrix
     if settings_hash(record.config) != record.config_hash:
-        raise UserError(f"{run.folder}/run.json was edited: its settings do not have the hash that it records")
+        raise UserError(f"{run.folder}/run.json was edited: its settings do not match their hash. Run it again.")
     inside = run.folder / "diagnostics.json"
     content = {
         "book": FORMAT,
@@ -277,7 +264,7 @@ def entry_content(run: Run) -> dict[str, Any]:
 
 
 def _figure_data(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what figures need, with few digits: similarity of prompts between classes, queries in the plane."""
+    """Return the data of figures with few digits: similarity between classes, queries."""
     kept: dict[str, Any] = {}
     if "similarity" in diagnostics:
         labels = diagnostics["similarity"]["labels"]
@@ -291,30 +278,30 @@ def _figure_data(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change(path: Path, run: Run, content: Mapping[str, Any], replace: bool) -> str:
-    """Return what writing a file changes; one of other settings is rejected unless it may be replaced."""
+    """Return the change of a file; reject other settings unless they may be replaced."""
     if not path.exists():
         return "added"
-    there = read_json(path)
-    if there == content:
-        return "there already"
-    before, after = (_identity(part) for part in (there, content))
+    existing = read_json(path)
+    if existing == content:
+        return "unchanged"
+    before, after = (_identity(part) for part in (existing, content))
     differ = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if differ and not replace:
         raise UserError(
-            f"{path} holds a run of other settings, images or weights than {run.folder} ({shorten(differ)}): replace "
-            "it with --replace, or do not add that run"
+            f"{path} contains another run than {run.folder}, with other settings, images or weights: "
+            f"{shorten(differ)}. Replace it with --replace, or do not add that run."
         )
     return "replaced"
 
 
 def _identity(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal for one run to replace another."""
+    """Return settings and hashes, which must be equal for one run to replace another."""
     stream, backbone = content.get("stream") or {}, content.get("backbone") or {}
     hashes = {"split_hash": stream.get("split_hash"), "sha256 of the weights": backbone.get("sha256")}
     return {**flatten(from_stored(content.get("config") or {})), **hashes}
 
 
 def _lines(content: Mapping[str, Any]) -> str:
-    """Return JSON with one line per entry: short, and readable in a comparison of two versions."""
+    """Return JSON with one line per entry, for readable diffs."""
     entries = (f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False, allow_nan=False)}" for k, v in content.items())
     return "{\n" + ",\n".join(entries) + "\n}\n"

@@ -1,4 +1,4 @@
-"""How cost grows: one setting after another is increased, all else equal, and the figures of a bench are measured."""
+"""Growth of cost: increase one setting at a time, and measure speed and memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,20 +17,17 @@ from probprompt.engine.build import default_precision, release
 from probprompt.errors import UserError, suggest
 from probprompt.progress import ProgressCallback
 
-WORSE = 1.15
-"""An exponent above this is worse than linear; what is below could be noise of the measurement."""
+WORSE = 1.15  # an exponent above this is worse than linear; below it may be noise of the measurement
 COSTS = {
     "training_s": "training",
     "inference_s": "inference",
     "memory": "memory in training",
-    "closing_s": "closing a task",
+    "closing_s": "end of task",
 }
-"""Costs to which a power law is fitted. Seconds are for one image, or for one batch where the batch grows."""
-LONGEST_CLOSING = {"cuda": 60.0, "cpu": 10.0}
-"""Seconds: the end of a task is not measured if it would take longer."""
+"""Costs to which a power law is fitted. Seconds are per image, or per batch where the batch grows."""
+LONGEST_CLOSING = {"cuda": 60.0, "cpu": 10.0}  # seconds: longer ends of tasks are not measured
 CLOSING = {"tasks": 0, "classes": 2}
-"""Axes on which the end of a task is measured, and the power with which it may grow: the head is refitted in as many
-steps as there are classes, each over all of them."""
+"""Axes on which the end of a task is measured, with the power of its growth: a refit takes a step per class."""
 SIZES = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the backbone's image size
 SMALL_BATCHES = (4, 8, 16, 32, 64)  # for a CPU
 
@@ -42,11 +39,10 @@ class Axis:
     name: str
     label: str
     values: tuple[int, ...] = ()
-    fields: tuple[str, ...] = ()
-    """Names that methods have for it."""
+    fields: tuple[str, ...] = ()  # its names in the settings of methods
 
     def field(self, config: RunConfig) -> str | None:
-        """Return the name that the method has for it, if any."""
+        """Return its name in the settings of the method."""
         return next((name for name in self.fields if name in type(config.method).model_fields), None)
 
 
@@ -59,14 +55,14 @@ AXES = {
         Axis("tokens", "prompt tokens M", (4, 8, 16, 32, 64), ("tokens",)),
         Axis("samples", "samples N_s", (5, 10, 20, 40, 80), ("samples",)),
         Axis("batch", "batch", (8, 16, 32, 64, 128, 256, 512)),
-        Axis("image-size", "side of the image"),
+        Axis("image-size", "image size"),
     )
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """Costs at one value; None where they were not measured."""
+    """Costs at one value; None if not measured."""
 
     value: int
     training_images_per_s: float | None = None
@@ -78,12 +74,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Exponent:
-    """The power with which a cost grows."""
+    """Exponent with which a cost grows."""
 
-    whole: float
-    """Fitted over all points."""
-    end: float
-    """Fitted over the last three, where a fixed cost hides less of it."""
+    whole: float  # over all points
+    end: float  # over the last three, where fixed costs matter less
 
     @property
     def worse_than_linear(self) -> bool:
@@ -92,22 +86,22 @@ class Exponent:
 
 
 def find_axes(names: Iterable[str], config: RunConfig) -> list[Axis]:
-    """Return the axes of these names; ``all`` is all that the method has."""
+    """Return the axes of these names; ``all`` means all that the method has."""
     axes: dict[str, Axis] = {}
     for name in names:
         if name == "all":
             axes |= {axis.name: axis for axis in AXES.values() if not axis.fields or axis.field(config)}
         elif name not in AXES:
-            raise UserError(f"Unknown setting to grow {name!r}: {suggest(name, [*AXES, 'all'])}")
+            raise UserError(f"Unknown setting {name!r}: {suggest(name, [*AXES, 'all'])}")
         elif AXES[name].fields and not AXES[name].field(config):
-            raise UserError(f"{config.method.name} has no {name} that could grow: remove {name}")
+            raise UserError(f"{config.method.name} has no setting {name}. Remove it from the command.")
         else:
             axes[name] = AXES[name]
     return list(axes.values())
 
 
 def values_of(axis: Axis, config: RunConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the values that are measured."""
+    """Return the values to measure."""
     if axis.name == "batch" and device.type == "cpu":
         return SMALL_BATCHES
     if axis.name != "image-size":
@@ -132,7 +126,7 @@ def variant(axis: Axis, value: int, config: RunConfig) -> tuple[RunConfig, Scale
 def measure_point(
     axis: Axis, value: int, config: RunConfig, device: torch.device, seconds: float, closing: bool
 ) -> Point:
-    """Measure one value, with the end of a task if ``closing``."""
+    """Measure one value, including the end of a task if ``closing``."""
     try:
         changed, scale = variant(axis, value, config)
         setup = build(changed, device, scale)
@@ -154,10 +148,10 @@ def measure_point(
 def measure_curve(
     axis: Axis, config: RunConfig, device: torch.device, seconds: float, progress: ProgressCallback
 ) -> Curve:
-    """Measure all values of an axis, and fit how each cost grows."""
+    """Measure all values of an axis and fit the growth of each cost."""
     values, points = values_of(axis, config, device), list[Point]()
     with progress.stage(axis.name, len(values)):
-        if axis.name in CLOSING:  # loading and compiling for the end of a task is not to be timed
+        if axis.name in CLOSING:  # loading and compiling are not timed
             changed, scale = variant(axis, values[0], config)
             build(changed, device, scale).close()
             release(device)
@@ -183,7 +177,7 @@ def measure_curve(
 
 
 def _is_closed(axis: Axis, points: Sequence[Point], value: int, device: torch.device) -> bool:
-    """Return True if the end of a task is measured: if it will not take too long, judged by the value before."""
+    """Return True if the end of a task is measured: the previous value predicts a short time."""
     if not points or axis.name not in CLOSING:
         return axis.name in CLOSING
     last = points[-1]
@@ -192,10 +186,9 @@ def _is_closed(axis: Axis, points: Sequence[Point], value: int, device: torch.de
 
 
 def fit_exponents(axis: Axis, points: Sequence[Point]) -> dict[str, Exponent]:
-    """Fit the exponent of every cost that was measured at two values or more."""
+    """Fit the exponent of every cost with two values; the image size counts by pixels."""
     exponents = {}
     for cost in COSTS:
-        # The size of an image counts by its pixels.
         pairs = [(p.value**2 if axis.name == "image-size" else p.value, _cost(axis, p, cost)) for p in points]
         known = [(float(value), paid) for value, paid in pairs if paid is not None]
         if len(known) > 1:
@@ -204,7 +197,7 @@ def fit_exponents(axis: Axis, points: Sequence[Point]) -> dict[str, Exponent]:
 
 
 def _cost(axis: Axis, point: Point, name: str) -> float | None:
-    """Return a cost of a point, by its name in :data:`COSTS`."""
+    """Return a cost of a point by its name in :data:`COSTS`."""
     if name in ("memory", "closing_s"):
         return point.memory if name == "memory" else point.closing_s
     speed = point.training_images_per_s if name == "training_s" else point.inference_images_per_s
@@ -212,7 +205,7 @@ def _cost(axis: Axis, point: Point, name: str) -> float | None:
 
 
 def fit_power(points: Sequence[tuple[float, float]]) -> float:
-    """Return the exponent a of the power law y = b x^a through points (x, y), by least squares of the logarithms.
+    """Return the exponent a of y = b x^a, fitted to points (x, y) on log axes.
 
     >>> round(fit_power([(1, 3), (2, 12), (4, 48)]), 6)
     2.0
@@ -222,7 +215,7 @@ def fit_power(points: Sequence[tuple[float, float]]) -> float:
 
 
 def curve_ratios(before: BenchRecord, now: BenchRecord) -> Iterator[Ratio]:
-    """Yield the speed of each setting that grows in both records: geometric means over the values that both have."""
+    """Yield speeds of the curves of both records, as geometric means over shared values."""
     earlier = {(curve["axis"], curve["method"]): curve for curve in before["growth"]}
     for new in now["growth"]:
         curves = (earlier.get((new["axis"], new["method"])), new)

@@ -1,3 +1,3 @@
-"""The fixtures of tests/, for the tests of this package, too."""
+"""Fixtures of tests/ for the tests of this package."""
 
 from conftest import pictures, probprompt, reproduction  # noqa: F401

@@ -1,4 +1,4 @@
-"""Tables of a page come from records, all other text of the page stays, and the cost of the paper is counted right."""
+"""Tables of a page from records, and the estimated cost of the paper."""
 
 import doctest
 import json
@@ -45,7 +45,7 @@ def _entry(method: str = "probprompt", **more: Any) -> Any:
 
 
 STILL = {"training": None, "memory": {"training_peak": None}, "share_of_peak": {"inference": 0.6}}
-"""Of a method that trains nothing."""
+"""Entries of a method that trains nothing."""
 
 
 def _curve(label: str = "classes, 10 tasks", worse: Sequence[str] = (), note: str = "", **exponents: float) -> Any:
@@ -78,7 +78,7 @@ def _fill(names: str, *records: Path, page: Path = Path("page.md")) -> str:
 
 
 def _rows(text: str, first: str) -> list[list[str]]:
-    """The cells of lines of tables that start so."""
+    """Return the cells of table rows with this start."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return [line for line in cells if line[0] == first]
 
@@ -94,7 +94,7 @@ def test_pages_change_only_between_the_comments(write: Callable[..., Path]) -> N
     assert rest.endswith("<!-- end of bench figures -->\n\nWords after.\n")
     assert bench_pages.fill_page(filled, Path("page.md"), [one]) == filled
     open_page = _page("figures").replace("<!-- end of bench figures -->", "")
-    with pytest.raises(UserError, match="without <!-- end of bench figures -->"):
+    with pytest.raises(UserError, match="lacks the comment <!-- end of bench figures -->"):
         bench_pages.fill_page(open_page, Path("page.md"), [one])
 
 
@@ -128,17 +128,17 @@ def test_figures_are_those_of_the_record(write: Callable[..., Path]) -> None:
     speeds, still_speeds, costs, still_costs = _rows(filled, f"`{VIT}`")[1::-1] + _rows(filled, f"`{VIT}`")[:1:-1]
     label = [f"`{VIT}`", "`probprompt`", "bf16", "128"]
     assert speeds == [*label, "4,000", "3,900 to 4,111", "6,000", "13,000", "12.50"]
-    assert costs == [*label, "1.25", "98.4", "56 %", "65.4", "61 %", "12.3"]
+    assert costs == [*label, "1.25", "98.4", "56%", "65.4", "61%", "12.3"]
     assert "NVIDIA H200; python 3.12, torch 2.11, torchvision 0.26, timm 1.0, probprompt 0.1 (abc)" in filled
-    assert still_speeds[4:6] == ["-", "-"] and still_costs[4:] == ["-", "98.4", "-", "65.4", "60 %", "-"]
+    assert still_speeds[4:6] == ["-", "-"] and still_costs[4:] == ["-", "98.4", "-", "65.4", "60%", "-"]
 
 
 def test_methods_are_compared_in_time(write: Callable[..., Path]) -> None:
-    """At half the speed an image takes twice the time: 100 % more."""
+    """At half the speed an image takes twice the time: 100% more."""
     fast = _entry("vq-prompt", training=_rate(8000.0, 7000.0, 9000.0), inference=_rate(5700.0, 5700.0, 6000.0))
     filled = _fill("figures", write("one.json", _entry()), write("two.json", fast))
-    assert f"`probprompt` over `vq-prompt` (`{VIT}`, bf16, batch 128): training +100.0 %, inference" in filled
-    assert "inference −5.0 % (the rounds of both overlap)." in filled
+    assert f"`probprompt` over `vq-prompt` (`{VIT}`, bf16, batch 128): training +100.0%, inference" in filled
+    assert "inference −5.0% (the rounds of both overlap)." in filled
     assert "is 27.3 and 8.5 times as fast" in filled  # 8000 / 293, 8000 / 943
 
 
@@ -161,7 +161,7 @@ def test_the_cost_table_has_every_method(write: Callable[..., Path]) -> None:
     still = _entry("lda", **STILL, static=True, cost={"prompts_mb": 0.0, "epoch_s": None, "fps": 200.0})
     filled = _fill("methods", write("all.json", _entry(), _entry("linear-probe", static=True), still))
     assert _rows(filled, "`probprompt`") == [["`probprompt`", "2.46", "6.00", "80.0", "4,000", "6,000", "1.25"]]
-    assert _rows(filled, "`linear-probe` (head alone)")
+    assert _rows(filled, "`linear-probe` (head only)")
     assert _rows(filled, "`lda`") == [["`lda`", "0.00", "-", "200.0", "-", "6,000", "-"]]
     assert f"`{VIT}`, bf16, images of 224 px, batch 128." in filled and "24,000 images" in filled
 
@@ -179,7 +179,7 @@ def test_growth_shows_the_plot_and_what_is_not_linear(write: Callable[..., Path]
     (classes,), (batch,) = _rows(filled, "classes, 10 tasks"), _rows(filled, "batch")
     assert classes[1:] == ["100 to 10,000", "−0.02 (0.08)", "-", "-", "**1.81 (1.91)**"]
     assert batch[2:] == ["0.90 (1.00)", "1.00 (1.10)", "0.80 (0.90)", "-"]
-    assert "Worse than linear (above 1.15): closing a task with classes." in filled
+    assert "Worse than linear (above 1.15): end of task with classes." in filled
     assert "Not measured: 10,000 classes: out of memory." in filled
     assert "Worse than linear (above 1.15): nothing." in _fill("growth", write("one.json", growth=[straight]))
 
@@ -224,7 +224,7 @@ def test_hours_are_the_sum_of_all_runs(write: Callable[..., Path]) -> None:
     one, eight, many = (float(cell) for cell in _rows(filled, "Hours")[0][1:])
     assert one / 8 <= eight + 0.05 and one / 64 <= many + 0.05 and many < eight < one
     assert "325 runs (13 methods, 5 benchmarks, 5 seeds)" in filled and "An estimate, not a measurement" in filled
-    assert "batches of 16 to 192" in filled and "`evo-prompt` and `apt` change colours" in filled
+    assert "batch sizes of 16 to 192" in filled and "`evo-prompt` and `apt` also change colors" in filled
     some = _fill("reproduction", write("methods.json", *entries[1:]))
     assert "Not measured: this table needs a record of all methods of the paper" in some
 
@@ -257,7 +257,7 @@ def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Comman
     [
         (("one.json",), "--page FILE"),
         (("absent.json", "--page", "page.md"), "cannot be read"),
-        (("one.json", "one.json", "--plot", "growth.png"), "growth for 0"),
+        (("one.json", "one.json", "--plot", "growth.png"), "growth of 0"),
         (("one.json", "--page", "nowhere/page.md"), "there is no folder"),
         (("one.json", "--page", "latin.md"), "Markdown file"),
     ],

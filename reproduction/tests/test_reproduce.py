@@ -1,4 +1,4 @@
-"""A table of the paper, run again: the right runs, announced with their cost, resumed, and recorded."""
+"""Reproduction of a table of the paper: plan, cost, resumed and recorded runs."""
 
 import json
 import pickle
@@ -42,7 +42,7 @@ def _no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def table(pictures: Path) -> paper.Table:
-    """A table as the paper has them, on a few images."""
+    """Return a table like the paper's on a few images."""
     column = {"key": "3", "heading": "3 tasks", "benchmark": str(pictures), "tasks": 3, "backbone": "demo"}
     rows = [
         {"label": label, "line": line, "settings": {**SHORT, **settings}, "printed": {"3": {"FAA": [faa, 1.0]}}}
@@ -54,7 +54,7 @@ def table(pictures: Path) -> paper.Table:
 
 
 def _tree(root: Path, images: int = 4) -> Path:
-    """Six made-up classes as folders, with this number of training images each."""
+    """Write six invented classes as folders, with a number of training images each."""
     for split, count in (("train", images), ("test", 2)):
         for label, name in enumerate(("apple", "baby", "camel", "dolphin", "elm", "fox")):
             for index in range(count):
@@ -66,7 +66,7 @@ def _tree(root: Path, images: int = 4) -> Path:
 
 @pytest.fixture
 def cifar(table: paper.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> paper.Table:
-    """The same table for CIFAR-100, of which this machine has a small made-up copy; the only one of the paper."""
+    """Return the same table for CIFAR-100, with a small invented copy of the images."""
     _tree(tmp_path / "datasets" / "cifar100")
     column = table.columns[0].model_copy(update={"benchmark": "cifar100", "seeds": (0,)})
     chosen = table.model_copy(update={"columns": (column,), "rows": table.rows[:1]})
@@ -116,7 +116,7 @@ def test_runs_follow_methods_and_benchmarks() -> None:
     assert not [cell for cell in _cells("table2", methods=["l2p++"]) if cell.benchmark == "cub200"]
     weights = {cell.config.backbone.weights for cell in _cells("table3", weights={"ibot1k": "teacher.pth"})}
     assert weights == {"teacher.pth", None}
-    with pytest.raises(UserError, match="table3 has no row for 'apt'"):
+    with pytest.raises(UserError, match="table3 has no method 'apt'"):
         _cells("table3", methods=["apt"])
 
 
@@ -144,7 +144,7 @@ def test_runs_on_other_images_are_not_the_papers(cifar: paper.Table, tmp_path: P
     other = _plan(cifar, tmp_path, "third")
     assert (other.missing, other.deviating, other.to_run) == (1, 0, 1)
     (problem,) = other.problems
-    assert "--book" in problem, "adding it would be rejected, hours later"
+    assert "--results" in problem, "adding it would be rejected, hours later"
 
 
 def test_the_papers_run_counts_wherever_its_images_are(cifar: paper.Table, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_images_are_compared_by_pixels(cifar: paper.Table, tmp_path: Path, monke
 
 
 def _pickles(root: Path, shade: int) -> None:
-    """Six made-up classes in files such as CIFAR-100's, in one shade."""
+    """Write six invented classes in files such as CIFAR-100's, in one shade."""
     root.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", 4), ("test", 2)):
         labels = [label for label in range(6) for _ in range(count)]
@@ -225,7 +225,7 @@ def test_a_folder_with_another_run_does_not_hide_the_rest(table: paper.Table, tm
     changed.write_text(json.dumps(record))
     plan = _plan(table, tmp_path, **SMALL)
     assert sorted(row.recorded for row in plan.rows) == [0, 2]
-    with pytest.raises(UserError, match="hold a run with other settings"):
+    with pytest.raises(UserError, match=r"training.epochs.*--out"):
         reproduce.run_missing(plan, tmp_path / "book", "cpu")
 
 
@@ -236,9 +236,9 @@ def test_the_plan_shows_settings_and_images(cifar: paper.Table, reproduction: Co
     answer = reproduction("run", "samples")
     assert answer.code == 0 and "the paper's weights, images and settings" in answer.out
     before, _, after = answer.out.partition("add --yes")
-    assert "not as published: cifar100: train: 24 images, published are 50000" in before and after
+    assert "published images: cifar100: train: 24 images, published are 50000" in before and after
     answer = reproduction("run", "samples", *OPTIONS)
-    assert "the paper's weights, images and settings" not in answer.out and "of your own" in answer.out
+    assert "the paper's weights, images and settings" not in answer.out and "your settings" in answer.out
     assert "cifar100, 3 tasks, test_vit" in answer.out
 
 
@@ -249,11 +249,11 @@ def test_a_folder_of_images_can_be_passed(tmp_path: Path, reproduction: Command)
 
     cifar = _tree(tmp_path / "mine" / "cifar100")
     text = answer(cifar, "ft")
-    assert "to do first: cifar100" not in text and "not as published: cifar100: 6 classes" in text
+    assert "Problem: cifar100" not in text and "published images: cifar100: 6 classes" in text
     assert "is for cifar100 and cub200" in answer(cifar, "probprompt")
     _tree(tmp_path / "mine" / "cub200")
     text = answer(tmp_path / "mine", "probprompt")
-    assert "to do first: " not in text and "not as published: cub200: 6 classes" in text
+    assert "Problem: " not in text and "published images: cub200: 6 classes" in text
 
 
 def test_weights_on_the_hub_are_downloaded_first(
@@ -269,8 +269,8 @@ def test_weights_on_the_hub_are_downloaded_first(
 
     monkeypatch.setattr(pretrained, "_download", fail)
     answer = reproduction("run", "samples", "--device", "cpu")
-    assert answer.code == 0 and "before the first run: the weights dino1k" in answer.out
-    assert "add --yes" in answer.out and "to do first: " not in answer.out
+    assert answer.code == 0 and "before the first run: weights dino1k" in answer.out
+    assert "add --yes" in answer.out and "Problem: " not in answer.out
     answer = reproduction("run", "samples", "--device", "cpu", "--yes")
     assert answer.code == 2 and "timm/vit_base_patch16_224.dino could not be fetched" in answer.err
     assert not (tmp_path / "runs").exists(), "nothing was started"
@@ -281,19 +281,19 @@ def test_everything_missing_is_shown_before_the_start(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     answer = reproduction("run", "table2", "--dry-run")
-    assert answer.code == 0 and "82 run(s), 82 missing" in answer.out
+    assert answer.code == 0 and "82 runs, 82 missing" in answer.out
     assert "GPU hours on one NVIDIA H200" in answer.out, "from this checkout's record, where the folder has none"
-    assert "this machine has no GPU: these hours are not" in answer.out
+    assert "The runs will use the CPU" in answer.out
     assert all(f"probprompt data get {name}" in answer.out for name in ("cifar100", "cub200"))
     answer = reproduction("run", "table2", "--dry-run", "--bench", "none.json")
-    assert answer.code == 0 and "no estimate of GPU hours: none.json" in answer.out
+    assert answer.code == 0 and "No estimate of GPU hours: none.json" in answer.out
     answer = reproduction("run", "table2", "--yes")
-    assert answer.code == 2 and "nothing was started" in answer.err and not list(tmp_path.iterdir())
+    assert answer.code == 2 and "Nothing was started" in answer.err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("study", "first"), [("table2", "method"), ("ablation", "N, mixture, L_DR"), ("topk", "K")])
 def test_symbols_of_the_paper_keep_their_case(reproduction: Command, study: str, first: str) -> None:
-    assert re.search(rf"^{first} +run as ", reproduction("run", study, "--dry-run").out, re.MULTILINE)
+    assert re.search(rf"^{first} +method ", reproduction("run", study, "--dry-run").out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -340,14 +340,14 @@ def test_the_cost_is_estimated_from_a_record(tmp_path: Path, reproduction: Comma
     assert cost and cost.hours == pytest.approx(sum(6 * run_seconds(row, experiment) for row in rows) / 3600)
     assert cost.unknown == 18
     answer = reproduction("run", "table3", "--dry-run", "--bench", bench)
-    assert f"{cost.hours:.1f} GPU hours on one NVIDIA H200, and 18 run(s)" in answer.out
+    assert f"{cost.hours:.1f} GPU hours on one NVIDIA H200, without 18 runs" in answer.out
 
 
 # Running it
 
 
 class _Impatient(GridCallback):
-    """Interrupts after the first run."""
+    """Callback that interrupts after the first run."""
 
     def end(self, outcome: Outcome, rest: float | None) -> None:
         raise KeyboardInterrupt
@@ -383,21 +383,21 @@ def test_the_command_asks_runs_and_shows_the_table(
     monkeypatch.setattr(paper, "tables", lambda: (table,))
     command = ("run", "samples", "--seed", 0, *OPTIONS, "--device", "cpu")
     answer = reproduction(*command)
-    assert answer.code == 0 and "add --yes" in answer.out and "2 run(s), 2 missing" in answer.out
+    assert answer.code == 0 and "add --yes" in answer.out and "2 runs, 2 missing" in answer.out
     assert not (tmp_path / "runs").exists() and not (tmp_path / "results").exists()
     cells = _plan(table, Path(), "runs/reproduce", [0], **SMALL).grid.cells
     (blocked,) = (cell.folder for cell in cells if dict(cell.varied).get("method.samples") == 5)
     blocked.mkdir(parents=True)
     (blocked / "something").write_text("in the way")
     answer = reproduction(*command, "--yes")
-    assert answer.code == 1 and "failed: 1 of 2 runs" in answer.out
+    assert answer.code == 1 and "Failed: 1 of 2 runs" in answer.out
     assert len(results.read_entries(tmp_path / "results")) == 1, "one that fails does not stop the others"
     (blocked / "something").unlink()
     answer = reproduction(*command, "--yes")
     assert answer.code == 0 and "50.00 ± 1.00" in answer.out
     assert answer.out.count("ours, pictures, test_vit (random) at 32 px, `published` †‡") == 2
     answer = reproduction(*command)
-    assert answer.code == 0 and "2 run(s), 0 missing" in answer.out and "ours, " in answer.out
+    assert answer.code == 0 and "2 runs, 0 missing" in answer.out and "ours, " in answer.out
 
 
 def test_costs_are_measured_if_none_are_recorded(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The paper's numbers, one file per run without paths, and a page that is made from nothing else."""
+"""The paper's numbers, one file per run, and the page that is made from them."""
 
 import hashlib
 import io
@@ -21,7 +21,7 @@ from probprompt.backbones.pretrained import backbone_slug, backbone_words
 from probprompt.config import merge, nest, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.run import Run, RunRecord, config_hash
+from probprompt.runs.run import Run, RunRecord, config_hash, read_book
 from probprompt.storage import content_hash, with_hash
 from reproduction import paper, paper_figures, results, results_page
 
@@ -35,18 +35,18 @@ Command = Callable[..., Any]
 def test_tables_are_all_there_in_the_papers_order() -> None:
     names = ["table1", "table2", "table3", "ablation", "topk", "samples", "cost", "aggregation"]
     assert [(table.number, table.name) for table in paper.tables()] == list(enumerate(names, start=1))
-    with pytest.raises(UserError, match="did you mean 'table1'"):
+    with pytest.raises(UserError, match="'table1'"):
         paper.find("tabel1")
 
 
 SOURCE = Path(os.environ.get("PROBPROMPT_PAPER") or next(iter(sorted(ROOT.parent.glob("*/paper.tex"))), "paper.tex"))
-"""The LaTeX source of the paper: named so, or in a folder next to this repository."""
+"""LaTeX source of the paper, from the environment or a folder next to this repository."""
 NUMBERS = "350f094804122346"
-"""Hash of all printed numbers when they were last compared with the source."""
+"""Hash of all printed numbers at the last comparison with the source."""
 
 
 def _numbers(table: paper.Table, row: paper.Row) -> list[float]:
-    """In the order of print."""
+    """Return the numbers of a row in the order of print."""
     cells = (row.printed.get(column.key, {}).get(measure, ()) for column in table.columns for measure in table.measures)
     return [*itertools.chain(*cells), *(row.costs[cost] for cost in table.costs)]
 
@@ -113,7 +113,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Run:
 
 
 def _copy(run: Run, folder: Path, **changes: Any) -> Path:
-    """A run's folder again, with other entries in its record."""
+    """Copy a run's folder with other entries in its record."""
     folder.mkdir(parents=True)
     for name in ("accuracy.json", "diagnostics.json"):
         (folder / name).write_bytes((run.folder / name).read_bytes())
@@ -168,24 +168,28 @@ def test_unfinished_runs_are_rejected_or_skipped(
     _copy(run, Path("grid/a"))
     _copy(run, Path("grid/b"), status="running", **_with_config(run, seeds={"order": 1}))
     for arguments, words in (
-        (("add", "grid", "--book", "other"), "--skip-unfinished"),
-        (("--book", "other", "add", "grid/a"), "'add'"),
-        (("--book", "other"), "other is not a folder"),
+        (("add", "grid", "--results", "other"), "--skip-unfinished"),
+        (("--results", "other", "add", "grid/a"), "'add'"),
+        (("--results", "other"), "other is not a folder"),
     ):
         answer = reproduction("results", *arguments)
         assert answer.code == 2 and words in answer.err and not Path("other").exists()
-    answer = reproduction("results", "add", "grid", "--book", "other", "--skip-unfinished")
-    assert answer.code == 0 and "not finished: 1" in answer.out and not Path("results").exists()
+    answer = reproduction("results", "add", "grid", "--results", "other", "--skip-unfinished")
+    assert answer.code == 0 and "Skipped 1 unfinished run" in answer.out and not Path("results").exists()
     assert reproduction("results", "add", "grid/a").code == 0
+    assert (
+        reproduction("results", "add", "grid/a", "--file", "one.jsonl").code == 0
+        and len(read_book(Path("one.jsonl"))) == 1
+    )
     assert len(results.read_entries(Path("other"))) == len(results.read_entries(Path("results"))) == 1
-    with pytest.raises(UserError, match="is not a run and holds none"):
+    with pytest.raises(UserError, match="is not a run and contains none"):
         results.add_runs([Path("other")], tmp_path / "third")
 
 
 def test_a_different_run_is_replaced_only_if_requested(run: Run, tmp_path: Path) -> None:
     book = tmp_path / "book"
     path, _ = _add(run.folder, book)
-    assert _add(run.folder, book) == (path, "there already")
+    assert _add(run.folder, book) == (path, "unchanged")
     again = _copy(run, tmp_path / "again", created="later")
     assert _add(again, book) == (path, "replaced")
     batch = _copy(run, tmp_path / "batch", **_with_config(run, evaluation_batch_size=7))
@@ -232,9 +236,9 @@ def test_edited_files_are_rejected(run: Run, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             results.read_entries(tmp_path / "book")
 
-    change(json.dumps(merge(content, {"metrics": {"FAA": 0.0}})), "its metrics are not those of its matrix")
-    change(json.dumps(merge(content, {"config": {"training": {"batch": 99}}})), "not have the hash that it records")
-    change("[]", "not a file of results")
+    change(json.dumps(merge(content, {"metrics": {"FAA": 0.0}})), "its metrics do not match")
+    change(json.dumps(merge(content, {"config": {"training": {"batch": 99}}})), "does not match its recorded hash")
+    change("[]", "not a run recorded")
     path.write_text(json.dumps(content))
     assert len(results.read_entries(tmp_path / "book")) == 1, "the same content with other spaces and lines"
 
@@ -256,7 +260,7 @@ def _content(
     settings: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """The file of a run that never was, and that had ``final`` % on every task from first to last."""
+    """Return the file of an invented run with ``final`` % on every task."""
     own = {"backbone": backbone or {}, "seeds": dict.fromkeys(("order", "init", "data"), seed)}
     config = parse_config(merge(presets.settings(preset, method, benchmark, tasks), merge(own, settings or {})))
     size = 1 if method == "joint" else tasks
@@ -296,12 +300,12 @@ def _path(content: dict[str, Any]) -> str:
 
 
 def _table(name: str, entries: list[results.Entry], benches: Any = ()) -> str:
-    """A table without the spaces that align it."""
+    """Return a table without aligning spaces."""
     return re.sub(" +", " ", results_page.paper_table(paper.find(name), entries, benches))
 
 
 def _ours(name: str, *entries: results.Entry) -> list[str]:
-    """Our lines of a table."""
+    """Return our lines of a table."""
     return [line for line in _table(name, list(entries)).splitlines() if "ours" in line.partition("|")[2]]
 
 
@@ -313,7 +317,11 @@ def test_the_papers_experiment_has_no_flags() -> None:
     (place,) = (place for place, line in enumerate(lines) if own in line)
     assert "89.38 ± 0.22 (5)" in lines[place - 1]
     assert "| ours, ViT-B/16 (sup1k), `published` | 92.00 (1) | — | — | — |" in table
-    assert results_page.WEIGHTS not in table and results_page.DATA not in table and "3 of 82 runs are here" in table
+    assert (
+        results_page.WEIGHTS not in table
+        and results_page.DATA not in table
+        and "3 of 82 runs with the paper's weights" in table
+    )
 
 
 DINO = {"name": "vit_small_patch14_dinov2"}
@@ -376,7 +384,7 @@ def test_a_study_on_another_benchmark_needs_two_rows() -> None:
 
 
 def test_rows_of_a_study_share_their_seeds() -> None:
-    """Each seed has its own order of classes: a mean over three against one of them would show the orders."""
+    """Compare means over the same seeds only: each seed has another order of classes."""
     whole = [_entry("probprompt", final, seed, backbone=TINY) for seed, final in enumerate((80.0, 90.0, 95.0))]
     some = [_entry("probprompt", 79.0, s, backbone=TINY, settings={"method": {"top_k": 7}}) for s in (0, 1)]
     lines = _ours("topk", *whole, *some)
@@ -387,7 +395,7 @@ def test_rows_of_a_study_share_their_seeds() -> None:
 
 
 def _bench(created: str, fps: float, *methods: str, hardware: Any = None, **changes: Any) -> dict[str, Any]:
-    """A record of costs that never was."""
+    """Return an invented record of costs."""
     cost = {"with_backbone_mb": 345.0, "epoch_s": 66.0, "fps": fps}
     config = {"preset": None, "data": {"benchmark": "emoji-r"}, "backbone": {"weights": "random"}}
     entry = {"backbone": "vit_base_patch16_224", "precision": "bf16", "batch": 128, "cost": cost, "config": config}
@@ -410,7 +418,7 @@ def test_measured_costs_are_next_to_the_papers() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_costs_of_different_records_are_not_mixed(order: int) -> None:
-    """The record with most methods counts, and the latest of several."""
+    """Use the latest of the records with most methods."""
     old, young = (_bench(f"2026-0{month}", 10.0 * month, "vq-prompt", "probprompt") for month in (1, 2))
     records = [old, young, _bench("2026-03", 99.0, "probprompt")][::order]
     lines = [line for line in _table("cost", [], records).splitlines() if "H200" in line]
@@ -431,8 +439,8 @@ def test_the_page_is_made_from_the_files(tmp_path: Path, reproduction: Command) 
         path.write_text(json.dumps(content))
     (folder / "emoji-r" / "demo").mkdir(parents=True)
     (folder / "emoji-r" / "demo" / "notes.json").write_text("{}")  # is skipped
-    answer = reproduction("results", "--book", folder, "--page", page)
-    assert answer.code == 0 and "9 run(s)" in answer.out
+    answer = reproduction("results", "--results", folder, "--page", page)
+    assert answer.code == 0 and "9 runs in" in answer.out
     text = page.read_text(encoding="utf-8")
     assert results_page.build(folder, page)[0] == text
     assert "### cifar100, 10 tasks, ViT-Ti/16" in text and "### tu-berlin, 10 tasks" in text and "ranpac" in text
@@ -447,13 +455,13 @@ def test_the_page_is_made_from_the_files(tmp_path: Path, reproduction: Command) 
 
 
 def _figures(*entries: results.Entry) -> dict[str, paper_figures.PaperFigure]:
-    """By their numbers."""
+    """Return figures by their numbers."""
     made = paper_figures.paper_figures(entries)
     return {figure.title.partition(":")[0].removeprefix("Figure "): figure for figure in made}
 
 
 def _drawn(monkeypatch: pytest.MonkeyPatch, figure: paper_figures.PaperFigure) -> Figure:
-    """What a figure shows, before it is pixels."""
+    """Return a figure before it is rendered."""
     monkeypatch.setattr(paper_figures, "to_png", lambda drawn: drawn)
     drawn: Any = figure.draw()
     assert isinstance(drawn, Figure)
@@ -461,7 +469,7 @@ def _drawn(monkeypatch: pytest.MonkeyPatch, figure: paper_figures.PaperFigure) -
 
 
 def test_figures_compare_methods_over_the_same_seeds() -> None:
-    """A seed has its own order of classes: a mean over others would compare other tasks."""
+    """Compare methods over the same seeds: each seed has another order of classes."""
 
     def drawn(*runs: tuple[str, int]) -> dict[str, paper_figures.PaperFigure]:
         return _figures(*(_entry(method, 60.0 + 9 * seed, seed) for method, seed in runs))
@@ -469,7 +477,7 @@ def test_figures_compare_methods_over_the_same_seeds() -> None:
     both = drawn(("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 0), ("probprompt", 1))
     one = drawn(("vq-prompt", 0), ("vq-prompt", 1), ("probprompt", 0))
     assert {"1c", "2", "4"} <= set(both) and set(both) == set(one)
-    assert all("the mean over seeds 0, 1" in both[name].caption for name in ("1c", "4"))
+    assert all("mean over seeds 0, 1" in both[name].caption for name in ("1c", "4"))
     assert all("seed 0" in one[name].caption for name in ("1c", "2", "4"))
     same = drawn(("vq-prompt", 0), ("probprompt", 0))
     assert one["4"].draw() == same["4"].draw() != both["4"].draw()
@@ -481,7 +489,7 @@ def test_figures_do_not_mix_crops_of_copies_and_of_originals() -> None:
     small = {"data": {"stored_size": 256}}
     runs = [_entry(method, 60.0, **IMAGENET_R) for method in ("vq-prompt", "probprompt", "coda-prompt")]
     runs += [_entry(method, 40.0, settings=small, **IMAGENET_R) for method in ("dual-prompt", "l2p++")]
-    assert "L2P++" not in _figures(*runs)["2"].caption, "the setting with more methods is shown"
+    assert _figures(*runs)["2"].draw() == _figures(*runs[:3])["2"].draw(), "the setting with more methods is shown"
 
 
 def test_figures_prefer_the_papers_tasks_and_few_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,8 +504,8 @@ def test_figures_prefer_the_papers_tasks_and_few_classes(monkeypatch: pytest.Mon
     for entry in entries[:2]:
         entry.content["pictures"]["queries"] = {**queries, "names": [str(index) for index in range(43)]}
     caption = _figures(*entries)["1a"].caption
-    assert "the first of 10 tasks" in caption and "each class has its colour" in caption
-    assert "several classes share a colour" in _figures(*entries[:2])["1a"].caption
+    assert "the first of 10 tasks" in caption and "one color and marker per class" in caption
+    assert "some classes share" in _figures(*entries[:2])["1a"].caption
     (axes,) = _drawn(monkeypatch, figures["1c"]).axes
     bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
@@ -512,9 +520,7 @@ def test_figures_prefer_the_papers_tasks_and_few_classes(monkeypatch: pytest.Mon
 def test_figures_name_methods_as_the_tables_do() -> None:
     assert set(paper_figures.METHODS) <= {row.method for table in paper.tables() for row in table.rows}
     runs = [_entry(method, 60.0) for method in ("l2p", "vq-prompt", "probprompt", "l2p++")]
-    figures = _figures(*runs)
-    assert all("L2P++ is the L2P of the paper's Table 1." in figures[name].caption for name in ("1c", "2", "4"))
-    assert not any("L2P" in figure.caption for figure in _figures(*runs[:-1]).values())
+    assert _figures(*runs)["2"].draw() != _figures(*runs[:-1])["2"].draw() == _figures(*runs[1:-1])["2"].draw()
 
 
 def test_small_differences_do_not_fill_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,11 +533,11 @@ def test_small_differences_do_not_fill_a_panel(monkeypatch: pytest.MonkeyPatch) 
 # What is committed
 
 RUNS, ROWS = 231, 374
-"""How many runs and how many rows of tables are recorded at least: none may disappear."""
+"""Least numbers of recorded runs and of table rows: none may disappear."""
 
 
 def test_the_committed_page_is_made_from_the_committed_files() -> None:
-    """To the letter what `python -m reproduction results` writes."""
+    """Compare the page with what `python -m reproduction results` writes."""
     page = ROOT / "RESULTS.md"
     text, figures = results_page.build(RESULTS, page)
     assert page.read_text(encoding="utf-8") == text, "write it with: python -m reproduction results"

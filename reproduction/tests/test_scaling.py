@@ -1,4 +1,4 @@
-"""How cost grows with a setting: which values are measured, what is fitted to them, and how it is shown."""
+"""Growth of cost with a setting: measured values, fitted exponents, and output."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def _config(method: str = "probprompt") -> RunConfig:
 
 
 def _fit(axis: str, values: tuple[int, ...], seconds: Callable[[int], float]) -> dict[str, scaling.Exponent]:
-    """The exponents if an image takes these seconds in training, and half of them in inference."""
+    """Return exponents for these seconds per image in training, and half in inference."""
     points = [Point(value, 1 / seconds(value), 2 / seconds(value), memory=1000 * value) for value in values]
     return scaling.fit_exponents(AXES[axis], points)
 
@@ -79,9 +79,9 @@ def test_axes_and_values_are_those_of_the_method() -> None:
     assert [axis.name for axis in scaling.find_axes(["all"], _config())] == list(AXES)
     assert "samples" not in [axis.name for axis in scaling.find_axes(["all", "batch"], _config("coda-prompt"))]
     assert scaling.values_of(AXES["image-size"], _config(), CPU) == (16, 32, 48, 64), "whole patches"
-    with pytest.raises(UserError, match=r"did you mean 'tasks'\?"):
+    with pytest.raises(UserError, match="'tasks'"):
         scaling.find_axes(["task"], _config())
-    with pytest.raises(UserError, match="coda-prompt has no samples that could grow"):
+    with pytest.raises(UserError, match="coda-prompt has no setting samples"):
         scaling.find_axes(["samples"], _config("coda-prompt"))
 
 
@@ -133,7 +133,7 @@ def test_growth_is_drawn_and_compared(reproduction: Command, tmp_path: Path, mon
     grown = results.read_record(first)["growth"]
     assert [curve["axis"] for curve in grown] == ["batch", "image-size"]
     assert 0 < grown[0]["exponents"]["memory"]["whole"] < 1.1
-    answer = reproduction("scaling", "batch", *small, "--out", second, "--against", first)
+    answer = reproduction("scaling", "batch", *small, "--out", second, "--compare-to", first)
     assert answer.code == 0 and "batch growing: training" in answer.out
 
     def point(axis: Axis, value: int, *_: object) -> Point:
