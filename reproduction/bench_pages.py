@@ -132,11 +132,13 @@ def _gib(count: float | None) -> str:
     return DASH if count is None else f"{count / 2**30:.2f}"
 
 
-LABELS = ("Backbone", "Method", "Precision", "Batch")
-SPEEDS = ("Training", "Slowest to fastest round", "Inference", "Frozen pass", "One image, ms")
-COSTS_OF_ONE = ("Memory, GiB", "Training, GFLOP", "of peak", "Inference, GFLOP", "of peak", "Warm-up, s")
-SAME: tuple[Setting, ...] = ("backbone", "image_size", "precision", "batch")  # in comparisons
-OFFICIAL = {"fp32": 293, "TF32": 943}  # training images/s of the official VQ-Prompt code on an H200 in this setup
+# Methods one by one
+
+HEADER = ("Backbone", "Method", "Training", "Inference", "One image, ms", "Memory, GiB")
+SAME: tuple[Setting, ...] = ("backbone", "image_size", "precision", "batch")
+"""What two results must have in common to be compared."""
+OFFICIAL = {"fp32": 293, "TF32": 943}
+"""Images/s in training of the official VQ-Prompt code on an H200, ViT-B/16, 224 px, batch 128."""
 OFFICIAL_SETUP = ("vq-prompt", "vit_base_patch16_224", 224, 128)  # method, backbone, image size, batch
 
 
@@ -147,9 +149,7 @@ def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
         return None
     chips = grouped((record.chip, record.results[0]) for record in single)
     notes = [
-        "Training, inference, frozen pass: images/s, median of the rounds of a measurement.",
-        "Memory: peak in training, without the images. GFLOP: matrix products per image. Of peak: of the measured "
-        "matrix peak. Warm-up: training before the measurement, including compilation and capture.",
+        "Training, inference: images/s, the median of the rounds. Memory: the peak in training, without the images.",
         *_comparisons(single),
         *(line for record in single for line in _over_official(record)),
         *_machines(single),
@@ -157,8 +157,7 @@ def _figures(records: Sequence[BenchRecord], page: Path) -> str | None:
     parts = list[str]()
     for chip, results in chips.items():
         parts += [f"On {chip}:"] if len(chips) > 1 else []
-        for header, cells in ((SPEEDS, _speeds), (COSTS_OF_ONE, _costs)):
-            parts.append(markdown_table((*LABELS, *header), [(*_label(each), *cells(each)) for each in results], 3))
+        parts.append(markdown_table(HEADER, map(_row, results), 2))
     return "\n\n".join([*parts, bullets(notes)])
 
 
@@ -168,23 +167,10 @@ def _order(result: Entry) -> tuple[Any, ...]:
     return -result["flops_per_image"]["prompted"], *about
 
 
-def _label(result: Entry) -> tuple[str, ...]:
-    return _code(result["backbone"]), _code(result["method"]), result["precision"], f"{result['batch']}"
-
-
-def _speeds(result: Entry) -> tuple[str, ...]:
-    rounds = result["training"] and result["training"]["rounds"]
-    spread = f"{min(rounds):,.0f} to {max(rounds):,.0f}" if rounds else DASH
-    one = f"{result['latency']['median_ms']:.2f}"
-    return _speed(result["training"]), spread, _speed(result["inference"]), _speed(result["frozen_pass"]), one
-
-
-def _costs(result: Entry) -> tuple[str, ...]:
-    cells = [_gib(result["memory"]["training_peak"])]
-    for name in PARTS:
-        share = result["share_of_peak"].get(name)
-        cells += [f"{result['flops_per_image'][name] / 1e9:.1f}", DASH if share is None else f"{100 * share:.0f}%"]
-    return *cells, f"{result['training']['warm_up_s']:.1f}" if result["training"] else DASH
+def _row(result: Entry) -> tuple[str, ...]:
+    backbone = f"{_code(result['backbone'])}, {result['precision']}, batch {result['batch']}"
+    speeds = _speed(result["training"]), _speed(result["inference"]), f"{result['latency']['median_ms']:.2f}"
+    return backbone, _code(result["method"]), *speeds, _gib(result["memory"]["training_peak"])
 
 
 def _comparisons(records: Sequence[BenchRecord]) -> Iterator[str]:
