@@ -20,7 +20,7 @@ from PIL import Image
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 
-from page_marks import read_blocks
+from page_world import read_blocks
 from probprompt import ContinualClassifier, __version__, api, load_model, methods
 from probprompt.backbones.vit import FrozenViT
 from probprompt.config import parse_config
@@ -236,7 +236,7 @@ def learned(pictures: Path) -> ContinualClassifier:
 def test_a_classifier_is_exported(
     learned: ContinualClassifier, pictures: Path, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, pages = tmp_path / "birds.onnx", [block for block in read_blocks("docs/export.md") if block.mark.elsewhere]
+    path, pages = tmp_path / "birds.onnx", [block for block in read_blocks("docs/export.md") if block.is_elsewhere]
     monkeypatch.chdir(tmp_path)
     learned.save("birds")
     told = probprompt("export", "birds")

@@ -1,12 +1,12 @@
-"""Every block of code in the docs and the README: executed, or, where that cannot be done here, at least parsed.
+"""Every block of code in the README and the docs: executed, or at least parsed where a test cannot run it.
 
-Blocks of a page are executed in their order in one empty folder: python in one namespace, bash by bash with
-`probprompt` on the PATH. The line before a block may say what is put in the place of something that a small machine
-cannot have, and what lies ready (page_marks.py), or why it cannot be executed at all. Then its python must compile, its
-bash must be valid, and every `probprompt` in it must be a command with options, settings and names that exist. What a
-page promises beyond that its blocks run is looked up by page_checks.py.
+The blocks of a page run in order in one empty folder: Python in one namespace, shell by bash with `probprompt` on the
+PATH. `PLANS` in page_world.py lists what a page needs, what is replaced on a small machine, and what is only parsed:
+then Python must compile, and commands must exist with their options, settings and names. A `text` block right after a
+Python block is its output. page_checks.py checks what a page promises beyond that its blocks run.
 """
 
+import io
 import json
 import os
 import re
@@ -18,7 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.request import urlopen
@@ -27,8 +27,7 @@ import pytest
 import typer
 
 from page_checks import CHECKS
-from page_marks import ROOT, Block, WrongMarkError, read_blocks
-from page_world import GIVEN, World
+from page_world import GIVEN, PLANS, ROOT, Block, World, read_blocks
 from probprompt import methods, presets
 from probprompt.cli import app
 from probprompt.config import apply_assignments
@@ -39,44 +38,37 @@ from reproduction import paper
 from reproduction.__main__ import app as reproduction_app
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
-PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "results").glob("*.md"))]  # part of the site
-SHOWN = {"text", "json", "toml"}  # languages of what is only shown
-OTHER_COMMANDS = {"pip", "make", "ray", "torchrun", "export", "cat", "mkdir", "curl", "python"}
+RESULTS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "results").glob("*.md"))]
+SERVE, STARTED = "probprompt serve", "Ctrl-C"
+"""A command that runs until it is stopped, and the part of its output that shows that it has started."""
+OTHER_COMMANDS = {"pip", "make", "ray", "torchrun", "export", "cat", "mkdir", "curl", "python", "true"}
 OTHER_COMMANDS |= {"if", "then", "else", "fi", "["}
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
 _OPENING = {"if", "then", "else"}
 LONGEST_SECONDS = 300
-REFUSED = typer.BadParameter.__mro__[1]
-"""What the parser raises: a wrong option, value or command."""
+REJECTED = typer.BadParameter.__mro__[1]
+"""Base class of what the parser raises: a wrong option, value or command."""
 
 
-BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+# Parsing
 
 
-# What is not executed
-
-
-@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.executed_here or b.mark.swaps], ids=lambda b: b.where)
-def test_what_is_not_executed_as_it_stands_is_at_least_valid(block: Block) -> None:
+@pytest.mark.parametrize("block", [block for page in [*PAGES, *RESULTS] for block in read_blocks(page)], ids=str)
+def test_every_block_is_valid(block: Block) -> None:
     if block.language == "python":
-        compile(block.code, block.where, "exec")
+        compile(block.code, str(block), "exec")
     elif block.language == "bash":
         check_shell(block.code)
     elif block.language == "json":
         json.loads(block.code)
     elif block.language == "toml":
         tomllib.loads(block.code)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_is(page: str) -> None:
-    known = {"python", "bash", *SHOWN}
-    strange = [f"{block.where}: {block.language or 'no language'}" for block in read_blocks(page)]
-    assert not [told for told, block in zip(strange, read_blocks(page), strict=True) if block.language not in known]
+    else:
+        assert block.language in ("text", "http"), f"{block}: {block.language or 'no language'}"
 
 
 def check_shell(code: str) -> None:
-    """Refuse bash that is not valid, programs that nobody knows, and commands of ours that would be refused."""
+    """Check that bash accepts the code, that programs are known, and that our commands would run."""
     done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for words in commands(code):
@@ -93,7 +85,7 @@ def check_shell(code: str) -> None:
 
 
 def commands(code: str) -> Iterator[list[str]]:
-    """The simple commands of a script, as words; variables count as 1."""
+    """Yield the simple commands of a script, as words; variables count as 1."""
     ended = re.sub(r"<<'?(\w+)'?.*?^\1$", "", code, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
     for line in ended.splitlines():
         words: list[str] = []
@@ -108,7 +100,7 @@ def commands(code: str) -> Iterator[list[str]]:
 
 
 def _simple(words: Sequence[str]) -> Iterator[list[str]]:
-    """Without assignments before the command and words that only open a part of a script."""
+    """Remove assignments before the command and words that only open a part of a script."""
     rest = list(words)
     while rest and (re.fullmatch(r"\w+=.*", rest[0]) or rest[0] in _OPENING):
         rest.pop(0)
@@ -117,20 +109,20 @@ def _simple(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def check_other(words: Sequence[str]) -> None:
-    """Commands that are not ours: known ones, with extras and targets that exist."""
-    assert words[0] in OTHER_COMMANDS, f"{words[0]!r} is no command that pages may use"
+    """Check a command that is not ours: known, with extras and targets that exist."""
+    assert words[0] in OTHER_COMMANDS, f"{words[0]!r} is not a command for pages"
     if words[0] == "make":
         targets = (ROOT / "Makefile").read_text(encoding="utf-8")
         assert all(re.search(rf"^{target}:", targets, re.MULTILINE) for target in words[1:])
     if words[0] == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        asked = {name for word in words for found in re.findall(r"\[(.*?)\]", word) for name in found.split(",")}
-        missing = asked - set(project["optional-dependencies"])
+        extras = {name for word in words for found in re.findall(r"\[(.*?)\]", word) for name in found.split(",")}
+        missing = extras - set(project["optional-dependencies"])
         assert not missing, f"no such extra: {missing}"
 
 
 def check_command(arguments: Sequence[str], app: typer.Typer = app) -> None:
-    """Parse a command as the program does, without running it; then look up what it names."""
+    """Parse a command as the program does, without running it, and look up its names."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("probprompt", list(arguments))
     while hasattr(command, "commands") and (rest := [*context._protected_args, *context.args]):
@@ -144,7 +136,7 @@ def check_command(arguments: Sequence[str], app: typer.Typer = app) -> None:
         assert preset in (*presets.NAMES, "custom"), preset
     assert "table" not in values or paper.find(values["table"])
     benchmark = values.get("benchmark")
-    assert not benchmark or "/" in benchmark or benchmark in datasets.registered(), benchmark
+    assert not benchmark or "/" in benchmark or benchmark in {*datasets.registered(), "images"}, benchmark
     method = {"method": {"name": names[0]}} if len(names) == 1 and names != ["all"] else {}
     apply_assignments(method, values.get("assignments") or [])
 
@@ -175,80 +167,30 @@ def _listed(value: object) -> list[str]:
     ],
 )
 def test_a_wrong_line_is_found(line: str) -> None:
-    with pytest.raises((AssertionError, UserError, REFUSED)):
+    with pytest.raises((AssertionError, UserError, REJECTED)):
         check_shell(line)
 
 
-# What other tests execute
+def test_plans_fit_their_pages() -> None:
+    assert {name for plan in PLANS.values() for name in plan.given} == set(GIVEN)
+    assert {*PLANS, *CHECKS} <= set(PAGES)
+    for page, plan in PLANS.items():
+        code = "".join(block.code for block in read_blocks(page))
+        missing = [text for text in (*plan.swaps, *plan.parsed_only, *plan.elsewhere, *plan.twice) if text not in code]
+        assert not missing, f"{page}: {missing}"
+        for test in plan.elsewhere.values():
+            assert page in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not run {page}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark.elsewhere], ids=lambda b: b.where)
-def test_what_another_test_executes_is_named_there(block: Block) -> None:
-    text = (ROOT / block.mark.elsewhere).read_text(encoding="utf-8")
-    parts = Path(block.page).parts
-    assert block.page in text or " / ".join(f'"{part}"' for part in parts) in text, f"{block.mark.elsewhere}: no page"
-
-
-# Marks
-
-
-@pytest.mark.parametrize(
-    ("mark", "code"),
-    [
-        ('executed with: "8" as "2"', "run 2 2\n"),
-        ('executed with: "run 8" as "walk", "8" as "2"', "walk 2\n"),  # the longest first
-        ('executed with: "run" as "8", "8" as "run"', "8 run run\n"),  # and all at once
-        ('executed given: photos, inbox; with: "8 8" as "\\"a; b\\""', 'run "a; b"\n'),
-        ("executed in: elsewhere; twice", "run 8 8\n"),
-        ('executed until:\n   "stop; now"', "run 8 8\n"),
-    ],
-)
-def test_a_mark_says_what_is_executed(mark: str, code: str) -> None:
-    (block,) = read_blocks("page.md", f"Text\n\n<!-- {mark} -->\n\n```bash\nrun 8 8\n```\n")
-    assert block.replaced == code and block.executed_here
-    assert block.mark.twice == ("twice" in mark)
-    assert block.mark.folder == ("elsewhere" if "in: " in mark else "")
-    assert block.mark.given == (("photos", "inbox") if "given" in mark else ())
-    assert block.mark.until == ("stop; now" if "until" in mark else "")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<!-- executed with: "9" as "2" -->\n```bash\nrun 8\n```',  # nothing to replace
-        '<!-- executed with: "8" as "8" -->\n```bash\nrun 8\n```',
-        '<!-- executed with: "8" as "2", "8" as "3" -->\n```bash\nrun 8\n```',
-        '<!-- executed with: "8" as 2 -->\n```bash\nrun 8\n```',
-        '<!-- executed with: "8" as "2" "9" as "3" -->\n```bash\nrun 8\n```',
-        "<!-- executed twice; twice -->\n```bash\nrun 8\n```",
-        "<!-- executed quickly -->\n```bash\nrun 8\n```",
-        "<!-- executed given: -->\n```bash\nrun 8\n```",
-        "<!-- executed in: ../other -->\n```bash\nrun 8\n```",
-        "<!-- executed by hand -->\n```bash\nrun 8\n```",
-        "<!-- parsed only -->\n```bash\nrun 8\n```",
-        "<!-- parsed only: needs a GPU -->\nText\n```bash\nrun 8\n```",  # stands before no block
-        "<!-- executed twice -->\n",
-    ],
-)
-def test_a_wrong_mark_is_refused(text: str) -> None:
-    with pytest.raises(WrongMarkError):
-        assert [block.replaced for block in read_blocks("page.md", f"Text\n\n{text}\n")]
-
-
-def test_what_can_be_given_and_looked_up_is_what_pages_ask_for() -> None:
-    assert {name for block in BLOCKS for name in block.mark.given} == set(GIVEN)
-    assert set(CHECKS) <= {block.page for block in BLOCKS if block.executed_here}
-
-
-# What is executed
+# Executing
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the program `probprompt`, which answers quickly."""
+    """Yield a folder with the program `probprompt`, which answers quickly."""
     folder = Path(tmp_path_factory.mktemp("bin"))
-    asked = [sys.executable, str(ROOT / "tests" / "command_server.py"), str(folder / "socket")]
-    server = subprocess.Popen(asked, env={**os.environ, **alone(folder)})
+    arguments = [sys.executable, str(ROOT / "tests" / "command_server.py"), str(folder / "socket")]
+    server = subprocess.Popen(arguments, env={**os.environ, **alone(folder)})
     try:
         while not (folder / "ready").exists():
             assert server.poll() is None, "the command server did not start"
@@ -260,16 +202,12 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def alone(folder: Path) -> dict[str, str]:
-    """An environment in which the hub's client has nothing of the user's."""
+    """Return an environment without the user's Hugging Face files."""
     return {"HF_HOME": str(folder / ".hub"), "HF_HUB_DISABLE_XET": "1"}
 
 
-def _executed(page: str) -> list[Block]:
-    return [block for block in read_blocks(page) if block.executed_here]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if _executed(page)])
-def test_what_a_page_says_works_as_pasted(
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.is_executed for block in read_blocks(page))])
+def test_page_works_as_pasted(
     page: str, tmp_path: Path, command: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
@@ -277,60 +215,62 @@ def test_what_a_page_says_works_as_pasted(
     own = {"PROBPROMPT_CACHE": str(tmp_path / ".cache"), "PROBPROMPT_DATA": str(tmp_path / "data"), **alone(tmp_path)}
     for name, value in {"PATH": os.pathsep.join(programs), "OMP_NUM_THREADS": "1", **own}.items():
         monkeypatch.setenv(name, value)
-    said: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    outputs, printed, namespace = list[str](), "", dict[str, Any]({"__name__": "__main__"})
     with ExitStack() as closing:
         world = World(lambda: request.getfixturevalue("small_model"), monkeypatch, closing)
-        namespace: dict[str, Any] = {"__name__": "__main__"}
-        for block in _executed(page):
-            folder = tmp_path / block.mark.folder
-            folder.mkdir(exist_ok=True)
-            monkeypatch.chdir(folder)
-            for name in block.mark.given:
-                world.prepare(name, folder)
-            for _ in range(1 + block.mark.twice):
-                if block.language == "python":
-                    exec(compile(block.replaced, block.where, "exec"), namespace)
-                else:
-                    said.append(run_shell(block))
+        for name in PLANS[page].given if page in PLANS else ():
+            world.prepare(name, tmp_path)
+        for block in read_blocks(page):
+            if block.language == "text" and printed:
+                masked = [re.sub(r"\d+", "N", text.strip()) for text in (block.code, printed)]
+                assert masked[0] == masked[1], f"{block}: not what the block before it prints"
+            printed = ""
+            if block.is_executed and block.language == "python":
+                with redirect_stdout(io.StringIO()) as stream:
+                    exec(compile(block.replaced, str(block), "exec"), namespace)
+                printed = stream.getvalue()
+            elif block.is_executed:
+                outputs += [run_shell(block) for _ in range(1 + block.is_repeated)]
     if page in CHECKS:
-        CHECKS[page](tmp_path, said)
+        CHECKS[page](tmp_path, outputs)
 
 
 def run_shell(block: Block) -> str:
-    """Execute a block by bash, and give back what it said."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as told:
+    """Run a block by bash and return its output; a service is stopped once it has answered."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stream:
         words = ["bash", "-euo", "pipefail", "-c", block.replaced]
-        process = subprocess.Popen(words, stdout=told, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(words, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            if block.mark.until:
-                visit(wait_for(block.mark.until, told, process))
+            if SERVE in block.code:
+                visit(wait_for(STARTED, stream, process))
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does for Ctrl-C
             code = process.wait(LONGEST_SECONDS)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # whatever it left running
             process.wait()
-        said = read_again(told)
-    assert code == 0, f"{block.where}:\n{said}"
-    return said
+        output = read_again(stream)
+    assert code == 0, f"{block}:\n{output}"
+    return output
 
 
-def read_again(told: IO[str]) -> str:
-    told.seek(0)
-    return told.read()
+def read_again(stream: IO[str]) -> str:
+    stream.seek(0)
+    return stream.read()
 
 
-def wait_for(text: str, told: IO[str], process: subprocess.Popen[bytes]) -> str:
-    """What a program that goes on has said, once that holds this text."""
+def wait_for(text: str, stream: IO[str], process: subprocess.Popen[bytes]) -> str:
+    """Return the output of a running program once it contains this text."""
     until = time.monotonic() + LONGEST_SECONDS
-    while text not in (said := read_again(told)):
-        assert process.poll() is None and time.monotonic() < until, f"never said {text!r}:\n{said}"
+    while text not in (output := read_again(stream)):
+        assert process.poll() is None and time.monotonic() < until, f"never printed {text!r}:\n{output}"
         time.sleep(0.05)
-    return said
+    return output
 
 
-def visit(said: str) -> None:
-    """Look at the page whose address a service has told."""
-    (address,) = re.findall(r"serving \S+ at (http://127\.0\.0\.1:\d+)", said)
+def visit(output: str) -> None:
+    """Open the page whose address a service has printed."""
+    address = re.findall(r"http://127\.0\.0\.1:\d+", output)[-1]
     with urlopen(address, timeout=30) as page:
         assert page.status == 200 and b"<html" in page.read()

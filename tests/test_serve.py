@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from page_marks import read_blocks
+from page_world import read_blocks
 from probprompt.classifier import ContinualClassifier, changing
 from probprompt.classifier.store import Store
 from probprompt.errors import UserError
@@ -405,7 +405,7 @@ def test_the_page_on_serving_works(serve: Serve, emoji: Emoji, tmp_path: Path, m
     if not shutil.which("curl"):
         pytest.skip("there is no curl")
     served = serve()
-    (block,) = [block for block in read_blocks("docs/serve.md") if block.mark.elsewhere]
+    (block,) = [block for block in read_blocks("docs/serve.md") if block.is_elsewhere]
     for name, image in zip(("a.jpg", "b.jpg", "a.png", "1.jpg", "2.jpg"), emoji["train"]["clock"], strict=False):
         (tmp_path / name).write_bytes(image)
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ LINES = {
     "ft-matched": "Fine-tuning",
 }
 TASKS = (("Task 1", ("cat", "flower")), ("Task 2", ("boat", "clock")))
-SHOWN = "cat-face", "streamline-emojis"
+SHOWN = "cat-face", "fxemoji"
 """Emoji and style of the test image, which the quick start of the README classifies correctly."""
 
 
@@ -70,7 +70,9 @@ def _draw_steps(figure: Figure) -> None:
                 _image(figure, pixels[place], (left + 0.077 * position, 0.51 - 0.36 * row, 0.073, 0.27))
             figure.text(left + 0.075, 0.495 - 0.36 * row, label, ha="center", va="top", fontsize=10, color=INK)
     _heading(figure, 0.395, "After task 2", "cat is still right")
-    (place,) = (place for place, item in enumerate(renditions) if ("cat", *SHOWN) == (item.label, item.emoji, item.style))
+    (place,) = (
+        place for place, item in enumerate(renditions) if ("cat", *SHOWN) == (item.label, item.emoji, item.style)
+    )
     _image(figure, pixels[place], (0.4, 0.36, 0.113, 0.42))
     figure.text(0.4565, 0.33, "cat \u2713", ha="center", va="top", fontsize=14, fontweight="bold", color=PALETTE[2])
     for start in (0.17, 0.36):
