@@ -20,7 +20,7 @@ from probprompt.cli import app
 ROOT = Path(__file__).parent.parent
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 """Elements that fetch something when a page is shown, and the attribute that says what."""
-TUTORIALS = ("own-photos", "reproducing", "adding-a-method", "cluster")
+TUTORIALS = ("own-photos", "reproducing", "adding-a-method")
 
 
 @pytest.fixture(scope="module")

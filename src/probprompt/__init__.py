@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 # Names are imported when first used: torch and timm take seconds, and help or an error message must not wait.
 _HOME = {
