@@ -60,7 +60,7 @@ def pages(site: Path) -> dict[Path, Seen]:
 def test_every_page_of_the_docs_is_there(pages: dict[Path, Seen], site: Path) -> None:
     wanted = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     wanted |= {path.relative_to(ROOT).with_suffix(".html") for path in (ROOT / "results").glob("*.md")}
-    wanted |= {Path("RESULTS.html")}
+    wanted |= {Path("RESULTS.html"), Path("CHANGELOG.html")}
     assert wanted | {Path("reference/command-line.html")} == {path.relative_to(site) for path in pages}
     assert {Path(f"tutorials/{name}.html") for name in TUTORIALS} <= wanted
 
