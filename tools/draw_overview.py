@@ -54,7 +54,7 @@ def draw_overview() -> bytes:
     axes.set(xlabel="tasks learned", ylim=(0, 101), xlim=(0.6, 10.4))
     axes.set_xticks([1, 4, 7, 10])
     axes.tick_params(labelsize=10)
-    axes.xaxis.label.set_size(10)
+    axes.xaxis.label.set_fontsize(10)
     return to_png(figure)
 
 
