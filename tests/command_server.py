@@ -44,9 +44,10 @@ def _serve(connection: socket.socket) -> None:
         os.environ.clear()
         os.environ.update(asked["environment"])
         sys.argv = asked["arguments"]
-        code = 0
+        code = 70  # of an exception that the program does not handle
         try:
             PROGRAMS[sys.argv[0]]()
+            code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
