@@ -320,7 +320,7 @@ class ShiftedHead(LinearHead):
 def test_what_a_head_learns_beside_its_rows_is_refitted_too_but_not_for_a_single_row() -> None:
     for new, rate, moves in ((2, 0.01, True), (1, 1e-12, False)):
         head = ShiftedHead(WIDTH, seed=3).grow(4)
-        refit(head, clusters(4), new, rate=rate, min_lr=0, weight_decay=0)
+        refit(head, clusters(4), new, lr=rate, min_lr=0, weight_decay=0)
         assert (float(head.shift.detach().abs().max()) > 1e-3) == moves
         assert all(parameter.grad is None for parameter in head.parameters())
     assert (head.weight[3] != ShiftedHead(WIDTH, seed=3).grow(4).weight[3]).all()

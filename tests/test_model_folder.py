@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from probprompt import load_backbone, load_model, methods
-from probprompt.config import parse_config
+from probprompt.config import from_stored, parse_config
 from probprompt.engine import saved_model
 from probprompt.engine.learner import Learner
 from probprompt.engine.saved_model import LoadedModel, save_model
@@ -146,7 +146,8 @@ def test_any_head_and_adaptation_is_loaded_as_saved(pictures: Path, tmp_path: Pa
     assert note["format"] == 2 and note["marks"] == trained.run.record.marks
     assert [mark.partition(":")[0] for mark in note["marks"]] == ["legacy_reshape"] * (case == "published mistake")
     assert (note["adapted_tasks"], note["task_sizes"]) == (adapted, sizes)
-    assert note["head"] == config["head"] and note["head"]["kind"] == groups.get("head", {}).get("kind", preferred)
+    assert note["head"] == config["head"]
+    assert from_stored(note["head"], "head")["kind"] == groups.get("head", {}).get("kind", preferred)
     assert note["method"] == config["method"]
     if case == "ridge":
         assert_statistics_are_separate(trained.run.model)

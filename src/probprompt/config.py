@@ -1,4 +1,4 @@
-"""The settings of a run: frozen, checked, complete. What is not named here cannot be set."""
+"""Settings of a run: frozen, validated and complete."""
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,13 +47,13 @@ STORED_NAMES = {
     **{f"method.identity_alignment.{name}": f"method.identity_alignment.{stored}" for name, stored in _REFIT.items()},
     "evaluation_batch_size": "evaluation_batch",
 }
-"""Settings that files spell differently, by dotted names. Files keep this spelling, so that all versions read them."""
+"""Names that files use for renamed settings. Files keep these names, so that every version reads them."""
 STORED_VALUES = {
     "training.augmentation": {"crop+color": "crop+colour"},
     "head.kind": {"normalized": "normalised"},
     "head.intermediate": {"unprojected": "beside"},
 }
-"""Values that files spell differently, by setting."""
+"""Values that files use for renamed values, by setting."""
 _PYTHON_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
 _PYTHON_VALUES = {
     STORED_NAMES.get(name, name): {stored: value for value, stored in values.items()}
@@ -63,7 +63,7 @@ _RENAMED_METHODS = ("probprompt", "vq-prompt", "hide-prompt")
 
 
 def to_stored(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
-    """Return settings, nested or by dotted names, in the spelling of files.
+    """Return settings, nested or by dotted names, with the names that files use.
 
     >>> to_stored({"training": {"head_lr": 0.1, "augmentation": "crop+color"}}), to_stored({"quantize": True}, "method")
     ({'training': {'head_rate': 0.1, 'augmentation': 'crop+colour'}}, {'quantise': True})
@@ -72,7 +72,7 @@ def to_stored(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
 
 
 def from_stored(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
-    """Return settings as files spell them in the spelling of Python.
+    """Return settings of a file, nested or by dotted names, with their names in Python.
 
     >>> from_stored({"training.head_rate": 0.1}), from_stored({"readings": "beside"}, "head")
     ({'training.head_lr': 0.1}, {'intermediate': 'unprojected'})
@@ -84,7 +84,7 @@ def _respell(
     settings: Mapping[str, Any], names: Mapping[str, str], values: Mapping[str, Mapping[str, str]], prefix: str
 ) -> dict[str, Any]:
     if prefix == "method." and settings.get("name", "probprompt") not in _RENAMED_METHODS:
-        return dict(settings)  # a plug-in may have a setting of such a name
+        return dict(settings)  # a plug-in may have a setting of that name
     result = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -101,35 +101,33 @@ class _Settings(BaseModel):
 
 
 class DataConfig(_Settings):
-    """Which images, and how they are cut into tasks."""
+    """Images, and their split into tasks."""
 
     benchmark: str = "emoji-r"
-    """A benchmark's name or the path of a folder of class folders."""
+    """Name of a benchmark, or a folder of class folders."""
     root: str | None = None
-    """Where the files of a published benchmark lie, or a folder that holds them under its name. None: where
-    ``probprompt data get`` puts them."""
+    """Folder of a published benchmark, or its parent. None: where ``probprompt data get`` writes."""
     test: str | None = None
-    """A separate test folder, for a folder of images."""
+    """Folder of test images, for a folder of images."""
     test_fraction: float = Field(0.2, gt=0, lt=1)
-    """The part of a folder's images that is the test set where there is no separate one."""
+    """Share of a folder's images to hold out as test set if ``test`` is not set."""
     tasks: int | tuple[int, ...] | tuple[tuple[str, ...], ...] | None = None
-    """Number of tasks, their sizes, or their classes by name; the benchmark's usual number by default, of a folder
-    10, or half the number of its classes where that is less."""
+    """Number of tasks, their sizes, or their class names. None: the benchmark's default; for a folder 10, or half
+    the number of its classes if that is less."""
     validation: float = Field(0.0, ge=0, lt=1)
-    """Above 0: hold out this part of the training images (of emoji-r two whole styles) and evaluate on it instead of
-    the test set."""
+    """Share of the training images to hold out and evaluate on instead of the test set (of emoji-r two styles)."""
     per_class: int | None = Field(None, ge=1)
-    """Learn from at most so many training images of each class, the same for every seed."""
+    """Maximum number of training images per class, the same images for every seed."""
     stored_size: int | Literal["full"] | None = None
-    """Images are kept with the short side at most this long, bilinearly reduced. None: 256/224 of the input."""
+    """Maximum short edge of stored images in pixels (bilinear reduction). None: 256/224 of the input size."""
     skip_unreadable: bool = False
     interpolation: Kernel = "bilinear"
-    """How evaluation views are resized from what is kept; random crops are bilinear, except in HiDe-Prompt's."""
+    """Interpolation of evaluation views. Random crops are bilinear, except in HiDe-Prompt's settings."""
     center_crop: bool | None = None
-    """Evaluate on the center of an image resized to 256/224 of the input. None: except on sets of small images."""
+    """Evaluate on the center of an image resized to 256/224 of the input. None: except for sets of small images."""
 
     def short_side(self, usual: int) -> int | None:
-        """What the short side is reduced to at most when an image is decoded; None leaves it as it is.
+        """Return the maximum short edge of decoded images; None for full size.
 
         >>> DataConfig().short_side(256), DataConfig(stored_size=100).short_side(256)
         (256, 100)
@@ -140,58 +138,55 @@ class DataConfig(_Settings):
 
 
 class BackboneConfig(_Settings):
-    """Which frozen vision transformer, and what its input looks like."""
+    """The frozen vision transformer and its input."""
 
     name: str = "demo"
-    """A named checkpoint or any timm ``arch.tag``."""
+    """Named checkpoint, or any timm ``arch.tag``."""
     weights: str | None = None
-    """A local file (safetensors, npz, tensors of torch) for the architecture ``name``, or ``random``."""
+    """Local weights file (safetensors, npz, torch) for the architecture ``name``, or ``random``."""
     image_size: int | None = Field(None, ge=8)
     normalization: Literal["backbone", "unit", "cifar100"] = "backbone"
-    """``backbone``: as the weights were trained; ``unit``: plain [0, 1], as the literature does; ``cifar100``: by
-    the mean and spread of that set, as HiDe-Prompt does there."""
+    """``backbone``: as the weights were trained; ``unit``: [0, 1], as in the literature; ``cifar100``: mean and
+    standard deviation of that set, as in HiDe-Prompt's code."""
     precision: Literal["fp32", "bf16"] | None = None
-    """What the frozen weights are held and computed in; prompts, statistics and heads always are float32 or more. None:
-    bf16 on a GPU or processor that multiplies in it, fp32 elsewhere. A backbone that learns keeps its weights in
-    float32."""
+    """Precision of the frozen weights; prompts, statistics, heads and a trained backbone stay in float32 or wider.
+    None: bf16 if the GPU or CPU has bf16 units, else fp32."""
 
 
 class TrainingConfig(_Settings):
-    """How prompts and head learn a task."""
+    """Training of prompts and head on one task."""
 
     epochs: int = Field(20, ge=1)
     batch_size: int = Field(128, ge=1)
     head_lr: float = Field(0.0025, gt=0, le=1e36)
     prompt_lr_scale: float = Field(5.0, gt=0, le=1e6)
-    """The prompts learn at this multiple of the head's rate."""
+    """Learning rate of the prompts as a multiple of ``head_lr``."""
     adapt_tasks: int | None = Field(None, ge=0)
-    """Number of tasks that train the prompts; later tasks keep them frozen.
-
-    None: all tasks for trained heads, the first task for closed-form heads. With more, the statistics of earlier tasks
-    are of features that have drifted since (see ``head.compensate_drift``).
-    """
+    """Number of tasks that train the prompts; later tasks keep them frozen. None: all tasks for trained heads, the
+    first task for closed-form heads. If more train them, earlier statistics no longer match the features
+    (``head.compensate_drift``)."""
     later_lr_scale: float = Field(1.0, gt=0, le=1e6)
-    """In tasks after the first the prompts learn at this multiple of their rate."""
+    """Factor on the learning rate of the prompts after the first task."""
     min_lr: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["cosine", "vq", "vq-epoch", "step", "constant"] = "cosine"
     """``vq`` and ``vq-epoch`` are the schedules of VQ-Prompt's code, ``step`` is HiDe-Prompt's."""
     nominal_steps: int | None = Field(None, ge=1)
-    """Steps per epoch that the schedule counts, as VQ-Prompt's config files state them. None: the real number."""
+    """Steps per epoch that the schedule assumes, as in VQ-Prompt's config files. None: the actual number."""
     frozen_epochs: int = Field(1, ge=0)
-    """Epochs that the ``vq`` schedule spends at the final rate before its cosine."""
+    """Epochs that the ``vq`` schedule spends at ``min_lr`` before its cosine."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that a random crop covers. Features that no training changes (no prompts, or prompts
-    that are fixed) are computed once, from evaluation views: there crops and flips play no part."""
+    """Share of the image area that a random crop covers. Without trainable prompts, features are computed once from
+    evaluation views, without crops and flips."""
     flip: bool = True
     augmentation: Augmentation = "crop"
     """``crop+color`` is EvoPrompt's, ``autoaugment+crop`` APT's, ``crop+brightness`` HiDe-Prompt's on CIFAR-100."""
     clip: float | None = Field(None, gt=0)
-    """The largest norm of the gradient."""
+    """Maximum norm of the gradient."""
 
 
 class SeedsConfig(_Settings):
-    """What is drawn from what: the order of classes, the initial parameters, batches with their noise."""
+    """Seeds of the class order, of the initial parameters, and of batches and noise."""
 
     order: int = Field(0, ge=0)
     init: int = Field(0, ge=0)
@@ -206,22 +201,22 @@ def _read_method(value: Any) -> MethodConfig:
 
 
 class RunConfig(_Settings):
-    """Everything that decides the outcome of a run."""
+    """All settings that decide the outcome of a run."""
 
     preset: str | None = None
-    """The preset that the settings were laid over (:mod:`probprompt.presets`)."""
+    """Preset below these settings (:mod:`probprompt.presets`)."""
     data: DataConfig = DataConfig()
     backbone: BackboneConfig = BackboneConfig()
     method: Annotated[SerializeAsAny[MethodConfig], BeforeValidator(_read_method)] = Field(
         default_factory=lambda: methods.parse_config("probprompt")
     )
     head: AnyHeadSettings = Field(default=cast(Any, {}), validate_default=True)
-    """Which head, and its settings; the method's preferred one by default."""
+    """Kind of head and its settings. Default: the method's preferred head."""
     training: TrainingConfig = TrainingConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     seeds: SeedsConfig = SeedsConfig()
     evaluation_batch_size: int | None = Field(None, ge=1)
-    """Images at a time where nothing is learned. None: 128, and 512 on a GPU."""
+    """Batch size of evaluation. None: 128, and 512 on a GPU."""
 
     @field_validator("head", mode="before")
     @classmethod
@@ -233,27 +228,27 @@ class RunConfig(_Settings):
         return heads.complete(value, preferred, any_head=bool(info.context and info.context["any_head"]))
 
     def to_stored(self) -> dict[str, Any]:
-        """Return all settings in the spelling of files."""
+        """Return all settings with the names that files use."""
         return to_stored(self.model_dump(mode="json"))
 
     def images_at_a_time(self, device: str) -> int:
-        """How many images are looked at together on this type of device where nothing is learned."""
-        wide = device == "cuda" and not self.method.marks()  # some marked mistakes depend on the batch
+        """Return the batch size of evaluation on this type of device."""
+        wide = device == "cuda" and not self.method.marks()  # with some of these warnings, results depend on the batch
         return self.evaluation_batch_size or (512 if wide else 128)
 
     def adapts(self, task: int, trained_head: bool) -> bool:
-        """Whether prompts learn in this task, counted from 0."""
+        """Return True if this task (counted from 0) trains the prompts."""
         limit = self.training.adapt_tasks
         if limit is None and not trained_head:
-            limit = 1  # a solve over all tasks needs features that stay where they are
+            limit = 1  # a solve over all tasks needs features that do not change
         return limit is None or task < limit
 
 
 def parse_config(settings: Mapping[str, Any], any_head: bool = False) -> RunConfig:
-    """Check nested settings; an error names the field and, for a wrong name, the nearest right one.
+    """Validate nested settings.
 
-    A setting of another kind of head is a mistake too. With ``any_head`` it is dropped: earlier versions saved such
-    settings and ignored them, and a grid has one set of settings for all its heads.
+    A setting of another kind of head is an error. With ``any_head`` it is dropped: earlier versions saved such
+    settings, and a grid has one set of settings for all its heads.
     """
     try:
         return RunConfig.model_validate(settings, context={"any_head": any_head})
@@ -264,7 +259,7 @@ def parse_config(settings: Mapping[str, Any], any_head: bool = False) -> RunConf
 
 
 def parse_stored(settings: Mapping[str, Any]) -> RunConfig:
-    """Check settings as a file spells them."""
+    """Validate the settings of a file."""
     return parse_config(from_stored(settings), any_head=True)
 
 
@@ -275,7 +270,7 @@ def _explain(error: Any, known: list[str]) -> str:
     where = ".".join(str(part) for part in place if not str(part).startswith(("literal", "function")))
     if error["type"] == "extra_forbidden":
         return unknown_setting(where, known)
-    if where.startswith("data.tasks"):  # one mistake, told once for each kind of value that is allowed
+    if where.startswith("data.tasks"):  # one error for all types of value that are allowed
         return "data.tasks: must be a number of tasks, sizes such as [4, 4, 2] or lists of class names"
     if error["type"] == "value_error":
         message: str = error["msg"].removeprefix("Value error, ")
@@ -286,7 +281,7 @@ def _explain(error: Any, known: list[str]) -> str:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Write paths out, so that a run can be resumed from anywhere."""
+    """Return settings with absolute paths, so that a run can be resumed from any folder."""
     paths = {name: _absolute(getattr(config.data, name)) for name in ("benchmark", "test", "root")}
     data = config.data.model_copy(update=paths)
     backbone = config.backbone.model_copy(update={"weights": _absolute(config.backbone.weights)})
@@ -311,7 +306,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested settings over others. Naming another method or kind of head drops the settings of the first."""
+    """Merge nested settings. Another method or kind of head drops the settings of the first."""
     merged = dict(base)
     for key, value in over.items():
         if key == "method":
@@ -340,7 +335,7 @@ def _merge_head(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names.
+    """Return nested settings by their dotted names.
 
     >>> flatten({"training": {"epochs": 3}, "evaluation_batch_size": 8})
     {'training.epochs': 3, 'evaluation_batch_size': 8}
@@ -352,7 +347,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted settings, nested again.
+    """Return dotted settings nested.
 
     >>> nest({"training.epochs": 3, "training.batch_size": 8})
     {'training': {'epochs': 3, 'batch_size': 8}}
@@ -368,7 +363,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Apply ``key=value`` assignments; a key is dotted, or the last part alone where that is unambiguous.
+    """Apply ``key=value`` assignments; keys are dotted, or the last part if it is unambiguous.
 
     >>> apply_assignments({}, ["training.epochs=3", "samples=5"])
     {'training': {'epochs': 3}, 'method': {'samples': 5}}
@@ -405,7 +400,7 @@ def _resolve(key: str, known: list[str]) -> str:
 
 
 def unknown_setting(key: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown setting, with its new name or the nearest known ones."""
+    """Return the message for an unknown setting, with its new name or the nearest names."""
     renamed = [name for name, old in STORED_NAMES.items() if name in known and key in (old, old.rpartition(".")[2])]
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if renamed:
@@ -414,7 +409,6 @@ def unknown_setting(key: str, known: Sequence[str]) -> str:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """Compare with dotted names or, for a bare word, with their last parts."""
     if "." in key:
         return suggest(key, known)
     leaves: dict[str, list[str]] = {}
@@ -427,7 +421,7 @@ def _nearest(key: str, known: Sequence[str]) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Read a TOML value (number, true, list, quoted string); anything else is a string; ``none`` is no value."""
+    """Parse a TOML value; other text is a string, and ``none`` is None."""
     if text.lower() == "none":
         return None
     try:
@@ -437,7 +431,7 @@ def parse_value(text: str) -> Any:
 
 
 def field_names(model: type[BaseModel], settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield all dotted field names, including those of the chosen method and of every head."""
+    """Yield all dotted names, with those of the chosen method and of every head."""
     for name, field in model.model_fields.items():
         inner: Any = field.annotation
         if name == "method" and model is RunConfig:

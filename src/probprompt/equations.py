@@ -1,10 +1,10 @@
 """Equations 2 to 14 of the paper as pure functions.
 
-Shapes: B images, M prompt tokens, each with a pool of N Gaussians, K samples, D features. A Gaussian is
-given by its mean μ and by log σ, the logarithm of its standard deviations (the covariance is diagonal).
+Shapes: B images, M prompt tokens, each with a pool of N Gaussians, K samples, D features. A Gaussian is given by its
+mean μ and by log σ, the logarithm of its standard deviations (the covariance is diagonal).
 
-Every function returns the widest dtype of its inputs. Sums run in float64 inside, whatever the inputs:
-squared distances reach 1e5 while differences of 1 decide, and autocast and TF32 leave float64 alone.
+Every function returns the widest dtype of its inputs. Sums run in float64, unaffected by autocast and TF32, because
+squared distances reach 1e5 while differences of 1 decide.
 """
 
 import torch
@@ -16,14 +16,14 @@ _SMALLEST_NORM = 1e-8  # a shorter vector counts as zero: its cosine with anythi
 
 
 def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float = 1.0, density: bool = False) -> Tensor:
-    """Say how relevant each Gaussian of a pool is to each query (Eqs. 2 and 3).
+    """Return the relevance of each Gaussian of a pool to each query (Eqs. 2 and 3).
 
         S²(n) = Σ_d (q_d - μ_d(n))² / σ_d(n)²
         s(n)  = exp(-S²(n) / temperature) / Σ_j exp(-S²(j) / temperature)
 
-    query (B, D), mean and log_std (M, N, D) -> (B, M, N), where each row over N sums to 1.
-    A temperature of 1 is the paper's formula; √D or D soften the choice. With ``density`` the log-determinant
-    2 Σ_d log σ_d(n) is added to S²(n): at a temperature of 2 that is Bayes' rule for Gaussians of equal weight.
+    query (B, D), mean and log_std (M, N, D) -> (B, M, N), each row over N summing to 1. A temperature of 1 is the
+    paper's formula; √D or D soften the choice. With ``density`` the log-determinant 2 Σ_d log σ_d(n) is added to S²(n):
+    at a temperature of 2 that is Bayes' rule for Gaussians of equal weight.
 
     >>> mean = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])  # one pool of two Gaussians
     >>> query = torch.tensor([[1.0, 0.0], [0.5, 0.0]])  # half-way, and nearer to the first
@@ -34,11 +34,9 @@ def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float =
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    # Let T = Σ (|q| + |μ|)²/σ², which is 1e13 at log σ = -10. Expanding the square into matmuls,
-    # q²/σ² - 2qμ/σ² + μ²/σ², would be faster, but is wrong by about 1e-16 T however small S² is: a query
-    # within σ of two means gets weights that are off by 1e-3. q/σ - μ/σ only moves q and μ by one part in
-    # 1e16, so S² is off by about 1e-16 S √T, and the weights are right to 1e-4 up to S² = 1e11 (from 1e12 on,
-    # float64 itself is coarser than that). Unlike (q - μ)/σ, its gradient keeps one large tensor, not two.
+    # With T = Σ (|q| + |μ|)²/σ² up to 1e13, expanding the square into matmuls has an error of 1e-16 T: weights of a
+    # query within σ of two means would be off by 1e-3. This form has 1e-16 S √T, and its gradient keeps one large
+    # tensor, not two.
     inverse = torch.exp(-log_std.double())  # (M, N, D), 1/σ
     origin = -mean.double() * inverse  # (M, N, D)
     whitened = torch.addcmul(origin, query.double()[:, None, None, :], inverse)  # (B, M, N, D)
@@ -49,16 +47,16 @@ def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float =
 
 
 def whitening(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Find what makes queries (n, D) have mean 0 and, nearly, covariance I: their mean (D,) and a matrix (D, D).
+    """Return mean (D,) and matrix (D, D) that whiten queries (n, D) approximately.
 
-    The covariance is drawn towards a multiple of I by the oracle approximating shrinkage (Chen et al., 2010), so few
-    queries will do.
+    The covariance is shrunk towards a multiple of I by oracle approximating shrinkage (Chen et al., 2010), so few
+    queries suffice.
 
     >>> mean, matrix = whitening(torch.tensor([[3.0, 0.0], [1.0, 0.0], [2.0, 1.0], [2.0, -1.0]]))
     >>> mean.tolist(), round(float((matrix @ matrix)[0, 0]), 6)  # the variance is 1/2
     ([2.0, 0.0], 2.0)
     """
-    from sklearn.covariance import oas  # late: few runs need it
+    from sklearn.covariance import oas  # few runs need it
 
     wide = queries.double()
     values, vectors = torch.linalg.eigh(torch.from_numpy(oas(wide.cpu().numpy())[0]).to(wide))
@@ -66,7 +64,7 @@ def whitening(queries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_k(weights: Tensor, k: int) -> Tensor:
-    """Keep the k largest weights along the last dimension and make them sum to 1 again; the others become 0.
+    """Keep the k largest weights along the last dimension, renormalized; the others become 0.
 
     weights (..., N) -> (..., N).
 
@@ -81,7 +79,7 @@ def top_k(weights: Tensor, k: int) -> Tensor:
 
 
 def mixture_moments(weights: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Match one Gaussian to each mixture: its mean and its standard deviation (Eqs. 5 to 7).
+    """Match one Gaussian to each mixture: mean and standard deviation (Eqs. 5 to 7).
 
         μ_GM  = Σ_n s(n) μ(n)
         σ_GM² = Σ_n s(n) (σ(n)² + (μ(n) - μ_GM)²)
@@ -95,10 +93,9 @@ def mixture_moments(weights: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Ten
     """
     means, variances = mean.double(), torch.exp(2 * log_std.double())  # (M, N, D)
     share = weights.double()[..., None]  # (B, M, N, 1)
-    # Contiguous, because all samples inherit its layout, and `aggregate` would copy them to change it.
+    # Contiguous, because all samples inherit the layout, and `aggregate` would copy them to change it.
     center = torch.einsum("bmn,mnd->bmd", share.squeeze(-1), means).contiguous()  # (B, M, D)
-    # Squares around the mean are never negative, so neither the root nor its gradient can fail. The shorter
-    # Σ s μ² - μ_GM² does not promise that.
+    # Squares around the mean are never negative, unlike Σ s μ² - μ_GM²: neither the root nor its gradient can fail.
     deviation = means - center[:, :, None, :]  # (B, M, N, D)
     variance = (share * (variances + deviation.square())).sum(dim=2)  # (B, M, D)
     dtype = _widest(weights, mean, log_std)
@@ -116,9 +113,8 @@ def sample_prompts(
 
         P_k = μ_GM + σ_GM ⊙ ε_k,  ε_k ~ N(0, I)
 
-    mean and std (B, M, D) -> (B, M, K, D) with K = count.
-    ε is `noise` if given, and may be anything that broadcasts: (M, K, D) is the same for all images. If not,
-    it comes from `generator`, which must live where `mean` does, or from the global one.
+    mean and std (B, M, D) -> (B, M, K, D) with K = count. ε is `noise` if given, of any shape that broadcasts: (M, K,
+    D) is shared by all images. Otherwise it is drawn from `generator` on the device of `mean`, or from the global one.
 
     >>> noise = torch.tensor([[[-1.0], [0.0], [2.0]]])  # (M, K, D) = (1, 3, 1)
     >>> sample_prompts(torch.tensor([[[10.0]]]), torch.tensor([[[0.5]]]), 3, noise=noise).flatten()
@@ -137,7 +133,7 @@ def sample_prompts(
 
 
 def aggregate(samples: Tensor, query: Tensor, temperature: float = 1.0) -> Tensor:
-    """Make one prompt of each token's samples; those that point the way of the query weigh more (Eqs. 9, 10).
+    """Aggregate each token's samples, weighted by their cosine with the query (Eqs. 9, 10).
 
         w_k = exp(cos(P_k, q) / temperature) / Σ_j exp(cos(P_j, q) / temperature)
         P   = Σ_k w_k P_k
@@ -159,15 +155,16 @@ def aggregate(samples: Tensor, query: Tensor, temperature: float = 1.0) -> Tenso
 
 
 def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor, temperature: float = 1.0) -> Tensor:
-    """``aggregate(sample_prompts(mean, std, noise=noise), query)`` without ever forming the samples (Eqs. 8-10).
+    """Sample and aggregate prompts without forming the samples (Eqs. 8-10).
 
-    The weights sum to one, so P = μ + σ Σ_k w_k ε_k, and a sample's cosine needs only inner products:
+    Equals ``aggregate(sample_prompts(mean, std, noise=noise), query)``. The weights sum to one, so P = μ + σ Σ_k w_k
+    ε_k, and a sample's cosine needs only inner products:
 
         <P_k, q>  = <μ, q> + <σ q, ε_k>
         |P_k|²    = |μ|² + 2 <μ σ, ε_k> + <σ², ε_k²>
 
-    mean and std (B, M, D), query (B, D) or one per token (B, M, D), noise (M, K, D) shared by the batch or
-    (B, M, K, D) -> (B, M, D).
+    mean and std (B, M, D), query (B, D) or one per token (B, M, D), noise (M, K, D) shared by the batch or (B, M, K, D)
+    -> (B, M, D).
 
     >>> mean, std, query = torch.ones(1, 1, 2), torch.full((1, 1, 2), 0.5), torch.tensor([[1.0, 0.0]])
     >>> noise = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
@@ -191,12 +188,12 @@ def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor, temp
 
 
 def _against(vector: Tensor, noise: Tensor) -> Tensor:
-    """Inner products (B, M, K) of vectors (B, M, D) with noise (M, K, D) or (B, M, K, D)."""
+    """Return inner products (B, M, K) of vectors (B, M, D) with noise (M, K, D) or (B, M, K, D)."""
     return torch.einsum("bmd,mkd->bmk" if noise.ndim == 3 else "bmd,bmkd->bmk", vector, noise)
 
 
 def average(samples: Tensor) -> Tensor:
-    """Make one prompt of each token's samples, all weighing the same: `aggregate` with w_k = 1/K.
+    """Average each token's samples: `aggregate` with w_k = 1/K.
 
     samples (B, M, K, D) -> (B, M, D).
 
@@ -207,7 +204,7 @@ def average(samples: Tensor) -> Tensor:
 
 
 def gaussian_kl(mean_p: Tensor, log_std_p: Tensor, mean_q: Tensor, log_std_q: Tensor) -> Tensor:
-    """Measure KL(p || q) of Gaussians with diagonal covariances; in Eq. 14, p is the cached one.
+    """Return KL(p || q) of diagonal Gaussians; in Eq. 14, p is the cached one.
 
         KL = 1/2 Σ_d [ exp(2r_d) - 1 - 2r_d + (μp_d - μq_d)² / σq_d² ],  r = log σp - log σq
 
@@ -220,8 +217,7 @@ def gaussian_kl(mean_p: Tensor, log_std_p: Tensor, mean_q: Tensor, log_std_q: Te
     (tensor(0.5677), tensor(2.1945))
     """
     ratio = log_std_p.double() - log_std_q.double()  # (..., D)
-    # About 2r² for small r: in float64 the subtraction leaves twelve digits at r = 1e-4, five at r = 1e-11,
-    # and the gradient at r = 0 is exactly 0.
+    # About 2r² for small r: in float64 twelve digits are left at r = 1e-4, and the gradient at r = 0 is exactly 0.
     spread = torch.expm1(2 * ratio) - 2 * ratio  # (..., D)
     shift = (mean_p.double() - mean_q.double()) * torch.exp(-log_std_q.double())  # (..., D)
     divergence = 0.5 * (spread + shift.square()).sum(dim=-1)  # (...)
@@ -235,7 +231,7 @@ def _unit(vector: Tensor) -> Tensor:
 
 
 def _widest(first: Tensor, *others: Tensor) -> torch.dtype:
-    """Find the dtype that holds all of them: float32 for a bfloat16 query against float32 parameters."""
+    """Return the widest dtype: float32 for a bfloat16 query and float32 parameters."""
     dtype = first.dtype
     for other in others:
         dtype = torch.promote_types(dtype, other.dtype)

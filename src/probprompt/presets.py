@@ -1,14 +1,13 @@
-"""Settings that belong together, by name: how a method is run on a benchmark.
+"""Presets: named settings of a method on a benchmark.
 
-``published``: each method as its authors ran it, with their rates, epochs, batches, augmentation and [0, 1] input;
-    ProbPrompt, whose code is not public, in the paper's literal reading and VQ-Prompt's protocol. What is wrong in
-    published code is not repeated: the correct behaviour is the default, and the other an option that marks results.
+``published``: each method with the learning rates, epochs, batch sizes, augmentation and [0, 1] input of its authors.
+    ProbPrompt, whose code is not public, follows the paper's wording and VQ-Prompt's protocol. Errors of published code
+    are corrected; an option restores each and flags the results.
 ``matched``: one budget, augmentation, input, head and alignment for all methods.
-``ridge``: as matched, with the ridge head on prompts that adapt in the first task, for every method that has prompts;
-    on published benchmarks for as long, at the rate and under the very head that were chosen for the flagship.
-``flagship``: ProbPrompt with the ridge head: prompts adapt in the first task, every later one is a pass over its images
-    and a solve. On published benchmarks images are passed with their mirror images, untried on ImageNet-R and
-    Tiny-ImageNet.
+``ridge``: ``matched`` with the ridge head and prompts trained on the first task, for every method that has prompts. On
+    published benchmarks epochs, learning rate and head are those of the flagship.
+``flagship``: ProbPrompt with the ridge head. The first task trains the prompts; every later one is a single pass and a
+    solve. On published benchmarks with flip averaging, which was not tested on ImageNet-R and Tiny-ImageNet.
 """
 
 from collections.abc import Mapping
@@ -24,9 +23,9 @@ NAMES = ("published", "matched", "ridge", "flagship")
 
 
 def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> dict[str, Any]:
-    """Nested settings of a method on a benchmark (a name or a folder), in its usual number of tasks or another.
+    """Return the nested settings of a method on a benchmark (a name or a folder).
 
-    Tasks that are given by their sizes or classes, not by their number, are none of a preset's business.
+    ``tasks`` changes a preset only if it is a number, not if it lists sizes or classes.
     """
     if preset not in NAMES:
         raise UserError(f"no preset is called {preset!r}: {suggest(preset, NAMES)}")
@@ -43,12 +42,12 @@ def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> 
 
 
 def has_prompts(method: type[Method]) -> bool:
-    """Return True if the method learns prompts, and neither only a head nor the backbone."""
+    """Return True if the method trains prompts, not only a head or the backbone."""
     return method.learns and not method.trains_backbone
 
 
 def resolve(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested settings, which may name the preset, over those of a preset for their method and benchmark."""
+    """Merge nested settings, which may name the preset, into those of a preset."""
     asked = parse_config(given, any_head=True)  # the preset may choose the head
     name = preset or asked.preset
     if name is None:
@@ -58,13 +57,13 @@ def resolve(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_run(preset: object, config: Mapping[str, Any], tasks: object) -> dict[str, Any] | None:
-    """The same for what a run has recorded as its preset and settings; None where it has no preset of these."""
+    """Return the preset's settings for a recorded run; None if its preset is unknown."""
     if preset not in NAMES:
         return None
     return settings(str(preset), config["method"]["name"], str(config["data"]["benchmark"]), tasks)
 
 
-# What each benchmark asks for -----------------------------------------------------------------------------------
+# Benchmarks
 
 _TASKS = 10
 _BENCHMARKS = {
@@ -74,9 +73,9 @@ _BENCHMARKS = {
     "tiny-imagenet": ("sup1k", 128),
     "tu-berlin": ("sup1k", 64),
 }
-"""Backbone and batch size of the published benchmarks, which come in ten tasks."""
+"""Backbone and batch size of the published benchmarks. All have ten tasks."""
 PHOTOS = ("imagenet-r", "cub200")
-"""Published code cuts their random crops from the whole photograph, not from a copy of it that is kept smaller."""
+"""Published code crops the full photos of these, not smaller copies."""
 
 
 _EMOJI_R: Settings = {
@@ -85,9 +84,8 @@ _EMOJI_R: Settings = {
     "training": {"epochs": 12, "batch_size": 16, "head_lr": 0.01, "crop_scale": (0.4, 1.0)},
     "alignment": {"lr": 0.003, "augmented_statistics": False},
 }
-"""Twenty classes in five tasks within two minutes on two cores; chosen on held-out training images.
-
-The published rate of the head's refit (1e-5) is made for tens of thousands of images and does nothing here."""
+"""Twenty classes in five tasks within two minutes on two cores, chosen on held-out training images. The published
+learning rate of the alignment (1e-5) is meant for tens of thousands of images and has no effect here."""
 
 
 def _batch(benchmark: str) -> int:
@@ -95,7 +93,7 @@ def _batch(benchmark: str) -> int:
 
 
 def _surroundings(benchmark: str) -> Settings:
-    """Return tasks, backbone and batch size; on an unknown benchmark only the defaults of the last two."""
+    """Return tasks, backbone and batch size."""
     known = benchmark in _BENCHMARKS
     backbone = _BENCHMARKS[benchmark][0] if known else "demo"
     tasks: Settings = {"data": {"tasks": _TASKS}} if known else {}
@@ -114,7 +112,7 @@ def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
     found = method.published(experiment)
     if found is None:
         raise UserError(f"nobody has published settings for {method_name(method)}: use the preset 'matched'")
-    if not known:  # the user's benchmark, our weights
+    if not known:  # an unknown benchmark uses our default weights
         found = {name: part for name, part in found.items() if name != "backbone"}
     whole = {"data": {"stored_size": "full"}} if benchmark in PHOTOS else {}
     base = {"backbone": {"normalization": "unit", "precision": "fp32"}, **whole}
@@ -122,7 +120,7 @@ def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
 
 
 _WIDE: dict[str, Setting] = {"projections": 10_000, "ridge_choice": "every"}
-"""A ridge head for benchmarks of thousands of images, as wide as RanPAC's; its strength suits all classes so far."""
+"""Ridge head for benchmarks of thousands of images, as wide as RanPAC's. Its penalty suits all classes so far."""
 
 _MATCHED: Settings = {
     "training": {"epochs": 20, "head_lr": 0.0025, "prompt_lr_scale": 5.0, "schedule": "cosine"},
@@ -131,7 +129,7 @@ _MATCHED: Settings = {
 
 
 def _matched(method: type[Method], benchmark: str) -> Settings:
-    """One protocol for all. Fine-tuning is what happens without any care, so it has no alignment."""
+    """Return the common protocol; fine-tuning, the lower bound, has no alignment."""
     budget = merge(_EMOJI_R, {"backbone": {"normalization": "backbone"}}) if benchmark == "emoji-r" else _MATCHED
     found = merge(_surroundings(benchmark), budget)
     if method.learns:
@@ -145,22 +143,20 @@ def _matched(method: type[Method], benchmark: str) -> Settings:
 
 
 def _prompt_rate(method: type[Method], benchmark: str, preset: str) -> Settings:
-    """Return the learning rate of the prompts that was tuned on emoji-r, there."""
     factor: float | None = getattr(method.tuned_rates, preset) if benchmark == "emoji-r" else None
     return {} if factor is None else {"training": {"prompt_lr_scale": factor}}
 
 
-# The ridge head, and the flagship -------------------------------------------------------------------------------
+# Ridge head and flagship
 
 _ADAPTED: Settings = {
     "training": {"epochs": 40, "prompt_lr_scale": 20.0},
     "head": {**_WIDE, "layers": 5, "intermediate": "projected", "flip_average": True},
 }
-"""Chosen on held-out images of CIFAR-100, for ProbPrompt (results/cifar100.md); mirror images on those of
-CUB-200 and TU-Berlin, too (results/cifar100.md)."""
+"""Chosen for ProbPrompt on held-out images of CIFAR-100; flip averaging also on CUB-200 and TU-Berlin."""
 _ADAPTED_ON: dict[str, Settings] = {"cub200": {"training": {"epochs": 100}, "head": {"layers": 0}}}
-"""Where the first task has few images: the best of 40, 100 and 200 epochs there (results/cub200.md). A head
-that reads no blocks before the last does better there in the mean over two backbones (results/cub200.md)."""
+"""With few images in the first task: the best of 40, 100 and 200 epochs. Without intermediate features CUB-200 is
+better on average over two backbones."""
 
 
 def _ridge(method: type[Method], benchmark: str) -> Settings:
@@ -172,15 +168,15 @@ def _ridge(method: type[Method], benchmark: str) -> Settings:
 
 
 def _flagship(method: type[Method], benchmark: str) -> Settings:
-    """Where images are few, the head reads the query and three blocks before the last beside the prompted feature."""
+    """Return the settings; with few images the head also reads the query and three blocks."""
     if benchmark in _BENCHMARKS:
         return merge(_ridge(method, benchmark), {"method": {"initial_std": 0.1}})
     own = {"initial_std": 0.1, "relevance_temperature": "dim"}
-    reads = {"with_query": True, "layers": 3, "intermediate": "projected"}  # results/emoji-r.md
+    reads = {"with_query": True, "layers": 3, "intermediate": "projected"}
     return merge(_ridge(method, benchmark), {"method": own, "head": reads})
 
 
-# The demo -------------------------------------------------------------------------------------------------------
+# Demo
 
 _READS: dict[str, Setting] = {"layers": 3, "intermediate": "projected"}
 _LIVE: dict[str, Setting] = {"relevance_temperature": "initial_std", "relevance_gradient": "none", "evaluation": "mean"}
@@ -190,4 +186,4 @@ DEMO: tuple[tuple[str, str, Settings], ...] = (
     ("vq-prompt", "ridge", {"head": {"with_query": True, **_READS}}),
     ("ranpac", "matched", {"head": _READS}),
 )
-"""What the demo runs: methods, presets, and settings over these. All heads read the same blocks of the backbone."""
+"""Methods, presets and settings of the demo. All heads read the same blocks of the backbone."""

@@ -1,4 +1,4 @@
-"""The ways to inject what a method learned into a frozen transformer."""
+"""Types of prompts that a frozen transformer accepts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Key and value tokens that every token of one attention layer sees in front of the sequence's own.
+    """Key and value tokens before the sequence's own in one attention layer.
 
-    Both are (B, P, W), or (P, W) where one prefix serves the whole batch; W is the attention's width, all
-    heads together. They live in the space of the projected keys and values: they are not projected again. With
-    ``projected`` they are of the backbone's width instead, and the block projects them like its own tokens.
+    Both are ``(B, P, W)``, or ``(P, W)`` for the whole batch; W is the attention's width, all heads together. They are
+    not projected again. With ``projected`` they have the backbone's width, and the block projects them like its own
+    tokens.
 
     >>> import torch
     >>> Prefix(torch.zeros(4, 48), torch.zeros(4, 48)).length
@@ -35,22 +35,22 @@ class Prefix:
 
     @property
     def length(self) -> int:
-        """How many key tokens, and as many value tokens, it holds (P)."""
+        """Number of key tokens, equal to that of value tokens (P)."""
         return self.key.shape[-2]
 
     @property
     def width(self) -> int:
-        """The attention width it is meant for (W)."""
+        """Width of the attention (W)."""
         return self.key.shape[-1]
 
     @property
     def batch(self) -> int | None:
-        """How many images it is meant for (B); None where one prefix serves them all."""
+        """Number of images (B); None if one prefix serves them all."""
         return self.key.shape[0] if self.key.ndim == 3 else None
 
     @classmethod
     def split(cls, tokens: Tensor) -> Prefix:
-        """Take prompt tokens (B, M, D) apart: the first half are the keys, the second half the values.
+        """Split prompt tokens ``(B, M, D)``: the first half are keys, the second half values.
 
         >>> import torch
         >>> Prefix.split(torch.zeros(2, 8, 48)).key.shape
@@ -69,9 +69,9 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokens that join the sequence at the input of a block and stay in it: (B, P, D), or (P, D) for the whole batch.
+    """Tokens that join the sequence before a block and stay: ``(B, P, D)``, or ``(P, D)`` for the whole batch.
 
-    ``positioned`` adds the position embedding of the class token to them, as L2P does at the input.
+    ``positioned`` adds the position embedding of the class token, as L2P does at the input.
 
     >>> import torch
     >>> Tokens(torch.zeros(2, 5, 48)).length
@@ -88,23 +88,23 @@ class Tokens:
 
     @property
     def length(self) -> int:
-        """How many tokens join the sequence (P)."""
+        """Number of tokens (P)."""
         return self.tokens.shape[-2]
 
     @property
     def width(self) -> int:
-        """The backbone's width they are meant for (D)."""
+        """Width of the backbone (D)."""
         return self.tokens.shape[-1]
 
     @property
     def batch(self) -> int | None:
-        """How many images they are meant for (B); None where they serve them all."""
+        """Number of images (B); None if the tokens serve them all."""
         return self.tokens.shape[0] if self.tokens.ndim == 3 else None
 
 
 @dataclass(frozen=True, eq=False)
 class ClassTokenShift:
-    """What is added to the class token's projected key and value: (B, W), or (W,) for the whole batch.
+    """Shift of the class token's projected key and value: ``(B, W)``, or ``(W,)`` for the whole batch.
 
     >>> import torch
     >>> ClassTokenShift(torch.zeros(48), torch.zeros(48)).width
@@ -121,20 +121,20 @@ class ClassTokenShift:
 
     @property
     def width(self) -> int:
-        """The attention width it is meant for (W)."""
+        """Width of the attention (W)."""
         return self.key.shape[-1]
 
     @property
     def batch(self) -> int | None:
-        """How many images it is meant for (B); None where one shift serves them all."""
+        """Number of images (B); None if one shift serves them all."""
         return self.key.shape[0] if self.key.ndim == 2 else None
 
 
 Prompt: TypeAlias = Prefix | Tokens | ClassTokenShift
-"""One thing to inject into one block."""
+"""A prompt for one block."""
 
 Prompts: TypeAlias = Mapping[int, Prompt]
-"""What to inject, by the index of the block, from 0."""
+"""Prompts by block index, from 0."""
 
 Readout: TypeAlias = Literal["class", "class before norm", "tokens"]
-"""What is read out of a pass: the class token after the final norm or before it, or the mean of injected tokens."""
+"""Output of a pass: the class token after or before the final norm, or the mean of injected tokens."""

@@ -1,7 +1,7 @@
-"""Randomness is keyed, not sequential: a draw depends on its key alone, never on what was drawn before it.
+"""Keyed random numbers: a draw depends only on its key, not on earlier draws.
 
-So a resumed run equals an uninterrupted one without any generator's state being saved, and nothing depends on the
-order of batches, tasks or processes. A key is a seed followed by words and numbers that say what the draw is for.
+A resumed run therefore equals an uninterrupted one without saved generator states, and results do not depend on the
+order of batches, tasks or processes. A key is a seed followed by words and numbers that name the purpose of the draw.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ def _words(key: tuple[Key, ...]) -> list[int]:
 
 
 def stream(*key: Key) -> np.random.RandomState:
-    """NumPy's legacy generator for this key: its streams are frozen by policy, the same in every later version."""
+    """Return NumPy's legacy generator for a key; its streams are frozen across versions."""
     return np.random.RandomState(_words(key))
 
 
 def uniform(shape: tuple[int, ...], *key: Key) -> Tensor:
-    """Float32 numbers in [0, 1), the same on every device.
+    """Draw float32 numbers in [0, 1), the same on every device.
 
     >>> bool((uniform((3,), 1, "head", 0) == uniform((3,), 1, "head", 0)).all())
     True
@@ -38,12 +38,12 @@ def uniform(shape: tuple[int, ...], *key: Key) -> Tensor:
 
 
 def normal(shape: tuple[int, ...], *key: Key) -> Tensor:
-    """Float32 standard normal numbers, the same on every device."""
+    """Draw float32 standard normal numbers, the same on every device."""
     return torch.from_numpy(stream(*key).standard_normal(shape).astype(np.float32))
 
 
 def initial(kind: Start, shape: tuple[int, ...], *key: Key) -> Tensor:
-    """Float32 numbers for parameters to begin with: of U[0, 1), U(-1, 1) or N(0, 1).
+    """Draw initial float32 parameters from U[0, 1), U(-1, 1) or N(0, 1).
 
     >>> bool((initial("symmetric", (3,), 1, "keys") == 2 * uniform((3,), 1, "keys") - 1).all())
     True
@@ -55,18 +55,18 @@ def initial(kind: Start, shape: tuple[int, ...], *key: Key) -> Tensor:
 
 
 def permutation(count: int, *key: Key) -> NDArray[np.int64]:
-    """A permutation of ``range(count)``."""
+    """Return a permutation of ``range(count)``."""
     return stream(*key).permutation(count)
 
 
 def number(*key: Key) -> int:
-    """A whole number below 2**63 for this key."""
+    """Return an integer below 2**63."""
     low, high = _words(key)[:2]
     return low | (high & 0x7FFFFFFF) << 32
 
 
 def generator(device: torch.device, *key: Key) -> torch.Generator:
-    """A torch generator on the device, for draws too large to make on the CPU."""
+    """Return a torch generator on the device, for draws too large for the CPU."""
     return torch.Generator(device=device).manual_seed(number(*key))
 
 
@@ -74,9 +74,9 @@ _GOLDEN, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0x
 
 
 def bits(keys: Tensor, count: int, *key: Key) -> Tensor:
-    """64 random bits so many times for each of many keys (B,), the same on every device: (B, count)."""
+    """Return 64-bit random numbers ``(B, count)`` for keys ``(B,)``, the same on every device."""
     places = torch.arange(1, count + 1, device=keys.device) * _GOLDEN + number(*key)
-    mixed = keys[:, None] + places  # the steps and the mixing of SplitMix64, in numbers that wrap
+    mixed = keys[:, None] + places  # steps and mixing of SplitMix64, in integers that wrap
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
     return mixed
@@ -89,10 +89,10 @@ def pixel_key(pixels: NDArray[np.uint8], height: int, width: int) -> int:
 
 
 class Turns:
-    """For each of many keys (B,) a shift of pools and features with random signs.
+    """Random shift of pools and features, with random signs, for each of B keys.
 
-    Noise that all images share becomes noise of each image's own when it is turned; and instead of the noise, whatever
-    is compared with it may be turned, which costs far less.
+    It turns noise shared by all images into separate noise per image. Turning what is compared with the noise instead
+    gives the same result at a much lower cost.
     """
 
     def __init__(self, keys: Tensor, pools: int, width: int, *key: Key) -> None:
@@ -105,31 +105,31 @@ class Turns:
         self._places = (pool[:, :, None] * width + feature[:, None]).flatten(1)  # (B, M D): where each number goes
 
     def turn(self, values: Tensor, signs: bool = True) -> Tensor:
-        """Turned values (B, M, D); those that are squares, say, have no signs."""
+        """Return turned values ``(B, M, D)``; squares need no signs."""
         values = values * self._signs if signs else values.expand(self._signs.shape)
         return torch.empty_like(values).flatten(1).scatter_(1, self._places, values.flatten(1)).view_as(values)
 
     def back(self, values: Tensor) -> Tensor:
-        """Turned values (B, M, D) as they were."""
+        """Return turned values ``(B, M, D)`` to their original positions."""
         return values.flatten(1).gather(1, self._places).view_as(values) * self._signs
 
 
 class Noise:
-    """Normal numbers for a training step: an image gets the same, whichever part of the batch a process has."""
+    """Normal noise of a training step, the same for an image in every split of the batch over processes."""
 
     def __init__(self, seed: Tensor, first: int = 0, rows: int | None = None) -> None:
         self.seed = seed
-        """The step's key as one number (1,), on the device, so that a captured step can be given another."""
+        """Key of the step as one number (1,) on the device, so that a captured step can get another."""
         self.first = first
-        """Which row of the whole batch the first one here is."""
+        """Index of the first local row in the whole batch."""
         self.rows = rows
-        """How many rows the whole batch has, where it is more than the ones here."""
+        """Rows of the whole batch, if more than the local ones."""
         self._source: torch.Generator | None = None
 
     def normal(self, shape: tuple[int, int, int, int], place: int) -> Tensor:
-        """Standard normal numbers (B, M, K, D) for M pools; ``place`` numbers the first of them among all.
+        """Draw standard normal numbers ``(B, M, K, D)`` for M pools, the first numbered ``place``.
 
-        Without kernels the pools must be asked for in the order of their numbers.
+        Without kernels the pools must be requested in the order of their numbers.
         """
         device = self.seed.device
         if kernels.usable(device):

@@ -26,7 +26,7 @@ _NORMALISATIONS = {
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device by name; by default the GPU where there is one."""
+    """Return the device by name; by default the GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -38,12 +38,12 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"the device {name!r} is not there: this machine has {torch.cuda.device_count()} GPU(s)")
     if device.index is not None:
-        torch.cuda.set_device(device)  # where streams are made and kernels launched
+        torch.cuda.set_device(device)  # for streams and kernels
     return device
 
 
 def default_precision(device: torch.device) -> Precision:
-    """What a frozen backbone computes in where nobody says: bf16 on a GPU or a processor that has it."""
+    """Return bf16 on a GPU or CPU with bf16 units, else fp32."""
     if device.type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -52,7 +52,7 @@ def default_precision(device: torch.device) -> Precision:
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory of what is no longer used."""
+    """Free unused memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -60,12 +60,12 @@ def release(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model has learned."""
+    """State of a trained model."""
 
     adapted: tuple[int, ...]
-    """Number of classes of each task in which prompts learned."""
+    """Number of classes of each task that trained the prompts."""
     tensors: Mapping[str, Tensor]
-    """``method.*``, ``head.*`` and ``backbone.*`` as in saved files; empty for a model that is not filled."""
+    """``method.*``, ``head.*`` and ``backbone.*`` as in saved files; empty for a new model."""
 
 
 def load_frozen(config: BackboneConfig, sha256: str | None = None, home: Path | None = None) -> LoadedBackbone:
@@ -80,7 +80,7 @@ def load_frozen(config: BackboneConfig, sha256: str | None = None, home: Path | 
 def build_method(
     config: RunConfig, backbone: LoadedBackbone, device: torch.device, adapted: Iterable[int] = ()
 ) -> Method:
-    """Build the method as it starts, with room for the classes of tasks in which prompts learned."""
+    """Build the initial method, with space for the classes of tasks that trained prompts."""
     shape = Shape(backbone.model.width, backbone.model.depth)
     method = methods.find(config.method.name).create(config.method, shape, config.seeds.init).to(device)
     for task, classes in enumerate(adapted):
@@ -95,12 +95,11 @@ def build_model(
     precision: Precision | None = None,
     state: ModelState | None = None,
 ) -> PromptedModel:
-    """Assemble backbone, method and head on a device; with ``state`` grown task by task and filled as saved.
+    """Assemble backbone, method and head on a device; ``state`` restores a saved model.
 
-    Raises ValueError if the state does not fit the settings. Callers that share a backbone pass a copy when the method
-    trains it.
+    If the method trains the backbone, pass a copy of a shared one. Raises ValueError if the state does not fit.
     """
-    torch.backends.cudnn.allow_tf32 = False  # a query rounded to ten bits would decide between near components
+    torch.backends.cudnn.allow_tf32 = False  # TF32 rounding of a query could change which component it selects
     method = build_method(config, backbone, device, state.adapted if state else ())
     if isinstance(config.head, ClosedFormSettings) and config.head.with_query and not method.needs_query:
         raise UserError(f"head.with_query needs a method that asks for a query, which {config.method.name} does not")
@@ -113,26 +112,26 @@ def build_model(
 
 
 def fill(model: PromptedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Load saved tensors into a model that was grown by the same tasks."""
+    """Load saved tensors into a model that has grown by the same tasks."""
     try:
         model.method.load_state_dict(group(tensors, "method"))
         if model.method.trains_backbone:
             model.backbone.load_state_dict(group(tensors, "backbone"))
     except RuntimeError as problem:
-        if says_out_of_memory(problem):  # load_state_dict tells it as an error of its own
+        if says_out_of_memory(problem):  # load_state_dict wraps this error
             raise torch.OutOfMemoryError(problem) from problem
         raise ValueError(problem) from problem
     model.head.restore(group(tensors, "head"))
 
 
 def group(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names start with ``prefix.``, without it."""
+    """Return the tensors whose names start with ``prefix.``, without the prefix."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
 
 
 def build_preprocessor(config: RunConfig, backbone: LoadedBackbone, device: torch.device, resize: int) -> Preprocessor:
-    """How images are prepared for this backbone; its input is cropped from images of short side ``resize``."""
+    """Return the preprocessing for a backbone; inputs are crops of images of short edge ``resize``."""
     wanted = backbone.preprocessing
     mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalization]
     dtype = DTYPES[backbone.model.precision]

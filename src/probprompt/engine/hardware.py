@@ -1,4 +1,4 @@
-"""The machine that computes: hardware, versions, and switches that change how long it takes."""
+"""Hardware, package versions, and the switches that affect speed."""
 
 import os
 import platform
@@ -15,25 +15,25 @@ from probprompt.engine import loader
 from probprompt.kernels import cuda_graphs
 
 CHECKPOINTS = "PROBPROMPT_CHECKPOINTS"
-"""The environment variable that asks for a checkpoint after every epoch and task when it is ``all``."""
+"""Environment variable; ``all`` saves a checkpoint after every epoch and task."""
 SWITCHES = (kernels.SWITCH, cuda_graphs.SWITCH, loader.SWITCH, CHECKPOINTS)
-"""Environment variables that change how long a run takes, but nothing that it is asked for."""
+"""Environment variables that affect the speed of a run, but not its settings."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Return the versions of Python and of the packages that compute."""
     found = {"python": platform.python_version()}
     for package in ("probprompt", "torch", "torchvision", "timm", "numpy", "pillow"):
         try:
             found[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree that is not installed
+        except PackageNotFoundError:  # a source tree that is not installed
             found[package] = __version__ if package == "probprompt" else "not installed"
     revision = _revision()
     return {**found, "revision": revision} if revision else found
 
 
 def _revision() -> str | None:
-    """The commit of a source tree, with a sign where it was changed; None for an installed package."""
+    """Return the commit of a source tree, marked if changed; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
@@ -46,12 +46,12 @@ def _revision() -> str | None:
 
 
 def machine_name(found: Mapping[str, Any]) -> str:
-    """What a record calls its machine, from what it says of the hardware: the GPU, or else the processor."""
+    """Return the name of a machine: its GPU, or else its processor."""
     return str(found.get("gpu") or found.get("processor") or found["machine"])
 
 
 def chip_words(found: Mapping[str, Any]) -> str:
-    """What computed: the GPU, or else how many cores of which processor.
+    """Return the GPU, or else the number of cores and the processor.
 
     >>> chip_words({"threads": 2, "cores": 16, "machine": "x86_64"})
     '2 of 16 cores, x86_64'
@@ -60,7 +60,7 @@ def chip_words(found: Mapping[str, Any]) -> str:
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:
-    """The machine, in words, and the switches that change how long it takes."""
+    """Return the hardware, and the switches that affect speed."""
     machine, unit = platform.machine(), kernels.bf16_unit()
     processor = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or machine
     found: dict[str, str | int] = {

@@ -1,4 +1,4 @@
-"""Learning one task: cross-entropy on its own classes plus the method's loss, then the head is realigned."""
+"""Training on one task: cross-entropy on its classes plus the method's loss, then alignment of the head."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from probprompt.progress import SILENT, ProgressCallback
 
 @dataclass(frozen=True)
 class EpochResult:
-    """How an epoch went."""
+    """Results of an epoch."""
 
     loss: float
     accuracy: float
@@ -35,7 +35,7 @@ class EpochResult:
 
 
 class Callbacks:
-    """Hooks around learning; this one does nothing."""
+    """Hooks around training; these do nothing."""
 
     def timed(self, phase: Literal["training_s", "alignment_s"]) -> AbstractContextManager[None]:
         """Enter around every epoch, and around the end of the task."""
@@ -50,17 +50,16 @@ NO_CALLBACKS = Callbacks()
 
 @dataclass(frozen=True)
 class MidTask:
-    """Where to continue inside a task: epochs done and the optimizer's state."""
+    """Position inside a task: finished epochs, and a function that restores the optimizer."""
 
     epoch: int
     restore: Callable[[Optimizer], None]
 
 
 class Learner:
-    """Teaches a model one task after another.
+    """Trains a model on one task after another.
 
-    Several processes share the work: each computes its part of every batch and of every pass over a task's images.
-    What they then make of all parts, they make alike, and go on with what the first has.
+    Several processes share each batch and each pass over a task's images. All continue with the state of the first.
     """
 
     def __init__(
@@ -76,22 +75,22 @@ class Learner:
         self.loader = TaskLoader(model, images, viewer, config, world, queries)
         width, seed = model.backbone.width, config.seeds.init
         head = model.head
-        # A head in closed form cannot lead prompts: they learn under a linear one that predicts nothing.
+        # A closed-form head has no gradient: prompts train under a linear head that is not used to predict.
         self.trained = head if isinstance(head, LinearHead) else LinearHead(width, seed).to(self.device)
         self.statistics = ClassStatistics.empty(width, self.device, config.alignment.centroids)
-        self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, where a method asks
+        self.prototypes = torch.empty(0, width, device=self.device)  # mean queries of classes, if the method needs them
         self.before: Tensor | None = None
-        """What the head was given of the task's images before their task (n, D or more), where it has to follow."""
+        """Head inputs of the task's images before the task (n, D or more), if drift is compensated."""
         self._current: Step | None = None
 
     @property
     def images(self) -> Loaded:
-        """The images that tasks are taken from."""
+        """Images of all tasks."""
         return self.loader.images
 
     @property
     def viewer(self) -> Preprocessor:
-        """How images are prepared."""
+        """Preprocessing of images."""
         return self.loader.viewer
 
     def fit(
@@ -103,10 +102,10 @@ class Learner:
         progress: ProgressCallback = SILENT,
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> Tensor | None:
-        """Learn one task: make room for its classes, train by gradient, then solve or realign the head.
+        """Learn one task: add its classes, train by gradient, then solve or align the head.
 
-        ``solve_on`` are the images for a closed-form head, if they are more than those trained on. Returns what that
-        head was given of them, (n, V, D or more); None for a trained head.
+        ``solve_on`` are the images for a closed-form head, if they are more than those trained on. Returns the inputs
+        of that head, (n, V, D or more); None for a trained head.
         """
         first = resume.epoch if resume else 0
         if not first:
@@ -126,13 +125,13 @@ class Learner:
             return self.finish(solve_on or task, progress.advance)
 
     def work(self, task: TaskImages, solve_on: TaskImages | None = None) -> int:
-        """Count the steps that :meth:`fit` reports at most: less what is known already of fixed features."""
+        """Return the maximum number of steps that :meth:`fit` reports."""
         passes = self.aligns if self.model.head.trained else self.views
         passes += self.adapts(task) and self.model.method.needs_summary
         return self.epochs(task) * self.steps(task) + passes * self.loader.passes(solve_on or task)
 
     def begin(self, task: TaskImages) -> None:
-        """Make room for the task's classes."""
+        """Add the task's classes."""
         self.check(task)
         if task.index == 0 and self.model.method.statistics:
             queries = self.loader.compute(task, only_queries=True)[1]
@@ -148,22 +147,22 @@ class Learner:
         self._agree()
 
     def begin_method(self, task: TaskImages) -> None:
-        """Tell the method of the task; once the prompts are fixed, it is not told and nothing of it changes."""
+        """Start the task in the method; once the prompts are frozen, fix the model instead."""
         if self.adapts(task):
             self.model.method.begin_task(task.index, task.classes)
         else:
             self.model.fix()
 
     def adapts(self, task: TaskImages) -> bool:
-        """Whether prompts learn in this task."""
+        """Return True if this task trains the prompts."""
         return self.config.adapts(task.index, self.model.head.trained)
 
     def learns_head(self, task: TaskImages) -> bool:
-        """Whether a head learns by gradient in this task: not where one in closed form needs no prompts led."""
+        """Return True if this task trains a head by gradient."""
         return self.model.head.trained or (self.adapts(task) and self.model.method.learns)
 
     def check(self, task: TaskImages) -> None:
-        """Refuse what cannot be learned: one class has nothing to be told apart from; processes need equal parts."""
+        """Reject tasks that cannot be learned, as those of one class, and unequal batches."""
         if not self.world.alone:
             self._check_parts(task)
         if task.classes > 1 or not self.learns_head(task):
@@ -179,9 +178,9 @@ class Learner:
             )
 
     def _check_parts(self, task: TaskImages) -> None:
-        """Refuse what so many processes cannot share out, or would not learn as one does."""
+        """Reject what the processes cannot share, or would learn differently."""
         size, batch, settings = self.world.size, self.config.training.batch_size, self.config.method
-        for mark in settings.marks():  # all of these mistakes mix the images of a batch
+        for mark in settings.marks():  # these published errors mix the images of a batch
             raise UserError(f"{settings.name} cannot be trained by {size} processes, only by one: {mark}")
         if not self.epochs(task):
             return
@@ -199,16 +198,16 @@ class Learner:
             )
 
     def epochs(self, task: TaskImages) -> int:
-        """How many epochs the task is trained: none where there is nothing to compare, or nothing to train."""
+        """Return the number of epochs: 0 if there is nothing to compare or to train."""
         alone = task.classes == 1 and (self.model.method.masked or task.index == 0)
         return 0 if alone or not self.learns_head(task) else self.config.training.epochs
 
     def steps(self, task: TaskImages) -> int:
-        """Optimizer steps per epoch."""
+        """Return the number of optimizer steps per epoch."""
         return self.loader.steps(task)
 
     def optimizer(self, task: TaskImages) -> AdamW:
-        """A new optimizer: prompts at a multiple of the head's rate, which may be another after the first task."""
+        """Create an optimizer, with the prompts at a multiple of the head's learning rate."""
         settings, model = self.config.training, self.model
         later = settings.later_lr_scale if task.index else 1.0
         rate = settings.head_lr * settings.prompt_lr_scale * later
@@ -220,7 +219,7 @@ class Learner:
         return make_optimizer(AdamW, groups, self.device, weight_decay=settings.weight_decay)
 
     def train_epoch(self, task: TaskImages, epoch: int, optimizer: AdamW, advance: Advance) -> EpochResult:
-        """Go once over the task's images."""
+        """Train one epoch."""
         self.model.method.begin_epoch()
         settings, rate, steps = self.config.training, 0.0, self.steps(task)
         schedule = Schedule(
@@ -237,7 +236,7 @@ class Learner:
         batches = step.ahead(self.loader.batches(task, epoch, known), known is not None)
         for number, batch in enumerate(batches, start=epoch * steps):
             if queries and known is None:
-                asked.append(batch[-1].clone())  # before learning begins, which lets go of it
+                asked.append(batch[-1].clone())  # before the step, which releases it
             rate = schedule.rate(number, settings.head_lr)
             for group in optimizer.param_groups:
                 set_rate(group, schedule.rate(number, group["base"]))
@@ -248,7 +247,7 @@ class Learner:
         self.world.average([step.tally])
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
-        loss, correct, finite = torch.cat([step.tally / steps, sound[None]]).tolist()  # the only wait
+        loss, correct, finite = torch.cat([step.tally / steps, sound[None]]).tolist()  # the only synchronization
         loss = loss if finite else math.nan
         if not math.isfinite(loss):
             raise UserError(
@@ -260,26 +259,26 @@ class Learner:
         return EpochResult(loss, 100 * correct, rate)
 
     def _step(self, task: TaskImages, optimizer: AdamW) -> Step:
-        """The step of this task under this optimizer, kept from epoch to epoch."""
+        """Return the step of this task under this optimizer, kept from epoch to epoch."""
         key = self.model.method.step_key
         if self._current is None or self._current.optimizer is not optimizer or self._current.key != key:
-            self._current = None  # lets go of the last task's memory first
+            self._current = None  # release the memory of the last task first
             self._current = Step(self.loader, self.trained, task, optimizer)
         return self._current
 
     def finish(self, task: TaskImages, advance: Advance) -> Tensor | None:
-        """Tell the method that the task is trained; then solve the head, or realign it to all classes.
+        """End the task in the method, then solve the head or align it to all classes.
 
-        Returns what a head in closed form was given of the images: (n, V, D or more), of each the views that it learns.
+        Returns the inputs of a closed-form head, (n, V, D or more), of each view that it learns.
         """
         seen = None
-        self._current = None  # what captured steps hold is free for what follows
+        self._current = None  # release the memory of captured steps
         if self.adapts(task):
             self.model.method.end_task(self._summary(task, advance) if self.model.method.needs_summary else None)
             self._agree()
         if isinstance(self.model.head, ClosedFormHead):
             seen = self.look(task, advance)[:, None]  # (n, V, D or more)
-            if self.views > 1:  # the mirror image after the image itself
+            if self.views > 1:  # the flipped image after the image itself
                 mirrored = self.model.head_input(*self.loader.compute(task, advance, mirrored=True))
                 seen = torch.cat([seen, mirrored[:, None]], dim=1)
             if self.before is not None:
@@ -297,7 +296,7 @@ class Learner:
         return seen
 
     def _follows(self, task: TaskImages) -> bool:
-        """Whether what the head knows has to follow what prompts learn in this task."""
+        """Return True if the head's statistics have to be corrected for drift in this task."""
         follows = self._closed is not None and self._closed.compensate_drift and len(self.model.head) > 0
         return follows and self.adapts(task) and self.epochs(task) > 0
 
@@ -307,15 +306,15 @@ class Learner:
 
     @property
     def views(self) -> int:
-        """How many views of an image a head in closed form learns."""
+        """Number of views per image that a closed-form head learns."""
         return 2 if self._closed and self._closed.flip_augment else 1
 
     def look(self, task: TaskImages, advance: Advance) -> Tensor:
-        """What the head is given of the evaluation views of a task's images: (n, D or more)."""
+        """Return the head's inputs for evaluation views of a task's images: (n, D or more)."""
         return self.model.head_input(*self.loader.evaluation(task, advance))
 
     def _agree(self) -> None:
-        """Let every process go on from the same numbers: rounding may differ from GPU to GPU."""
+        """Copy the first process's numbers to all: rounding may differ between GPUs."""
         if self.world.alone:
             return
         model, statistics = self.model, self.statistics
@@ -327,12 +326,12 @@ class Learner:
 
     @property
     def aligns(self) -> bool:
-        """Whether the head is realigned after each task."""
+        """True if the head is aligned after each task."""
         wanted = self.config.alignment.enabled
         return self.model.method.aligned if wanted is None else wanted
 
     def parameters(self) -> int:
-        """How many numbers were learned: prompts, head, and the backbone where it learns."""
+        """Return the number of trained parameters: prompts, head, and backbone if trained."""
         head = self.model.head
         rows = [value for name, value in head.state_dict().items() if name not in head.learning_only]
         return sum(part.numel() for part in [*self.model.adaptable(), *rows])
@@ -348,14 +347,13 @@ class Learner:
         align(self.trained, self.statistics, task.classes, settings, batch, rate, key)
 
     def _summary(self, task: TaskImages, advance: Advance) -> TaskSummary:
-        """What the model makes of the task's images."""
         features, queries = self.loader.compute(task, advance)
-        features = features[:, : self.model.backbone.width]  # not what a head reads of other blocks
+        features = features[:, : self.model.backbone.width]  # without intermediate features
         logits = logits_from(self.trained, features, task.first).detach()
         return TaskSummary(task.index, task.first, task.classes, task.labels, queries, features, logits)
 
     def _place_rows(self, task: TaskImages) -> None:
-        """Let the method say where the head's new rows start, from the mean query of each class."""
+        """Let the method choose the initial rows of the head from the mean query of each class."""
         queries = self.loader.compute(task, only_queries=True)[1]
         assert queries is not None
         labels = range(task.first, task.first + task.classes)

@@ -1,8 +1,8 @@
-"""Training images of a task: batches of random views, features of all images, and queries kept between runs.
+"""Training images of a task: batches of random views, features of all images, and cached queries.
 
-The backbone is frozen, so the query of a view depends on neither method nor prompts. Views are drawn from the seed, the
-epoch and the image: another method, or another variant of one, asks for the same queries on the same stream. Keeping
-them saves a third of the work.
+The backbone is frozen, so the query of a view depends on neither method nor prompts. Views depend only on the seed, the
+epoch and the image, so another method on the same stream needs the same queries. Caching them saves a third of the
+work.
 """
 
 import os
@@ -24,21 +24,21 @@ from probprompt.methods import EVALUATION, Context
 from probprompt.progress import SILENT
 
 SWITCH = "PROBPROMPT_QUERIES"
-"""The environment variable that has queries kept when it is ``keep``."""
+"""Environment variable; ``keep`` caches queries."""
 SHARE = 0.1
-"""Of a GPU's memory, for queries."""
+"""Share of a GPU's memory for queries."""
 ROOM = 2**30
-"""Bytes for queries where there is no GPU."""
+"""Bytes for queries without a GPU."""
 
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class TaskImages:
-    """The training images of a task: their rows in the loaded set, and their labels in order of appearance."""
+    """Training images of a task: rows in the loaded set, and labels in order of appearance."""
 
     index: int
-    first: int  # the label of its first class
+    first: int  # label of its first class
     classes: int
     rows: Tensor  # (n,)
     labels: Tensor  # (n,)
@@ -49,27 +49,27 @@ class TaskImages:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A batch: what is looked at, its labels, and the key of the step's noise as one number."""
+    """A batch: views, labels, and the key of the step's noise as one number."""
 
-    views: tuple[Tensor, ...]  # images (B, 3, H, W), or frozen features (B, D), or what images are cut out by
+    views: tuple[Tensor, ...]  # images (B, 3, H, W), frozen features (B, D), or the boxes of images
     labels: Tensor  # (B,)
     seed: Tensor  # (1,)
     query: tuple[Tensor, ...] = ()  # (B, D), where it is known before
 
 
 class Queries:
-    """The queries of one stream of views, by task and epoch, in the order in which an epoch meets its images."""
+    """Cached queries of one stream of views, by task and epoch, in the order of the epoch."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], Tensor] = {}
 
     def get(self, task: int, epoch: int, count: int) -> Tensor | None:
-        """The first so many queries (count, D) of an epoch, where they are known."""
+        """Return the first ``count`` queries ``(count, D)`` of an epoch, if cached."""
         found = self._held.get((task, epoch))
         return None if found is None or len(found) < count else found[:count]
 
     def keep(self, task: int, epoch: int, queries: Tensor) -> None:
-        """Take note of an epoch's queries (n, D), as long as there is room for them."""
+        """Cache an epoch's queries ``(n, D)`` if memory allows."""
         known, device, room = self._held.get((task, epoch)), queries.device, float(ROOM)
         if device.type == "cuda":
             room = SHARE * torch.cuda.get_device_properties(device).total_memory
@@ -79,7 +79,7 @@ class Queries:
 
     @property
     def nbytes(self) -> int:
-        """The memory they take."""
+        """Memory in bytes."""
         return sum(queries.nbytes for queries in self._held.values())
 
 
@@ -87,18 +87,18 @@ _OF: dict[Hashable, Queries] = {}
 
 
 def queries_of(stream: Hashable) -> Queries | None:
-    """What is kept of a stream, which must be told by all that decides what is asked; None where nothing is kept."""
+    """Return the cache of a stream, keyed by all that decides its views; None without caching."""
     return _OF.setdefault(stream, Queries()) if os.environ.get(SWITCH) == "keep" else None
 
 
 def forget_queries() -> None:
-    """Give all the memory back."""
+    """Free the memory of all queries."""
     _OF.clear()
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """All that is drawn at random for an epoch, on the host."""
+    """All random numbers of an epoch, on the host."""
 
     order: Tensor  # (n,)
     noise: Tensor  # (steps, 2): the key of each step's noise
@@ -106,14 +106,14 @@ class Drawn:
 
 
 class Prefetcher:
-    """Draws for one epoch while the GPU trains the one before, which would wait for it otherwise."""
+    """Draws the numbers of the next epoch while the GPU trains the current one."""
 
     def __init__(self, draw: Callable[[TaskImages, int], Drawn], epochs: int) -> None:
         self._draw, self._epochs = draw, epochs
         self._next: tuple[tuple[int, int, int], Future[Drawn]] | None = None
 
     def take(self, task: TaskImages, epoch: int) -> Drawn:
-        """What was drawn for this epoch, or is now; the next one's is begun."""
+        """Return the numbers of this epoch, and start to draw those of the next."""
         key, ready = (task.index, len(task), epoch), self._next
         self._next = None
         drawn = ready[1].result() if ready and ready[0] == key else self._draw(task, epoch)
@@ -124,14 +124,14 @@ class Prefetcher:
 
 @cache
 def _helper() -> ThreadPoolExecutor:
-    """One thread, for numbers that are drawn ahead."""
+    """Return the thread that draws ahead."""
     return ThreadPoolExecutor(1, "drawing")
 
 
 class TaskLoader:
-    """Feeds a model with the images of tasks, in batches for training or all of them once.
+    """Feeds a model with the images of tasks, in random batches or all of them once.
 
-    Several processes share every batch and every pass: each loads its own part.
+    Each process loads its part of every batch and of every pass.
     """
 
     def __init__(
@@ -145,28 +145,28 @@ class TaskLoader:
     ) -> None:
         self.model, self.images, self.viewer, self.config, self.world = model, images, viewer, config, world
         self.queries = queries
-        """Of training views, kept from run to run."""
+        """Cached queries of training views."""
         self.device = images.labels.device
-        self._frozen: tuple[TaskImages, tuple[Tensor, Tensor | None]] | None = None  # of which; features and queries
+        self._frozen: tuple[TaskImages, tuple[Tensor, Tensor | None]] | None = None  # task; features and queries
         self._ahead = Prefetcher(self._draw, config.training.epochs if self.device.type == "cuda" else 0)
 
-    # Batches ----------------------------------------------------------------------------------------------------------
+    # Batches
 
     def batch(self, task: TaskImages) -> int:
-        """Images per step, over all processes."""
+        """Return the number of images per step, over all processes."""
         return min(self.config.training.batch_size, len(task))
 
     def steps(self, task: TaskImages) -> int:
-        """Optimizer steps per epoch; the last, smaller batch is dropped."""
+        """Return the number of optimizer steps per epoch; the last, smaller batch is dropped."""
         return len(task) // self.batch(task)
 
     def kept_queries(self) -> Queries | None:
-        """Queries kept from run to run, if training needs any."""
+        """Return the query cache, if training needs queries."""
         asks = self.model.method.needs_query and self.world.alone and self.model.embeds_first
         return self.queries if asks else None
 
     def batches(self, task: TaskImages, epoch: int, queries: Tensor | None = None) -> Iterator[Inputs]:
-        """The batches of an epoch, in a random order; ``queries`` are those of its images (n, D) in that order."""
+        """Yield the batches of an epoch in random order; ``queries`` (n, D) are in that order."""
         batch, drawn = self.batch(task), self._ahead.take(task, epoch)
         order, noise = drawn.order.to(self.device), drawn.noise.to(self.device)[:, :1]  # (n,), (steps, 1)
         rows, labels = task.rows[order], task.labels[order]  # (n,)
@@ -182,7 +182,7 @@ class TaskLoader:
             yield Inputs(self._views_of(rows[part], views[part]), labels[part], noise[step], known)
 
     def _views_of(self, rows: Tensor, view: Tensor | RandomViews) -> tuple[Tensor, ...]:
-        """Features, images, or what images are cut out by: their rows and boxes, which :meth:`show` takes."""
+        """Return features, images, or the rows and boxes that :meth:`show` takes."""
         if isinstance(view, Tensor):
             return (view,)
         if self.viewer.cuts(self.images.store, view.augmentation):
@@ -190,19 +190,19 @@ class TaskLoader:
         return (self.viewer.random(self.images.store, rows, view),)
 
     def show(self, rows: Tensor, *boxes: Tensor) -> Tensor:
-        """The images (B, 3, H, W) that given boxes cut out; features and images that are ready are given back."""
+        """Return the images ``(B, 3, H, W)`` of boxes; features and images are returned unchanged."""
         return self.viewer.random(self.images.store, rows, RandomViews(Boxes(*boxes))) if boxes else rows
 
     def _draw(self, task: TaskImages, epoch: int) -> Drawn:
         seed, steps = self.config.seeds.data, self.steps(task)
         order = torch.from_numpy(randomness.permutation(len(task), seed, "order", task.index, epoch))
         seeds = [randomness.number(seed, "noise", task.index, epoch * steps + step) for step in range(steps)]
-        # Each on a boundary of 16 bytes, as captured tensors are: Triton compiles another kernel for other addresses.
+        # Aligned to 16 bytes, as captured tensors are: Triton compiles another kernel for other addresses.
         noise = torch.tensor([[key, 0] for key in seeds])
         return Drawn(order, noise, None if self.model.static else self._draw_views(task, "views", epoch))
 
     def _draw_views(self, task: TaskImages, purpose: str, epoch: int) -> tuple[Tensor, Tensor]:
-        """Numbers (n, draws) for the boxes and for the colors of random views."""
+        """Draw numbers ``(n, draws)`` for the boxes and for the colors of random views."""
         key = (self.config.seeds.data, purpose, task.index, epoch)
         colors = draws_needed(self.config.training.augmentation)
         return randomness.uniform((len(task), DRAWS), *key), randomness.uniform((len(task), colors), *key, "colour")
@@ -214,14 +214,14 @@ class TaskLoader:
         boxes = random_boxes(sizes, draws, settings.crop_scale, flip=settings.flip)
         return RandomViews(boxes, settings.augmentation, colors)
 
-    # All images of a task ---------------------------------------------------------------------------------------------
+    # All images of a task
 
     def passes(self, task: TaskImages) -> int:
-        """How many times :meth:`compute` advances."""
+        """Return how often :meth:`compute` advances."""
         return -(-len(self.world.share(task.rows)) // self.config.images_at_a_time(self.device.type))
 
     def evaluation(self, task: TaskImages, advance: Advance = SILENT.advance) -> tuple[Tensor, Tensor | None]:
-        """Features and queries of the evaluation views; those that nothing changes any more are kept."""
+        """Return features and queries of the evaluation views, cached once they are final."""
         if not self.model.static:
             return self.compute(task, advance)
         if self._frozen is None or self._frozen[0] is not task:
@@ -229,11 +229,11 @@ class TaskLoader:
         return self._frozen[1]
 
     def evaluation_features(self, task: TaskImages, advance: Advance = SILENT.advance) -> Tensor:
-        """Features (n, D) of the evaluation views, without what a head reads of other blocks."""
+        """Return features ``(n, D)`` of the evaluation views, without intermediate features."""
         return self.evaluation(task, advance)[0][:, : self.model.backbone.width]
 
     def augmented_features(self, task: TaskImages, advance: Advance) -> Tensor:
-        """Features (n, D) of one random view of each image."""
+        """Return features ``(n, D)`` of one random view of each image."""
         return self.compute(task, advance, self._random_views(task, self._draw_views(task, "statistics", 0)))[0]
 
     @torch.no_grad()
@@ -246,10 +246,7 @@ class TaskLoader:
         context: Context | None = None,
         mirrored: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Features of all the task's images with the prompts of evaluation, as the head reads them, and queries.
-
-        Or of their mirror images.
-        """
+        """Return the head's features and the queries of all the task's images, or of their flips."""
         method = self.model.method
         if context is None:
             adapts = self.config.adapts(task.index, self.model.head.trained)

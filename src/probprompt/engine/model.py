@@ -17,7 +17,7 @@ from probprompt.prompts import Prompts, Tokens
 
 
 class PromptedModel(nn.Module):
-    """A backbone, a method that prompts it (or trains it), and a head."""
+    """A backbone, a method that prompts or trains it, and a head."""
 
     def __init__(self, backbone: FrozenViT, method: Method, head: Head) -> None:
         super().__init__()
@@ -27,15 +27,15 @@ class PromptedModel(nn.Module):
                 "set it to no more than these"
             )
         self.backbone, self.method, self.head = backbone, method, head
-        self._mixed: Precision = "fp32"  # what weights in float32 are rounded to on their way, where they learn
+        self._mixed: Precision = "fp32"  # autocast precision of a trained backbone
         self._replays: Replays | None = None
         self.on_the_way_back: Callable[[], None] | None = None
-        """Called in a backward pass when the backbone is behind it, and what is left is the method's own."""
+        """Called in the backward pass once the backbone is done and only the method is left."""
         if method.trains_backbone:
             backbone.unfreeze()
 
     def set_precision(self, precision: Precision) -> None:
-        """Compute in this precision; weights that learn stay float32 all the same."""
+        """Set the precision of the backbone; trained weights stay float32."""
         if self.method.trains_backbone:
             self._mixed = precision
         else:
@@ -43,44 +43,44 @@ class PromptedModel(nn.Module):
 
     @property
     def precision(self) -> Precision:
-        """What the backbone computes in."""
+        """Precision of the backbone."""
         return self._mixed if self.method.trains_backbone else self.backbone.precision
 
     def adaptable(self) -> Iterator[nn.Parameter]:
-        """What decides the features of an image and may learn: never the backbone, but in full fine-tuning."""
+        """Yield the parameters that decide the features: the backbone's only in fine-tuning."""
         yield from self.method.parameters()
         if self.method.trains_backbone:
             yield from self.backbone.parameters()
 
     def fix(self) -> None:
-        """Leave the features of every image as they are from now on: only the head learns."""
+        """Freeze the features of all images: from now on only the head learns."""
         self.method.requires_grad_(False)
         self.backbone.unfreeze(False)
 
     @property
     def static(self) -> bool:
-        """Whether the features of an image never change, so that only the head learns."""
+        """True if features never change, so that only the head learns."""
         return not any(parameter.requires_grad for parameter in self.adaptable())
 
     @property
     def embeds_first(self) -> bool:
-        """Whether images are seen by a frozen backbone before prompts come in."""
+        """True if a frozen backbone sees the images before the prompts."""
         return not self.static and not self.backbone.learns
 
     def embed(self, images: Tensor) -> Tensor | Embedded:
-        """What the passes over the same images share, where the backbone does not learn."""
+        """Return what passes over the same images share, if the backbone is frozen."""
         return images if self.backbone.learns else self.backbone.embed(images)
 
     def query(self, images: Tensor | Embedded) -> Tensor | None:
-        """What the method asks the backbone about images, without prompts: (B, D), or nothing."""
+        """Return the queries ``(B, D)`` of images, or None if the method needs none."""
         return self.backbone.query(images, self.method.query_readout) if self.method.needs_query else None
 
     def features(
         self, images: Tensor | Embedded, context: Context = EVALUATION, query: Tensor | None = None, layers: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Features (B, D) of images, and the method's own loss; a query computed before may be given.
+        """Return features ``(B, D)`` of images and the method's own loss.
 
-        With ``layers``, readings of so many blocks before the last stand behind each feature.
+        With ``layers``, features of that number of intermediate blocks follow each feature.
         """
         if isinstance(images, Tensor) and query is None:
             images = self.embed(images)
@@ -102,10 +102,10 @@ class PromptedModel(nn.Module):
         context: Context = EVALUATION,
         query: Tensor | None = None,
     ) -> Tensor:
-        """Features of images with all that the head reads of the pass (B, D or more); see :meth:`head_input`.
+        """Return features with intermediate ones (B, D or more); see :meth:`head_input`.
 
-        ``seen`` is what :meth:`embed` made of them. Where a method makes its prompts from several draws of noise, the
-        mean over all of them; where the head wants it, that over images and their mirror images.
+        ``seen`` is the result of :meth:`embed`. Features are averaged over the method's draws of noise, and over images
+        and their flips if the head asks for it.
         """
         contexts = [replace(context, draw=draw) for draw in range(self.method.draws)]
         views = [(seen, query)]
@@ -116,7 +116,7 @@ class PromptedModel(nn.Module):
         return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
-        """What the head is given: the feature, the query where it is built for that, then readings of blocks."""
+        """Return the head's input: the feature, the query if used, then intermediate features."""
         if self.head.width == features.shape[1]:
             return features
         assert query is not None
@@ -124,13 +124,13 @@ class PromptedModel(nn.Module):
         return torch.cat([features[:, :width], query, features[:, width:]], dim=1)
 
     def known(self, store: Packed, rows: Tensor, context: Context = EVALUATION) -> Context:
-        """The context of stored images (B,): with their keys, where the method asks for them."""
+        """Return the context of stored images ``(B,)``, with their keys if the method needs them."""
         return replace(context, keys=store.keys(rows)) if self.method.needs_keys else context
 
     def look(self, images: Tensor, query: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """What the head is given of images at evaluation (B, D or more); a query computed before may be given.
+        """Return the head's input at evaluation (B, D or more).
 
-        On a GPU batches of few sizes are replayed: launching so many kernels may take longer than running them.
+        On a GPU, batches of few sizes are replayed, since launching the kernels may take longer than running them.
         """
         if query is not None or not images.is_cuda:
             return self._look(images, keys, query)
@@ -144,17 +144,20 @@ class PromptedModel(nn.Module):
         return self.head_input(self.evaluated(images, seen, context, query), query)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replays": None}  # a copy has memory of its own
+        return {**self.__dict__, "_replays": None}  # a copy needs its own memory
 
     @torch.no_grad()
     def predict(self, images: Tensor, query: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Logits (B, C) over the classes seen so far; ``keys`` (B,) of the stored pixels, if ``method.needs_keys``."""
+        """Return logits ``(B, C)`` over the classes seen so far.
+
+        ``keys`` (B,) of the stored pixels are required if ``method.needs_keys``.
+        """
         logits: Tensor = self.head(self.look(images, query, keys))
         return logits
 
 
 def _call_on_the_way_back(function: Callable[[], None], prompts: Prompts) -> None:
-    """Call a function when the gradient of the first block's prompt is there."""
+    """Call a function once the gradient of the first block's prompt is computed."""
     prompt = prompts[min(prompts)]
     value = prompt.tokens if isinstance(prompt, Tokens) else prompt.key
     if value.requires_grad:

@@ -1,7 +1,7 @@
-"""A trained model on disk: a few MB of tensors and a JSON that names the backbone they belong to.
+"""A trained model on disk: a few MB of tensors, and a JSON that names the backbone.
 
-Tensors stand in files named after their contents and ``model.json`` is replaced last, so at every moment the folder
-holds one whole model. Loading executes no code.
+Tensor files are named after their contents and ``model.json`` is replaced last, so the folder always holds one complete
+model. Loading executes no code.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model read from disk: ready to predict, with what it needs to be fed."""
+    """A model read from disk, ready to predict."""
 
     model: PromptedModel
     class_names: tuple[str, ...]
@@ -33,7 +33,7 @@ class LoadedModel:
 
 
 def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: bool = True) -> None:
-    """Write prompts and head, and beside them what only further learning needs, which may be large."""
+    """Write prompts and head, and separately the larger tensors for further learning."""
     tensors, later = saved_tensors(learner), learning_only(learner)
     later |= {name for name in tensors if name.startswith(("statistics.", "trained."))}
     needed, rest = ({name: tensors[name] for name in tensors if (name in later) is part} for part in (False, True))
@@ -51,14 +51,14 @@ def save_model(folder: Path, learner: Learner, note: dict[str, Any], learning: b
 
 
 def disk_sizes(folder: Path) -> dict[str, float]:
-    """What a written model takes on disk, in MB: to be used, and to learn further classes as well."""
+    """Return the size of a written model in MB: to predict, and to continue learning."""
     note = read_json(folder / "model.json")
     use, rest = ((folder / note[name]).stat().st_size / 1e6 for name in ("tensors", "statistics"))
     return {"use": use, "learn": use + rest}
 
 
 def load_model(folder: str | Path, device: torch.device | None = None) -> LoadedModel:
-    """Read the model of a run, or a model's own folder; the backbone must be the one it was trained on."""
+    """Read the model of a run, or a model folder; the backbone must match."""
     given = Path(folder)
     home = given if (given / "model.json").is_file() else given / "model"
     if not (home / "model.json").is_file():
@@ -69,7 +69,7 @@ def load_model(folder: str | Path, device: torch.device | None = None) -> Loaded
         raise UserError(f"{home} has model format {version!r}, this version reads {FORMAT}")
     try:
         return _build(home, note, device or torch.device("cpu"))
-    except (KeyError, TypeError, ValueError) as problem:  # a description that was altered
+    except (KeyError, TypeError, ValueError) as problem:  # an edited description
         raise UserError(f"{home / 'model.json'} is damaged: it does not describe its tensors ({problem})") from problem
 
 
@@ -86,12 +86,12 @@ def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedMod
 
 
 def learning_only(learner: Learner) -> set[str]:
-    """The names of what prediction does not need of the head's tensors."""
+    """Return the names of the head's tensors that only learning needs."""
     return {f"head.{name}" for name in learner.model.head.learning_only}
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """What a learner has learned: the method, the head, the statistics of classes, a backbone that learns."""
+    """Return all learned tensors: method, head, class statistics, and a trained backbone."""
     model = learner.model
     tensors = {f"method.{name}": value for name, value in model.method.state_dict().items()}
     tensors.update({f"head.{name}": value for name, value in model.head.state_dict().items()})
@@ -109,18 +109,18 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def saved_tensors(learner: Learner) -> dict[str, Tensor]:
-    """The same as they are written: what can be told from the rest of a head's tensors is left out."""
+    """Return the tensors to write, without what follows from others."""
     return {**learner_tensors(learner), **{f"head.{name}": part for name, part in learner.model.head.saved().items()}}
 
 
 def restore_tensors(learner: Learner, tensors: dict[str, Tensor]) -> None:
-    """Load what :func:`learner_tensors` gave."""
+    """Load the result of :func:`learner_tensors`."""
     fill(learner.model, tensors)
     restore_learning(learner, tensors)
 
 
 def restore_learning(learner: Learner, tensors: Mapping[str, Tensor]) -> None:
-    """Load what only further learning needs: a trained head next to a closed-form one, and class statistics."""
+    """Load what only learning needs: class statistics and the head that trains prompts."""
     if learner.trained is not learner.model.head:
         learner.trained.restore(group(tensors, "trained"))
     learner.statistics = ClassStatistics(tensors["statistics.mean"], tensors["statistics.variance"])

@@ -1,4 +1,4 @@
-"""Accuracy on every task seen so far, over all classes seen so far, without being told the task."""
+"""Accuracy on every task seen so far, over all classes seen so far, without the task's identity."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ from probprompt.engine.model import PromptedModel
 class Scorer:
     """Scores a model on the test images of tasks.
 
-    What never changes is computed once: the query of an image, since the backbone is frozen, and its features once
-    the prompts are fixed. Several processes share the images of a task; what else is asked for, each computes.
+    Queries are computed once, since the backbone is frozen, and features once the prompts are frozen. Several processes
+    share the images of a task.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Scorer:
         self._features = Cache(len(images.labels))
 
     def accuracy(self, rows: Tensor, labels: Tensor) -> float:
-        """Accuracy in % on these images; labels in order of appearance."""
+        """Return the accuracy in % on images with labels in order of appearance."""
         correct = sum(
             int((self.logits(part).argmax(dim=1) == truth).sum())
             for part, truth in zip(self._batches(rows), self._batches(labels), strict=True)
@@ -35,7 +35,7 @@ class Scorer:
         return 100 * self.world.total(correct) / len(rows)
 
     def task_queries(self, rows: Tensor) -> Tensor:
-        """Queries (n, D) of a task's images, in the batches of :meth:`accuracy`; in the end every process knows all."""
+        """Return queries ``(n, D)`` of a task's images on every process, batched as in :meth:`accuracy`."""
         own = [self.queries(part) for part in self._batches(rows)]
         found = torch.cat(own) if own else torch.empty(0, self.model.backbone.width, device=rows.device)
         whole = self.world.gather(found, len(rows))
@@ -44,18 +44,18 @@ class Scorer:
         return whole
 
     def _batches(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What this process looks at of rows (n,), a batch at a time."""
+        """Split this process's part of rows ``(n,)`` into batches."""
         own = self.world.share(rows)
         return own.split(self.batch) if len(own) else ()
 
     @torch.no_grad()
     def logits(self, rows: Tensor) -> Tensor:
-        """Logits (n, C) of these images."""
+        """Return logits ``(n, C)`` of images."""
         return self._logits(rows, self.features(rows))
 
     @torch.no_grad()
     def computed_logits(self, rows: Tensor) -> Tensor:
-        """The same from features that are computed anew, whatever the cache knows."""
+        """Return logits from recomputed features, without the cache."""
         return self._logits(rows, self._compute(rows))
 
     def _logits(self, rows: Tensor, features: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Scorer:
 
     @torch.no_grad()
     def features(self, rows: Tensor) -> Tensor:
-        """Features of these images as the head reads them (n, D or more), from the cache where nothing changes them."""
+        """Return head features (n, D or more) of images, cached once they are final."""
         return self._features.get(rows, self._compute) if self.model.static else self._compute(rows)
 
     def _compute(self, rows: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class Scorer:
 
     @torch.no_grad()
     def queries(self, rows: Tensor) -> Tensor:
-        """Queries (n, D) of these images, from the cache where they were needed before."""
-        if self.model.method.trains_backbone:  # then it does change
+        """Return queries ``(n, D)`` of images, cached if possible."""
+        if self.model.method.trains_backbone:  # the queries change
             return self._ask(rows)
         return self._queries.get(rows, self._ask)
 
@@ -89,7 +89,7 @@ class Scorer:
 
 
 class Cache:
-    """Rows of one table that are computed once."""
+    """Rows of a table that are computed once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -97,7 +97,7 @@ class Cache:
         self._known = torch.zeros(size, dtype=torch.bool)
 
     def get(self, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """These rows (n, D); those not known yet are computed, together."""
+        """Return rows ``(n, D)``; missing ones are computed together."""
         places = rows.cpu()
         missing = (~self._known[places]).nonzero().flatten()
         if len(missing) or self._table is None:
@@ -106,7 +106,7 @@ class Cache:
         return self._table[rows]
 
     def keep(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Take note of rows that were computed (n, D), and give the table."""
+        """Store computed rows ``(n, D)``, and return the table."""
         if self._table is None:
             self._table = values.new_empty(self.size, values.shape[1])
         self._table[rows] = values

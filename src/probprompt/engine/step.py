@@ -1,6 +1,7 @@
-"""One optimizer step; the look-ahead beside it on a GPU; learning rate schedules.
+"""One optimizer step, the look-ahead on a GPU, and learning rate schedules.
 
-On a GPU steps are captured once per task and then replayed, the frozen pass of the next next to the learning of this.
+On a GPU, steps are captured once per task and replayed. The frozen pass of the next batch runs next to the current
+step.
 """
 
 import math
@@ -21,33 +22,33 @@ from probprompt.randomness import Noise
 
 
 class Step:
-    """What is done with a batch of a task: forward, backward, and a step of the optimizer."""
+    """One training step on a batch: forward, backward, and the optimizer."""
 
     def __init__(self, loader: TaskLoader, head: LinearHead, task: TaskImages, optimizer: torch.optim.AdamW) -> None:
         self.loader, self.model, self.head, self.task, self.optimizer = loader, loader.model, head, task, optimizer
         self.key = self.model.method.step_key
         self.first = task.first if self.model.method.masked else 0
         self.tally = torch.zeros(2, device=loader.device)
-        """Sums over the steps so far: the loss, and the share that was right."""
+        """Sums over the steps so far: the loss, and the share of correct predictions."""
         self.batch, self.world = loader.batch(task), loader.world
         self.own = self.world.part(self.batch)
-        """Which rows of the whole batch are here."""
+        """Local rows of the whole batch."""
         self.weight = (self.own.stop - self.own.start) * self.world.size / self.batch
-        """What a mean over the images here counts in the mean over all processes: 1 where parts are equal."""
+        """Weight of a local mean in the mean over all processes: 1 if parts are equal."""
         captured = kernels.usable(loader.device) and self.world.alone  # without kernels noise needs the host
         looks = self.model.embeds_first
         self.learn, self._look = Captured(self._learn, captured, 0), Captured(self._see, captured and looks, 1)
         self._glance = Captured(self._embed, captured and looks, 1)
-        """What is left of looking where queries are known."""
-        # An external event is recorded anew whenever a captured step is replayed.
+        """The look-ahead if queries are known."""
+        # An external event is recorded again by every replay.
         self._pause = torch.cuda.Event(external=True) if captured and looks else None
 
     def ahead(self, batches: Iterator[Inputs], known: bool = False) -> Iterator[tuple[Tensor, ...]]:
-        """What :attr:`learn` is to be called with, batch by batch; queries may be known."""
+        """Yield the arguments of :attr:`learn`, batch by batch."""
         return look_ahead(batches, self._glance if known else self._look, self.learn, self._pause)
 
     def _see(self, *views: Tensor) -> tuple[Tensor, ...]:
-        """What the backbone makes of images before any prompt; nothing where it learns, or features are frozen."""
+        """Embed images and compute queries; return features and trained backbones' images unchanged."""
         model, images = self.model, self.loader.show(*views)
         if images.ndim == 2 or model.backbone.learns:
             return (images,)
@@ -55,11 +56,10 @@ class Step:
         return self._given(seen, model.query(seen))
 
     def _embed(self, *views: Tensor) -> tuple[Tensor, ...]:
-        """The same without the query."""
+        """Embed images without computing queries."""
         return self._given(self.model.backbone.embed(self.loader.show(*views)))
 
     def _given(self, seen: Embedded, query: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Those parts of what was seen that there are."""
         self._parts = (True, seen.qkv is not None, self.model.method.needs_query)
         return tuple(part for part in (seen.tokens, seen.qkv, query) if part is not None)
 
@@ -86,9 +86,9 @@ class Step:
         self._pause.record()
 
     def _features(self, seen: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor | None]:
-        """Features of a batch, and what the method adds to the loss."""
+        """Return the features of a batch, and the method's loss."""
         model = self.model
-        if seen[0].ndim == 2:  # frozen features
+        if seen[0].ndim == 2:
             return seen[0], None
         if model.backbone.learns:
             features, loss = model.features(seen[0], context)
@@ -103,7 +103,7 @@ class Step:
         return features, loss if more is None else more if loss is None else loss + more
 
     def _feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
-        """What the method says to the features of the whole batch, which it may compare with each other."""
+        """Return the method's loss on the features of the whole batch."""
         method, world = self.model.method, self.world
         if world.alone or type(method).feature_loss is Method.feature_loss:
             return method.feature_loss(features, context)
@@ -111,11 +111,11 @@ class Step:
         others, labels = (world.gather(part, self.batch) for part in (features, context.labels))
         every = torch.cat([others[: self.own.start], features, others[self.own.stop :]])  # (B of all, D)
         loss = method.feature_loss(every, replace(context, labels=labels))
-        # The gradient goes through the features that are here alone, and gradients are averaged, not added.
+        # Only local features have a gradient, and gradients are averaged, not added.
         return None if loss is None else world.size * loss
 
     def _weighed(self, mean: Tensor) -> Tensor:
-        """A mean over the images here, as its part of the mean over all."""
+        """Weight a local mean by its part of the mean over all processes."""
         return mean if self.weight == 1 else self.weight * mean
 
     def _settle_gradients(self) -> None:
@@ -130,17 +130,17 @@ class Step:
 
 
 def logits_from(head: LinearHead, features: Tensor, first: int) -> Tensor:
-    """Logits of the classes from ``first`` on: the rows of others get no gradient (but any weight decay)."""
+    """Return logits of the classes from ``first`` on; other rows get no gradient."""
     return head.logits(features, head.weight[first:], head.bias[first:])
 
 
 def look_ahead(
     batches: Iterator[Inputs], look: Captured, learn: Captured, pause: torch.cuda.Event | None = None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What ``learn`` is to be called with, batch by batch: labels, seed, what ``look`` makes of the views, any query.
+    """Yield the arguments of ``learn``: labels, seed, what ``look`` returns, any query.
 
-    Where both are captured, looking runs beside the learning from the batches before, which it does not depend on. It
-    begins at the event that learning records when it comes to a part that leaves the GPU nearly idle.
+    If both are captured, looking ahead runs next to the training on earlier batches. It starts at the event that the
+    step records when it reaches a part that leaves the GPU nearly idle.
     """
     while not (look.warm and learn.warm and learn.taken):
         inputs = next(batches, None)
@@ -153,10 +153,10 @@ def look_ahead(
 def _side_by_side(
     batches: Iterator[Inputs], look: Captured, learn: Captured, pause: torch.cuda.Event | None
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The same on two streams: what was seen in a batch waits in a place of its own while the next is looked at.
+    """Look ahead on a second stream, up to two batches; results are copied to a buffer.
 
-    So looking is up to two batches ahead: it begins with the small kernels at the end of a step, goes on through those
-    at the start of the next one, and ends during its pass through the backbone.
+    It starts with the small kernels at the end of a step, continues through the start of the next one, and ends during
+    the pass through the backbone.
     """
     main, side = torch.cuda.current_stream(), look.stream
     assert side is not None and learn.taken is not None
@@ -178,13 +178,12 @@ def _side_by_side(
 
 
 def _look_at_next(batches: Iterator[Inputs], look: Captured) -> tuple[Inputs | None, tuple[Tensor, ...]]:
-    """The next batch, if there is one, and what is seen in it."""
     inputs = next(batches, None)
     return inputs, look(*inputs.views) if inputs else ()
 
 
 def _copied(values: tuple[Tensor, ...], places: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy values to places, or to new ones."""
+    """Copy values to existing places, or to new ones."""
     if not places:
         return tuple(value.clone() for value in values)
     for place, value in zip(places, values, strict=True):
@@ -194,12 +193,12 @@ def _copied(values: tuple[Tensor, ...], places: tuple[Tensor, ...]) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate at each step of a task, as a function of a base rate.
+    """Learning rate at each step of a task, as a function of a base rate.
 
-    ``cosine`` falls from the base to the final rate over the steps really made. ``vq`` is what VQ-Prompt's code
-    does: one step at the base rate, then ``frozen_epochs`` at the final rate, then the cosine. ``vq-epoch`` is its
-    schedule for CUB-200: per epoch, the first two epochs at the base rate, ending near a tenth of it. ``step`` divides
-    the rate by ten after 31 epochs, then every 30.
+    ``cosine`` decays from the base to the final rate over the actual steps. ``vq`` is VQ-Prompt's code: one step at the
+    base rate, then ``frozen_epochs`` at the final rate, then the cosine. ``vq-epoch`` is its schedule for CUB-200: per
+    epoch, the first two at the base rate, ending near a tenth of it. ``step`` divides the rate by ten after 31 epochs,
+    then every 30.
 
     >>> schedule = Schedule("cosine", epochs=2, steps_per_epoch=2, final=0.0)
     >>> [round(schedule.rate(step, 1.0), 3) for step in range(4)]
@@ -216,10 +215,10 @@ class Schedule:
     frozen_epochs: int = 1
 
     def rate(self, step: int, base: float) -> float:
-        """The rate of the step, counted from 0 at the beginning of the task."""
+        """Return the learning rate of a step, counted from 0 at the start of the task."""
         if self.kind == "constant":
             return base
-        epoch = max(0, step // self.steps_per_epoch - 1)  # timm's schedulers, called so, are late by one, too
+        epoch = max(0, step // self.steps_per_epoch - 1)  # timm's schedulers are also late by one
         if self.kind == "step":
             return base * 0.1 ** (epoch // 30)
         if self.kind == "vq-epoch":
@@ -228,6 +227,6 @@ class Schedule:
         if 0 < step <= frozen:
             return self.final
         total = self.epochs * self.steps_per_epoch
-        begun = frozen + 1 if self.kind == "vq" else 0  # the first step of the cosine
+        begun = frozen + 1 if self.kind == "vq" else 0  # first step of the cosine
         progress = max(0, step - begun) / max(1, total - frozen)
         return self.final + (base - self.final) * (1 + math.cos(math.pi * min(1.0, progress))) / 2

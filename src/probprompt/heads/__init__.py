@@ -1,4 +1,4 @@
-"""Heads: features to logits over the classes seen so far. Any head goes with any method."""
+"""Heads: features to logits over the classes seen so far. Any head works with any method."""
 
 from typing import Annotated
 

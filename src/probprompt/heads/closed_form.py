@@ -1,7 +1,7 @@
-"""Heads in closed form: they add up sums over images, in float64, and are solved from them.
+"""Closed-form heads, solved from float64 statistics that are summed over images.
 
-After any sequence of tasks they equal the head of all those images at once, whatever the order, as long as the
-features of an image stay the same. No image is kept.
+After any sequence of tasks they equal the head fitted to all images jointly, in any order, as long as the features of
+an image do not change. No image is stored.
 """
 
 import math
@@ -16,43 +16,41 @@ from probprompt import randomness
 from probprompt.heads.head import Head, HeadSettings, register
 
 STRENGTHS = tuple(10.0**power for power in range(-6, 10))
-"""What the strength of the ridge is chosen from."""
-STRIP = 256  # rows that are saved together of half a matrix
-CHUNK = 2**23  # numbers of an intermediate result in float64: 64 MB
+"""Candidates for the ridge penalty."""
+STRIP = 256  # rows of a half matrix per saved strip
+CHUNK = 2**23  # float64 numbers in an intermediate result: 64 MB
 
 
 class _ProjectionSettings(HeadSettings):
     projections: int = Field(2000, ge=0)
-    """Random ReLU projections under the ridge head; 0 takes the features as they are."""
+    """Number of random ReLU projections below the ridge head; 0 for none."""
     ridge: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """lambda of the ridge head; None chooses it on held-out images."""
+    """Ridge penalty λ. None: chosen on held-out images."""
     ridge_choice: Literal["first", "every", "last"] = "first"
-    """Images that choose lambda: a fifth of the first task's; after every task, a fifth of all tasks' so far, each
-    judged when it came; or, as in RanPAC's code, a fifth of the last task's. What suits few classes is too much
-    later."""
+    """Images that choose λ: a fifth of the first task (``first``), of all tasks so far, each measured when it came
+    (``every``), or of the last task, as in RanPAC's code (``last``). A penalty that suits few classes is too large
+    for many."""
 
 
 class ClosedFormSettings(HeadSettings):
-    """What all heads in closed form can read of an image."""
+    """Image features that all closed-form heads can read."""
 
     with_query: bool = False
-    """Whether a head in closed form also sees the query, which is computed anyway: what the backbone says without
-    prompts then stands beside what it says with them."""
+    """Whether the head also reads the query, the feature without prompts, which is computed anyway."""
     layers: int = Field(0, ge=0)
-    """Of how many blocks before the last a head in closed form also reads the class token and the mean of the patches,
-    under prompts and each normalised."""
+    """Number of intermediate blocks whose class token and mean patch token the head also reads, with prompts, each
+    normalized."""
     intermediate: Literal["unprojected", "projected"] = "unprojected"
-    """Whether the ridge head takes them as they are, beside its projections, or projects them with the feature."""
+    """Whether the ridge head reads intermediate features next to its projections, or projects them with the feature."""
     flip_average: bool = False
-    """Whether a head in closed form is given the mean of what is read of an image and of its mirror image, wherever it
-    learns or predicts: twice the work of both, and less chance in a feature. The query is the image's own."""
+    """Whether to average features over an image and its horizontal flip in training and prediction: twice the work,
+    less noise. The query is the image's own."""
     flip_augment: bool = False
-    """Whether a head in closed form also learns the mirror image of every image, as one more image of its class: twice
-    the passes of learning, and no more work at prediction."""
+    """Whether to learn the horizontal flip of every training image as one more image: twice the passes of training,
+    no more work at prediction."""
     compensate_drift: bool = False
-    """Whether the sums of a head in closed form follow where prompts that learn in several tasks
-    (``training.adapt_tasks``) move the features: by the linear map from what the head made of the new task's images
-    before to what it makes of them after it."""
+    """Whether to correct the statistics if several tasks train prompts (``training.adapt_tasks``), by the linear map
+    from the features of the new task's images before training to those after it."""
 
     @model_validator(mode="after")
     def _check_views(self) -> Self:
@@ -61,7 +59,7 @@ class ClosedFormSettings(HeadSettings):
         return self
 
     def input_width(self, width: int) -> int:
-        """Return the width of a feature, the query, then the readings of blocks.
+        """Return the width of a feature, the query, then intermediate features.
 
         >>> LDASettings(with_query=True, layers=3).input_width(10)
         80
@@ -75,7 +73,7 @@ class RidgeSettings(ClosedFormSettings, _ProjectionSettings):  # recorded in the
     kind: Literal["ridge"] = "ridge"
 
     def unprojected_width(self, width: int) -> int:
-        """Return the width of the readings that stand next to the projections.
+        """Return the width of intermediate features next to the projections.
 
         >>> RidgeSettings(layers=3).unprojected_width(10)
         60
@@ -88,27 +86,27 @@ class LDASettings(ClosedFormSettings):
 
     kind: Literal["lda"] = "lda"
     shrinkage: float = Field(1e-3, gt=0, le=1)
-    """How far the covariance of the LDA head is drawn towards its mean diagonal."""
+    """Weight of the mean diagonal in the covariance."""
 
 
 class NearestMeanSettings(ClosedFormSettings):
-    """The class whose mean feature has the smallest angle with the feature."""
+    """Nearest class mean by cosine."""
 
     kind: Literal["nearest-mean"] = "nearest-mean"
 
 
 class ClosedFormHead(Head):
-    """A head solved from sums over images."""
+    """A head solved from class statistics."""
 
     trained = False
     totals: ClassVar[str]
-    """Its sums of what an image is lifted to, by class (C, L)."""
+    """Name of the sums of lifted features by class (C, L)."""
     moments: ClassVar[str | None] = None
-    """Its sums of squares of that (L, L), if it has them."""
+    """Name of the second moment of lifted features (L, L), if any."""
 
     def __init__(self, width: int, seed: int, inner: int | None = None) -> None:
         super().__init__(width, seed)
-        self.inner = inner or width  # L: the width of what is added up
+        self.inner = inner or width  # L: the width of lifted features
         for name, shape in self.shapes(0).items():
             self.register_buffer(name, torch.zeros(shape, dtype=self._dtype(name)))
 
@@ -122,14 +120,14 @@ class ClosedFormHead(Head):
 
     @classmethod
     def _options(cls, settings: HeadSettings, width: int) -> tuple[Any, ...]:
-        """Further arguments of a head, from its settings."""
+        """Return further arguments of the constructor."""
         return ()
 
     def _dtype(self, name: str) -> torch.dtype:
         return torch.float64 if name in self.learning_only else torch.float32
 
     def grow(self, classes: int) -> Self:
-        """Make room for so many new classes, without any image of them yet."""
+        """Add ``classes`` new classes without images."""
         self._check_complete()
         for name, shape in self.shapes(len(self) + classes).items():
             old = self.get_buffer(name)
@@ -140,14 +138,14 @@ class ClosedFormHead(Head):
         return self
 
     def saved(self) -> dict[str, Tensor]:
-        """What :meth:`restore` takes, by name: of sums of squares only one half, since the other is the same."""
+        """Return the tensors for :meth:`restore` by name; of second moments only the lower half."""
         found = super().saved()
         if self.moments in found:
             found[self.moments] = _half(found[self.moments])
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Take over saved tensors, whatever their number of classes; sums of squares may be halved or whole."""
+        """Load saved tensors of any number of classes; second moments may be halved or whole."""
         tensors = dict(tensors)
         if self.moments in tensors and tensors[self.moments].ndim == 1:
             rows = self.shapes(len(tensors.get("weight", ())))[self.moments][0]
@@ -156,11 +154,11 @@ class ClosedFormHead(Head):
 
     @torch.no_grad()
     def learn(self, features: Tensor, labels: Tensor, classes: int, task_key: randomness.Key) -> None:
-        """Grow by so many classes and learn images: features (n, D), labels (n,) counting all classes seen.
+        """Add ``classes`` new classes and learn images: features (n, D), labels (n,).
 
-        With no new class, the images refine known ones. ``task_key`` keys what is drawn at random for this task.
-        Features may also be of several views of each image, (n, V, D): all count as images, but what is chosen on
-        held-out images is judged by the first view of images of which no view was learned.
+        Labels count all classes seen. With no new class, the images refine known ones. ``task_key`` keys the task's
+        random draws. Features may also be of several views of each image, (n, V, D): all count as images, but held-out
+        images are measured by their first view, and none of their views is learned.
         """
         self._check_complete()
         features = features if features.ndim == 3 else features[:, None]
@@ -178,14 +176,14 @@ class ClosedFormHead(Head):
 
     @torch.no_grad()
     def lift(self, features: Tensor) -> Tensor:
-        """What the sums are over, of features (n, D): (n, L)."""
+        """Return lifted features ``(n, L)`` of features ``(n, D)``."""
         return features
 
     @torch.no_grad()
     def solve_sums(self, counts: Tensor, totals: Tensor, moment: Tensor, solve: bool = True) -> Self:
-        """Replace its own sums by others and solve them: counts (C,), sums of :meth:`lift` (C, L), of squares (L, L).
+        """Replace the statistics: counts (C,), sums of :meth:`lift` (C, L), of squares (L, L).
 
-        Without ``solve`` the weights stay as they are, for a head that is about to learn.
+        Without ``solve`` the weights do not change.
         """
         for name, value in self._named_sums(counts, totals, moment).items():
             self.register_buffer(name, value.to(self.weight.device, torch.float64, copy=True))
@@ -194,15 +192,15 @@ class ClosedFormHead(Head):
         return self
 
     def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
-        """Which of these sums it keeps, by their names here."""
+        """Return the statistics that this head keeps, by name."""
         raise NotImplementedError
 
     @torch.no_grad()
     def follow(self, before: Tensor, after: Tensor, task_key: randomness.Key) -> None:
-        """Move the sums as the features of some images have moved, from (n, D) to (n, D); solve nothing yet.
+        """Correct the statistics for features that drifted from (n, D) to (n, D), without solving.
 
-        What the sums are over is taken to have moved by a linear map: by a ridge regression of the difference on what
-        was before, whose strength is chosen on a fifth of the images. So nothing moves where nothing can be predicted.
+        The drift of lifted features is taken as linear: a ridge regression of the change on the old ones, with a
+        penalty chosen on a fifth of the images. Where nothing can be predicted, nothing is corrected.
         """
         self._check_complete()
         old = self.lift(before.double())  # (n, L)
@@ -219,7 +217,7 @@ class ClosedFormHead(Head):
         moved.diagonal().add_(1)
         self.register_buffer(self.totals, self.get_buffer(self.totals) @ moved)
         if self.moments:
-            whole = symmetric(self.get_buffer(self.moments))  # a solve reads but one half, which alone is saved
+            whole = symmetric(self.get_buffer(self.moments))  # only the lower half is up to date
             self.register_buffer(self.moments, moved.T @ whole @ moved)
 
     def _check_complete(self) -> None:
@@ -228,19 +226,19 @@ class ClosedFormHead(Head):
 
     def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
         device = self.weight.device
-        for name, value in tensors.items():  # what is None is neither held nor saved any more
+        for name, value in tensors.items():  # None: no longer held or saved
             self.register_buffer(name, None if value is None else value.to(device, self._dtype(name), copy=True))
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
-        """Add the sums over these images (n, V, D)."""
+        """Add the statistics of images ``(n, V, D)``."""
         raise NotImplementedError
 
     def _solve(self) -> None:
-        """Make from the sums what prediction needs."""
+        """Solve for the weights."""
         raise NotImplementedError
 
     def _class_sums(self, values: Tensor, labels: Tensor) -> Tensor:
-        """Sums per class (C, L) of values (n, L); by a product, whose order of summation is fixed on every device."""
+        """Return sums per class ``(C, L)``, as a product for a fixed order of summation."""
         return nn.functional.one_hot(labels, len(self)).to(values).T @ values
 
 
@@ -249,18 +247,18 @@ class RidgeHead(ClosedFormHead):
     """Ridge regression of the one-hot classes on random ReLU projections of the features (RanPAC).
 
     With h = ReLU(f W), G = sum h h^T and C = sum h onehot(y)^T, logits are h (G + lambda I)^-1 C. W is drawn from the
-    seed. The last ``untouched`` numbers of a feature are not projected, but stand beside the projections.
+    seed. The last ``untouched`` numbers of a feature are not projected, but follow the projections.
 
-    Lambda is chosen once, from powers of ten, by the squared error on a fifth of the first task's images: the
-    largest within a standard error of the smallest error. (The smallest itself is a matter of chance where a small task
-    is fitted exactly by every small lambda; kept, such a lambda fails the tasks to come.) That needs two classes of two
-    images or more: until such a task comes, lambda is a tenth of the mean diagonal of G.
+    With ``first``, lambda is chosen once from powers of ten by the squared error on a fifth of the first task's images:
+    the largest within a standard error of the minimum. (The minimum itself is noise if every small lambda fits a small
+    task exactly, and such a lambda fails later tasks.) This needs two classes of two images or more; until such a task,
+    lambda is a tenth of the mean diagonal of G.
 
-    With ``every`` it is chosen anew after every task: each lambda is tried on a fifth of the new images, solved from
-    all others so far, and what it gets wrong is added to that of the tasks before. The largest is taken that is worse
-    than the best by no more than the standard error of the difference. (Squared errors prefer larger lambdas than
-    right answers do, the more so the more classes there are.) With ``last`` it is the one of the smallest squared error
-    on a fifth of the new images, solved from the rest of these alone.
+    With ``every``, lambda is chosen after every task. Each candidate is solved from all other images and tested on a
+    fifth of the new ones, and its errors are added to those of earlier tasks. The result is the largest lambda whose
+    excess over the minimum is within its standard error. (Squared errors prefer larger lambdas than accuracy does, and
+    more so with more classes.) With ``last``, it is the minimum of the squared error on a fifth of the new images,
+    solved from the rest of them.
 
     >>> head = RidgeHead(width=2, seed=0, projections=0, ridge=1.0)
     >>> head.learn(torch.eye(2), torch.tensor([0, 1]), classes=2, task_key=0)
@@ -292,7 +290,7 @@ class RidgeHead(ClosedFormHead):
         self.strength.fill_(math.nan if ridge is None else ridge)
         self.untouched = untouched
         projection = randomness.normal((width - untouched, projections), seed, "projection") if projections else None
-        # Drawn from the seed again when a model is loaded, so it need not be stored.
+        # Drawn from the seed when a model is loaded, so it is not stored.
         self.register_buffer("projection", projection, persistent=False)  # (D, L)
 
     @classmethod
@@ -301,9 +299,9 @@ class RidgeHead(ClosedFormHead):
         return settings.projections, settings.ridge, settings.unprojected_width(width), settings.ridge_choice
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """Weights and correlations (C, L), the Gram matrix (L, L) once there is a class, lambda, and its trials.
+        """Return shapes: weights and correlations (C, L), Gram matrix, lambda, and trials.
 
-        Trials are sums over held-out images of the products of (1, whether it was wrong under each lambda).
+        Trials are sums over held-out images of the products of (1, error under each lambda).
         """
         inner = self.inner if classes else 0
         rows, tried = (classes, self.inner), (len(STRENGTHS) + 1,) * 2
@@ -311,12 +309,12 @@ class RidgeHead(ClosedFormHead):
         return {**usual, "trials": tried} if self.choice == "every" else usual
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D)."""
+        """Return logits ``(B, C)`` of features ``(B, D)``."""
         return nn.functional.linear(self._projected(features.to(self.weight)), self.weight)
 
     @torch.no_grad()
     def lift(self, features: Tensor) -> Tensor:
-        """Random projections (n, L) of features (n, D)."""
+        """Return random projections ``(n, L)`` of features ``(n, D)``."""
         return self._projected(features)
 
     def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
@@ -328,7 +326,7 @@ class RidgeHead(ClosedFormHead):
         projection = self.projection.to(features)
         if not self.untouched:
             return (features @ projection).relu()  # (B, L)
-        own = len(projection)  # what is not projected is put on the scale of what is
+        own = len(projection)  # unprojected features get the scale of projected ones
         return torch.cat([(features[:, :own] @ projection).relu(), math.sqrt(own) * features[:, own:]], dim=1)
 
     def _add(self, features: Tensor, labels: Tensor, task_key: randomness.Key) -> None:
@@ -349,7 +347,7 @@ class RidgeHead(ClosedFormHead):
             correlation += self._class_sums(projected, of)
 
     def _try(self, features: Tensor, labels: Tensor) -> None:
-        """Judge every lambda by images that the sums do not have, and choose it by all that were so judged."""
+        """Test every lambda on images outside the statistics, and choose one by all tests so far."""
         if not len(labels):
             return
         weights = self._solutions(self.gram, self.correlation.T)  # (L, C) each
@@ -372,7 +370,7 @@ class RidgeHead(ClosedFormHead):
         self.strength.fill_(STRENGTHS[best])
 
     def _candidates(self, features: Tensor, labels: Tensor) -> list[Tensor]:
-        """The solutions of these images by themselves, (L, C), for each strength."""
+        """Return the solutions ``(L, C)`` of only these images for each penalty."""
         if len(labels) < self.inner:
             projected = self._projected(features.double())  # (n, L)
             wanted = nn.functional.one_hot(labels, len(self)).double()  # (n, C)
@@ -382,18 +380,18 @@ class RidgeHead(ClosedFormHead):
         return self._solutions(gram, correlation.T)
 
     def _solutions(self, gram: Tensor, targets: Tensor) -> list[Tensor]:
-        """The solutions (L, C) for each strength; those that drown in rounding are one and the same."""
+        """Return the solutions ``(L, C)`` for each penalty, equal below rounding."""
         shifts = [max(strength, _least(gram)) for strength in STRENGTHS]
         found = {shift: _solve(gram, shift, targets) for shift in dict.fromkeys(shifts)}
         return [found[shift] for shift in shifts]
 
     def _errors(self, features: Tensor, labels: Tensor, weights: list[Tensor]) -> Tensor:
-        """Squared errors of several solutions: (solutions, B)."""
+        """Return squared errors of several solutions: (solutions, B)."""
         projected, wanted = self._projected(features), nn.functional.one_hot(labels, len(self))  # (B, L), (B, C)
         return torch.stack([(projected @ weight - wanted).square().sum(dim=1) for weight in weights])
 
     def _held_out(self, labels: Tensor, task_key: randomness.Key) -> Tensor:
-        """Draw a fifth of the images of each class, at least one of two: (n,) of booleans."""
+        """Draw a mask (n,) of a fifth of the images of each class, at least one of two."""
         held_out = torch.zeros_like(labels, dtype=torch.bool)
         for label in labels.unique().tolist():
             places = (labels == label).nonzero()[:, 0]  # (images of the class,)
@@ -406,7 +404,7 @@ class RidgeHead(ClosedFormHead):
         self.weight = self.solution().float()
 
     def solution(self) -> Tensor:
-        """Solve for the weights (C, L) in float64, from the sums alone."""
+        """Solve for the weights ``(C, L)`` in float64."""
         strength = float(self.strength)
         if math.isnan(strength):
             strength = 0.1 * float(self.gram.diagonal().mean()) or 1.0
@@ -417,8 +415,8 @@ class RidgeHead(ClosedFormHead):
 class LDAHead(ClosedFormHead):
     """Linear discriminant analysis: a mean per class, one covariance S for all.
 
-    Logits are x S^-1 mu_c - 1/2 mu_c S^-1 mu_c. S is the covariance within classes, drawn towards its mean diagonal
-    (towards the identity where it is zero: one image per class).
+    Logits are x S^-1 mu_c - 1/2 mu_c S^-1 mu_c. S is the within-class covariance, shrunk towards its mean diagonal
+    (towards the identity if it is zero, with one image per class).
 
     >>> head = LDAHead(width=1, seed=0, shrinkage=1.0)
     >>> head.learn(torch.tensor([[-2.0], [0.0], [2.0], [4.0]]), torch.tensor([0, 0, 1, 1]), classes=2, task_key=0)
@@ -444,12 +442,12 @@ class LDAHead(ClosedFormHead):
         return (settings.shrinkage,)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """Weights and sums (C, D), biases and counts (C,), and the second moment (D, D)."""
+        """Return shapes: weights and sums (C, D), biases and counts (C,), second moment (D, D)."""
         rows, square = (classes, self.width), (self.width, self.width)
         return {"weight": rows, "bias": (classes,), "sums": rows, "counts": (classes,), "moment": square}
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D)."""
+        """Return logits ``(B, C)`` of features ``(B, D)``."""
         return nn.functional.linear(features.to(self.weight), self.weight, self.bias)
 
     def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
@@ -473,7 +471,7 @@ class LDAHead(ClosedFormHead):
 
 @register
 class NearestMeanHead(ClosedFormHead):
-    """The cosine between the feature and the mean of each class.
+    """Cosine between the feature and the mean of each class.
 
     >>> head = NearestMeanHead(width=2, seed=0)
     >>> head.learn(torch.tensor([[1.0, 1.0], [1.0, -1.0], [0.0, 3.0]]), torch.tensor([0, 0, 1]), 2, task_key=0)
@@ -487,11 +485,11 @@ class NearestMeanHead(ClosedFormHead):
     sums: Tensor
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """Weights and sums (C, D)."""
+        """Return shapes: weights and sums (C, D)."""
         return {"weight": (classes, self.width), "sums": (classes, self.width)}
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D)."""
+        """Return logits ``(B, C)`` of features ``(B, D)``."""
         return nn.functional.linear(nn.functional.normalize(features.to(self.weight), dim=1), self.weight)
 
     def _named_sums(self, counts: Tensor, totals: Tensor, moment: Tensor) -> dict[str, Tensor]:
@@ -506,7 +504,7 @@ class NearestMeanHead(ClosedFormHead):
 
 
 def _half(square: Tensor) -> Tensor:
-    """The lower half of a symmetric matrix (L, L), with a little more: strips of rows up to the diagonal, end to end.
+    """Return the lower half of a symmetric matrix ``(L, L)`` as strips up to the diagonal.
 
     >>> _half(torch.eye(2))
     tensor([1., 0., 0., 1.])
@@ -516,7 +514,7 @@ def _half(square: Tensor) -> Tensor:
 
 
 def _whole(half: Tensor, size: int) -> Tensor:
-    """The matrix (L, L) that a half was taken of.
+    """Return the matrix ``(L, L)`` of a half.
 
     >>> _whole(_half(torch.eye(2)), 2).tolist() == torch.eye(2).tolist()
     True
@@ -531,7 +529,7 @@ def _whole(half: Tensor, size: int) -> Tensor:
 
 
 def symmetric(rows: Tensor) -> Tensor:
-    """The last rows of a lower triangle, (n, L), with its mirror image on the other side of the diagonal: a copy.
+    """Complete the last rows of a lower triangle, ``(n, L)``, by symmetry, in a copy.
 
     >>> symmetric(torch.tensor([[5, 1, 0], [6, 2, 3]]))
     tensor([[5, 1, 2],
@@ -543,12 +541,12 @@ def symmetric(rows: Tensor) -> Tensor:
 
 
 def _one_by_one(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """All views of images (n, V, D) as images of their own, (n V, D), with their labels."""
+    """Return all views of images ``(n, V, D)`` as images ``(n V, D)``, with their labels."""
     return features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
 
 
 def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images (n, D), or all their views (n, V, D), in float64, so few at a time that (images, width) stays small."""
+    """Yield images ``(n, D)`` or views ``(n, V, D)`` in float64, in chunks of limited size."""
     size = max(1, CHUNK // width)
     if features.ndim == 3:
         features, labels = _one_by_one(features, labels)
@@ -557,8 +555,8 @@ def _chunks(features: Tensor, labels: Tensor, width: int) -> Iterator[tuple[Tens
 
 
 def _regressions(given: Tensor, wanted: Tensor, strengths: Iterable[float]) -> Iterator[Tensor]:
-    """Ridge regressions of what is wanted (n, K) on what is given (n, L), both in float64: (L, K) for each strength."""
-    if len(given) < given.shape[1]:  # the same solutions from a smaller matrix, one image against another
+    """Return ridge regressions of targets (n, K) on inputs (n, L): (L, K) per penalty."""
+    if len(given) < given.shape[1]:  # the same solutions from a smaller matrix over images
         kernel = given @ given.T  # (n, n)
         yield from (given.T @ _solve(kernel, strength, wanted) for strength in strengths)
     else:
@@ -567,19 +565,19 @@ def _regressions(given: Tensor, wanted: Tensor, strengths: Iterable[float]) -> I
 
 
 def _solve(matrix: Tensor, shift: float, targets: Tensor) -> Tensor:
-    """Solve (matrix + shift I) X = targets in float64, for a matrix without negative eigenvalues."""
+    """Solve (matrix + shift I) X = targets in float64, for a positive semidefinite matrix."""
     shifted = matrix.clone()
     shifted.diagonal().add_(max(shift, _least(matrix)))
     return torch.cholesky_solve(targets, torch.linalg.cholesky(shifted))
 
 
 def _least(matrix: Tensor) -> float:
-    """A smaller shift than this would drown in the rounding of the largest eigenvalue."""
+    """Return the smallest shift above the rounding of the largest eigenvalue."""
     return len(matrix) * torch.finfo(matrix.dtype).eps * float(matrix.trace())
 
 
 def _largest_good(errors: Tensor) -> int:
-    """The last candidate whose mean error (candidates, n) is within a standard error of the smallest.
+    """Return the last candidate (candidates, n) within a standard error of the smallest error.
 
     >>> _largest_good(torch.tensor([[1.0, 3.0], [0.5, 2.5], [1.0, 4.0], [9.0, 9.0]]))
     2
@@ -591,7 +589,7 @@ def _largest_good(errors: Tensor) -> int:
 
 
 def _largest_as_good(trials: Tensor) -> int:
-    """The last candidate that is worse than the best by no more than the standard error of that difference.
+    """Return the last candidate whose excess over the best is within its standard error.
 
     trials: sums over n images of the products of (1, error of each candidate), (1 + candidates,) squared.
 

@@ -1,4 +1,4 @@
-"""What a head is: features to logits over the classes seen so far; and the heads by name."""
+"""Interface of heads, from features to logits over the classes seen so far, and their registry."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class HeadSettings(BaseModel):
-    """Settings of a head; a subclass gives ``kind`` its name and adds its own fields."""
+    """Settings of a head; a subclass sets a default ``kind`` and adds fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,15 +20,15 @@ class HeadSettings(BaseModel):
 
 
 class Head(nn.Module):
-    """Features (B, D) to logits (B, C), with room for more classes at any time."""
+    """Features (B, D) to logits (B, C), for a growing number of classes."""
 
     Settings: ClassVar[type[HeadSettings]]
     trained: ClassVar[bool]
-    """Whether it learns by gradient."""
+    """Whether it is trained by gradient."""
     layers: int = 0
-    """How many blocks before the last it reads, beside what is read out of the last."""
+    """Number of intermediate blocks that it reads."""
     flip_average: bool = False
-    """Whether it is given the mean of what is read of an image and of its mirror image."""
+    """Whether its input is averaged over an image and its horizontal flip."""
     learning_only: ClassVar[frozenset[str]] = frozenset()
     """Saved tensors that prediction does not need."""
 
@@ -41,28 +41,28 @@ class Head(nn.Module):
 
     @classmethod
     def create(cls, settings: HeadSettings, width: int, seed: int) -> Self:
-        """Build the head, without any class yet, for features of this width."""
+        """Build the head without classes, for features of this width."""
         return cls(settings.input_width(width), seed)
 
     def __len__(self) -> int:
         return len(self.weight)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every saved tensor once there are so many classes."""
+        """Return the shape of every saved tensor for a number of classes."""
         raise NotImplementedError
 
     def grow(self, classes: int) -> Self:
-        """Make room for so many new classes."""
+        """Add ``classes`` new classes."""
         raise NotImplementedError
 
     def saved(self) -> dict[str, Tensor]:
-        """What :meth:`restore` takes, by name."""
+        """Return the tensors for :meth:`restore` by name."""
         return dict(self.state_dict())
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Take over saved tensors, whatever their number of classes.
+        """Load saved tensors of any number of classes.
 
-        Those of ``learning_only`` may be missing: such a head predicts, but learns no more.
+        Those of ``learning_only`` may be missing: such a head predicts, but cannot learn.
         """
         expected = self.shapes(len(tensors["weight"]) if "weight" in tensors else 0)
         missing = set(expected) - set(tensors) - self.learning_only
@@ -79,22 +79,22 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D)."""
+        """Return logits ``(B, C)`` of features ``(B, D)``."""
         raise NotImplementedError
 
 
 HEADS: dict[str, type[Head]] = {}
-"""Every head by the name that its settings carry."""
+"""Heads by kind."""
 
 
 def register(head: type[Head]) -> type[Head]:
-    """Make a head known by name."""
+    """Register a head by its kind."""
     HEADS[head.Settings.model_fields["kind"].default] = head
     return head
 
 
 def make_head(settings: HeadSettings, width: int, seed: int) -> Head:
-    """Build a head without any class yet.
+    """Build a head without classes.
 
     >>> import torch
     >>> from probprompt.heads import RidgeSettings
@@ -105,7 +105,7 @@ def make_head(settings: HeadSettings, width: int, seed: int) -> Head:
 
 
 def default_settings() -> dict[str, JsonValue]:
-    """Return the settings of all kinds of heads at their defaults; what several kinds have has the same default."""
+    """Return the default settings of all kinds of heads; shared settings have one default."""
     return {name: field.default for head in HEADS.values() for name, field in head.Settings.model_fields.items()}
 
 
@@ -119,7 +119,7 @@ def setting_names(kind: str) -> list[str]:
 
 
 def complete(given: Mapping[str, JsonValue], preferred: str, any_head: bool = False) -> dict[str, JsonValue]:
-    """Name the kind of head, and drop the settings of other kinds that have their default, or with ``any_head`` all.
+    """Name the kind of head, and drop other kinds' settings: defaults, or with ``any_head`` all.
 
     Until version 0.1 every head recorded the settings of all kinds.
 

@@ -1,4 +1,4 @@
-"""Heads trained by gradient, and their realignment to all classes after a task."""
+"""Heads trained by gradient, and their alignment to all classes after a task."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ class NormalizedSettings(HeadSettings):
 
 @register
 class LinearHead(Head):
-    """A linear layer that grows by a row per class; a row's start depends on its seed and class alone.
+    """A linear layer that grows by one row per class, drawn from the seed and the class.
 
     >>> LinearHead(width=4, seed=0).grow(3)(torch.zeros(2, 4)).shape
     torch.Size([2, 3])
@@ -44,11 +44,11 @@ class LinearHead(Head):
         self.replace(torch.empty(0, width), torch.empty(0))
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """Weights (C, D) and biases (C,)."""
+        """Return shapes: weights (C, D) and biases (C,)."""
         return {"weight": (classes, self.width), "bias": (classes,)}
 
     def grow(self, classes: int) -> Self:
-        """Add rows for so many new classes, drawn as PyTorch's linear layer draws them."""
+        """Add rows for ``classes`` new classes, drawn as by PyTorch's linear layer."""
         seen, width = self.weight.shape
         bound = 1 / math.sqrt(width)
         rows = [randomness.uniform((width + 1,), self.seed, "head", seen + new) for new in range(classes)]
@@ -58,7 +58,7 @@ class LinearHead(Head):
         return self
 
     def replace(self, weight: Tensor, bias: Tensor) -> None:
-        """Take over other rows, whatever their number."""
+        """Replace all rows, by any number of them."""
         self.weight, self.bias = nn.Parameter(weight.contiguous()), nn.Parameter(bias.contiguous())
 
     def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
@@ -67,17 +67,17 @@ class LinearHead(Head):
         self.replace(weight.to(self.weight, copy=True), bias.to(self.bias, copy=True))
 
     def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D) under other rows (C, D) and biases (C,) than its own."""
+        """Return logits ``(B, C)`` of features (B, D) under given rows (C, D) and biases (C,)."""
         return nn.functional.linear(features, weight, bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D)."""
+        """Return logits ``(B, C)`` of features ``(B, D)``."""
         return self.logits(features, self.weight, self.bias)
 
 
 @register
 class NormalizedHead(LinearHead):
-    """Standardised features times rows of length 1, without biases (APT); a logit is at most sqrt(D).
+    """Standardized features times rows of length 1, without biases (APT); a logit is at most sqrt(D).
 
     >>> head = NormalizedHead(width=4, seed=0).grow(1)
     >>> bool(torch.isclose(head(torch.ones(1, 4) + head.weight), head(1 + 5 * head.weight), rtol=1e-3))
@@ -87,60 +87,60 @@ class NormalizedHead(LinearHead):
     Settings = NormalizedSettings
 
     def replace(self, weight: Tensor, bias: Tensor) -> None:
-        """Take over other rows, whatever their number; biases stay zero."""
+        """Replace all rows, by any number of them; biases stay zero."""
         super().replace(weight, torch.zeros_like(bias))
         self.bias.requires_grad_(False)
 
     def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Logits (B, C) of features (B, D) under other rows (C, D) than its own; biases play no part."""
+        """Return logits ``(B, C)`` of features (B, D) under given rows (C, D), without biases."""
         standard = nn.functional.layer_norm(features, (self.width,))  # (B, D)
         return nn.functional.linear(standard, nn.functional.normalize(weight, dim=1))
 
 
 MOMENTUM = 0.9
-LLOYD_STEPS = 300  # at most: k-means has long come to rest by then
+LLOYD_STEPS = 300  # maximum; k-means converges long before
 Key = tuple[randomness.Key, ...]
 
 
 class AlignmentConfig(BaseModel):
-    """How the head is refitted on Gaussian pseudo-features of all classes after each task."""
+    """Alignment: fitting the head to Gaussian pseudo-features of all classes after each task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool | None = None
-    """None: where the method takes part, which all do but fine-tuning."""
+    """None: as the method does it, which is always except for fine-tuning."""
     epochs: int = Field(10, ge=1)
     lr: float = Field(1e-5, gt=0, le=1e36)
     min_lr: float = Field(1e-6, ge=0)
     first_lr: float | None = Field(None, gt=0)
-    """The rate of the very first step where it differs (1e-4 in VQ-Prompt's code)."""
+    """Learning rate of the very first step, if different (1e-4 in VQ-Prompt's code)."""
     lr_delay: int = Field(0, ge=0)
-    """Steps by which all later rates are late (1 in VQ-Prompt's code)."""
+    """Steps by which all later learning rates are late (1 in VQ-Prompt's code)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """``sgd`` has a momentum of 0.9."""
     schedule: Literal["step", "epoch"] = "step"
-    """How often the rate moves on along its cosine."""
+    """How often the learning rate follows its cosine."""
     weight_decay: float = Field(5e-4, ge=0)
     batch_ratio: float = Field(4.0, gt=0)
-    """Size of a batch of pseudo-features, as a multiple of the training batch."""
+    """Batch size of pseudo-features, as a multiple of the training batch size."""
     centroids: int = Field(1, ge=1)
-    """Gaussians per class, one for each cluster of a k-means; a small class repeats its clusters."""
+    """Gaussians per class, one per cluster of a k-means; a small class repeats its clusters."""
     variance_floor: float = Field(1e-4, gt=0)
     augmented_statistics: bool = True
-    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views; those of
-    features that no training changes always come from evaluation views, in one pass."""
+    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views. Without
+    trainable prompts they always come from evaluation views."""
 
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Mean and variance of the features of each class seen so far, for each of its K clusters: (C, K, D) each."""
+    """Mean and variance of each class's features, for each of its K clusters: (C, K, D) each."""
 
     mean: Tensor
     variance: Tensor
 
     @classmethod
     def empty(cls, width: int, device: torch.device, centroids: int = 1) -> Self:
-        """No class yet."""
+        """Return statistics without classes."""
         shape = (0, centroids, width)
         return cls(torch.empty(shape, device=device), torch.empty(shape, device=device))
 
@@ -149,18 +149,18 @@ class ClassStatistics:
 
     @property
     def centroids(self) -> int:
-        """How many clusters stand for a class (K)."""
+        """Clusters per class (K)."""
         return self.mean.shape[1]
 
     @property
     def centre(self) -> Tensor:
-        """The mean of what is drawn for each class (C, D): that of its features where K is 1."""
+        """Mean of what is drawn for each class (C, D)."""
         return self.mean.mean(dim=1)
 
     def extended(self, features: Tensor, labels: Tensor, classes: int, key: Key = (0,)) -> "ClassStatistics":
-        """Add the next ``classes`` classes from their features (n, D); labels count all classes seen.
+        """Add the next ``classes`` classes from their features (n, D); labels count all classes.
 
-        ``key`` decides where k-means starts.
+        ``key`` seeds k-means.
         """
         first = len(self)
         groups = [features[labels == first + new].double() for new in range(classes)]
@@ -174,11 +174,10 @@ class ClassStatistics:
         )
 
     def _clusters(self, group: Tensor, key: Key) -> list[Tensor]:
-        """Split the features of a class (n, D) into K clusters.
+        """Split the features of a class ``(n, D)`` into K clusters.
 
-        There are no more different ones than half its images, and an image that stands alone is left out unless all
-        do: it has no variance. Where that makes less than K, clusters are repeated, so that all classes are drawn
-        equally often.
+        At most half its images give distinct clusters, and clusters of one image are dropped if others remain, since
+        they have no variance. Clusters are repeated to K, so that all classes are drawn equally often.
         """
         count = max(1, min(self.centroids, len(group) // 2))
         if count == 1:
@@ -189,7 +188,7 @@ class ClassStatistics:
         return [found[index % len(found)] for index in range(self.centroids)]
 
     def draw(self, labels: Tensor, floor: float, generator: torch.Generator) -> Tensor:
-        """Pseudo-features (n, D) of these classes, any cluster alike; ``floor`` is added to the variance."""
+        """Draw pseudo-features ``(n, D)`` of classes; ``floor`` is added to the variance."""
         count, device = self.centroids, self.mean.device
         cluster = torch.zeros_like(labels)  # (n,)
         if count > 1:
@@ -199,14 +198,14 @@ class ClassStatistics:
 
 
 def k_means(points: Tensor, count: int, *key: randomness.Key) -> Tensor:
-    """Assign each of the points (n, D) to one of ``count`` clusters, (n,), by Lloyd's algorithm in float64.
+    """Assign points (n, D) to ``count`` clusters (n,) by Lloyd's algorithm in float64.
 
-    It starts from the points that k-means++ chooses by the key. A cluster may end up empty where points coincide.
+    It starts from k-means++ under the key. A cluster may be empty if points coincide.
 
     >>> k_means(torch.tensor([[0.0], [9.0], [1.0], [8.0]]), 2, 0).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
     True
     """
-    wide = points.double().cpu()  # on one kind of device, so that rounding cannot decide between machines
+    wide = points.double().cpu()  # on one kind of device, so that rounding does not depend on the machine
     centres = _spread_points(wide, count, key)  # (K, D)
     cluster = torch.cdist(wide, centres).argmin(dim=1)  # (n,)
     for _ in range(LLOYD_STEPS):
@@ -220,7 +219,7 @@ def k_means(points: Tensor, count: int, *key: randomness.Key) -> Tensor:
 
 
 def _spread_points(points: Tensor, count: int, key: Key) -> Tensor:
-    """k-means++: each next centre is a point drawn by its squared distance to the nearest centre so far."""
+    """Choose centers by k-means++: each is drawn by its squared distance to the nearest one."""
     draws = randomness.uniform((count,), *key).double()
     chosen = [int(draws[0] * len(points))]
     distance = torch.full((len(points),), math.inf, dtype=torch.float64)
@@ -240,7 +239,7 @@ def align(
     new_row_rate: float,
     key: Key,
 ) -> None:
-    """Refit the head on all classes seen, with whatever else it trains beside its rows.
+    """Refit the head, with all its trained parameters, to all classes seen.
 
     A single new class was never trained: its row is fitted first, with AdamW at ``new_row_rate``, the rest fixed.
     """
@@ -264,7 +263,7 @@ def _refit(
     size: int,
     key: Key,
 ) -> None:
-    """Train the rows from ``first_row`` on, so many steps an epoch; the rows before it stay as they are."""
+    """Train the rows from ``first_row`` on for ``steps`` steps per epoch; others stay fixed."""
     weight, bias = (nn.Parameter(rows[first_row:].detach(), rows.requires_grad) for rows in (head.weight, head.bias))
     beside = [] if first_row else [part for name, part in head.named_parameters() if name not in ("weight", "bias")]
     learning = [part for part in (weight, bias, *beside) if part.requires_grad]
@@ -306,7 +305,7 @@ def _make_optimizer(
 
 
 def _rates(settings: AlignmentConfig, steps: int) -> Iterator[float]:
-    """The rate of every step, so many an epoch: half a cosine down, but for the very first one."""
+    """Yield the learning rate of every step: half a cosine, with an own first step if set."""
     base, final, total = settings.lr, settings.min_lr, steps * settings.epochs
     for done in range(total):
         along = done - done % steps if settings.schedule == "epoch" else max(0, done - settings.lr_delay)

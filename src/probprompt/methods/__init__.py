@@ -1,4 +1,4 @@
-"""One file per method. Every module in this folder is imported, so a new method is one new file."""
+"""One module per method. Every module in this folder is imported, so a new method needs no registration."""
 
 from importlib import import_module
 from pkgutil import iter_modules

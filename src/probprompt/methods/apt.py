@@ -1,8 +1,8 @@
 """APT, additive prompt tuning: one learned shift of the class token's key and value per block (Chen et al., 2025).
 
-Nothing is prepended and nothing is chosen: every image meets the same shifts, so there is no query and no second pass.
-One running set of shifts P is trained on through all tasks. Evaluation uses merged shifts G, a moving average over the
-tasks: G_1 = P_1 and G_t = ema G_(t-1) + (1 - ema) P_t. The head standardises the feature and the length of its rows.
+Every image gets the same shifts, so there is no query and no second pass. One running set of shifts P is trained on all
+tasks. Evaluation uses merged shifts G, a moving average over the tasks: G_1 = P_1 and G_t = ema G_(t-1) + (1 - ema)
+P_t. The head standardizes features and normalizes its rows.
 """
 
 from typing import Literal
@@ -16,17 +16,17 @@ from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Promp
 from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Settings, TunedRates
 from probprompt.prompts import ClassTokenShift
 
-BOUND = 2.0  # of the start's truncated normal, in absolute terms as in the authors' code: a hundred standard deviations
+BOUND = 2.0  # bound of the initial truncated normal, absolute as in the authors' code: a hundred standard deviations
 
 
 class APTConfig(MethodConfig):
-    """The settings of APT."""
+    """Settings of APT."""
 
     name: Literal["apt"] = "apt"
     blocks: Blocks | None = None
     """Blocks whose class token is shifted, counted from 0; None: all."""
     ema: float = Field(0.7, ge=0, le=1)
-    """How much of the merged shifts stays when a task is merged: 0.8 for ImageNet-R, 0.7 elsewhere."""
+    """Weight of the earlier shifts when a task is merged: 0.8 for ImageNet-R, 0.7 elsewhere."""
     initial_std: float = Field(0.02, gt=0, le=1)
 
 
@@ -73,8 +73,8 @@ class APT(Method):
 
     @torch.no_grad()
     def end_task(self, summary: TaskSummary | None) -> None:
-        """Merge what the task made of the running shifts."""
-        if not self.running.requires_grad:  # shifts that are fixed merge no more: features must not drift
+        """Merge the running shifts of the task."""
+        if not self.running.requires_grad:  # frozen shifts are not merged: features must not drift
             return
         ema = self.config.ema
         average = ema * self.merged + (1 - ema) * self.running  # (blocks, 2, D)
@@ -82,8 +82,8 @@ class APT(Method):
         self.has_merged.fill_(True)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Shift the class token of every image alike: by the running shifts in training, else by the merged ones."""
-        # While a task is trained, evaluation sees the merge of the tasks before it: the task itself joins at its end.
+        """Shift the class token of every image: by running shifts in training, else by merged ones."""
+        # During a task, evaluation uses the merge of the tasks before it.
         merged = torch.where(self.has_merged, self.merged, self.running)
         shifts = self.running if context.training else merged  # (blocks, 2, D)
         return Prompted(
@@ -95,7 +95,7 @@ class APT(Method):
 
 
 def _truncated_normal(shape: tuple[int, ...], std: float, seed: int, block: int) -> Tensor:
-    """N(0, std^2) within the bound, by the inverse of its distribution function."""
+    """Draw from N(0, std²) within the bound, by the inverse of its distribution function."""
     limits = torch.special.ndtr(torch.tensor([-BOUND / std, BOUND / std], dtype=torch.float64))  # (2,)
     level = torch.lerp(limits[0], limits[1], randomness.uniform(shape, seed, "initial shift", block).double())
     drawn: Tensor = std * torch.special.ndtri(level)

@@ -1,4 +1,4 @@
-"""What a continual-learning method must answer; everything else is the engine's, once."""
+"""Interface of continual-learning methods, and their registry."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,30 +23,30 @@ def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Blocks = Annotated[tuple[int, ...], AfterValidator(_different)]
-"""A setting that names blocks, counted from 0; :meth:`Shape.check_blocks` asks whether the backbone has them."""
+"""Blocks, counted from 0; :meth:`Shape.check_blocks` compares them with the backbone."""
 
 
 class MethodConfig(BaseModel):
-    """The settings of a method; a subclass gives ``name`` a fixed default and adds its own fields."""
+    """Settings of a method; a subclass sets a default ``name`` and adds fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
 
     def marks(self) -> tuple[str, ...]:
-        """What must be said beside every result: published behaviour that is wrong, and was asked for by an option."""
+        """Return warnings for every result: published errors that the settings restore."""
         return ()
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a method may know of the backbone under it."""
+    """Shape of the backbone, as a method sees it."""
 
     width: int
     depth: int
 
     def check_blocks(self, blocks: Iterable[int], setting: str = "method.blocks") -> None:
-        """Refuse blocks that the backbone does not have, by the name of the setting that asks for them."""
+        """Reject blocks that the backbone does not have; the error names the setting."""
         outside = [block for block in blocks if not 0 <= block < self.depth]
         if outside:
             raise UserError(
@@ -57,24 +57,24 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a method may know while it makes prompts: at evaluation nothing but what each image's own pixels say."""
+    """Input of a method besides queries; at evaluation nothing that depends on other images."""
 
     training: bool = False
-    """Whether the prompts are made for a training step."""
+    """Whether the prompts are for a training step."""
     task: int | None = None
-    """The task of the images, counted from 0: known of training images only."""
+    """Task of the images, counted from 0: training images only."""
     labels: Tensor | None = None
-    """Classes of the images (B,), numbered by their appearance in the stream: in a training step only."""
+    """Classes of the images (B,), numbered in order of appearance: training steps only."""
     first: int = 0
-    """The number of the task's first class."""
+    """Number of the task's first class."""
     noise: Noise | None = None
     """Source of noise in a training step."""
     draw: int = 0
-    """Which of a method's ``draws`` of noise is meant at evaluation."""
+    """Index of the draw of noise at evaluation, of the method's ``draws``."""
     keys: Tensor | None = None
-    """A number for each image (B,) that its pixels decide: at evaluation, where a method asks for it."""
+    """Number computed from each image's pixels (B,): at evaluation, if the method needs it."""
     sampled: bool | None = None
-    """Diagnostics ask for prompts with noise of each image's own, or without any. None: as settings say."""
+    """Whether diagnostics request noise, different for each image. None: as configured."""
 
 
 EVALUATION = Context()
@@ -82,7 +82,7 @@ EVALUATION = Context()
 
 @dataclass(frozen=True)
 class Prompted:
-    """What a method answers for a batch of queries: what to inject, and a loss of its own."""
+    """Result of a method for a batch of queries: prompts, and the method's own loss."""
 
     prompts: Prompts = field(default_factory=dict)
     loss: Tensor | None = None
@@ -90,7 +90,7 @@ class Prompted:
 
 @dataclass(frozen=True, eq=False)
 class TaskSummary:
-    """All training images of a task that was just trained, as the model sees them at evaluation."""
+    """All training images of a finished task, as the model sees them at evaluation."""
 
     task: int
     first: int
@@ -102,48 +102,48 @@ class TaskSummary:
 
 
 class Method(nn.Module):
-    """A continual-learning method: queries to prompts, with whatever it learns and remembers.
+    """A continual-learning method: queries to prompts, with its parameters and memory.
 
-    A subclass sets ``Config`` and is registered by :func:`register`. Its parameters are what is trained; its
-    buffers are saved with them.
+    A subclass sets ``Config`` and is registered by :func:`register`. Parameters are trained; buffers are saved with
+    them.
     """
 
     Config: ClassVar[type[MethodConfig]]
     summary: ClassVar[str]
     needs_query: ClassVar[bool] = True
-    """Whether prompts depend on the image, through the frozen backbone's answer without prompts."""
+    """Whether prompts depend on the image, through its query: the feature of the frozen backbone."""
     query_readout: ClassVar[Readout] = "class"
-    """What of the frozen pass is the query."""
+    """Output of the frozen pass that is the query."""
     readout: Readout = "class"
-    """What of the prompted pass goes to the head."""
+    """Output of the prompted pass that the head reads."""
     preferred_head: ClassVar[str] = "linear"
-    """The head where the user names none."""
+    """Default kind of head."""
     aligned: ClassVar[bool] = True
-    """Whether a trained head is realigned after each task where the user does not say."""
+    """Whether a trained head is aligned after each task by default."""
     masked: ClassVar[bool] = True
-    """Whether training compares the classes of the task alone (else all classes seen)."""
+    """Whether training compares only the classes of the task (else all classes seen)."""
     learns: ClassVar[bool] = True
-    """Whether anything but the head learns."""
+    """Whether anything except the head learns."""
     trains_backbone: ClassVar[bool] = False
     joint: ClassVar[bool] = False
-    """Whether all tasks are learned at once: an upper bound, no continual learning."""
+    """Whether all tasks are learned jointly: an upper bound, not continual learning."""
     needs_summary: ClassVar[bool] = False
-    """Whether :meth:`end_task` is given the task's training images as the model sees them."""
+    """Whether :meth:`end_task` needs the task's training images."""
     needs_prototypes: ClassVar[bool] = False
-    """Whether :meth:`initial_rows` is asked."""
+    """Whether :meth:`initial_rows` is called."""
     step_key: object = None
-    """What decides, beside tensors, which operations a training step consists of: it may change from epoch to epoch."""
+    """Key, besides tensors, of the operations of a training step; it may change between epochs."""
     needs_keys: bool = False
     """Whether prompts at evaluation depend on the keys of the images."""
     statistics: tuple[str, ...] = ()
     """Buffers that :meth:`see_queries` fills."""
     draws: int = 1
-    """From so many draws of noise prompts are made at evaluation, and the features that they lead to averaged."""
+    """Number of draws of noise at evaluation, over which features are averaged."""
     tuned_rates: ClassVar[TunedRates] = TunedRates()
     matched_rate: ClassVar[float] = 5e-5
-    """Best learning rate on emoji-r where the backbone learns: of 5e-5, 2e-4, 5e-4 and 1e-3, in the same way."""
+    """Best learning rate of the backbone on emoji-r: of 5e-5, 2e-4, 5e-4 and 1e-3, in the same way."""
     sums_loss: bool = False
-    """Whether the method's own loss is a sum over the batch (else a mean, or none of the batch's)."""
+    """Whether the method's loss is a sum over the batch (else a mean, or independent of it)."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Method(nn.Module):
 
     @classmethod
     def create(cls, config: MethodConfig, shape: Shape, seed: int) -> Self:
-        """Build the method from its own settings."""
+        """Build the method from its settings."""
         return cls(config, shape, seed)  # type: ignore[arg-type, call-arg]
 
     @classmethod
@@ -161,69 +161,68 @@ class Method(nn.Module):
         return None
 
     def begin_task(self, task: int, classes: int) -> None:
-        """Grow or re-initialise for task number ``task`` of so many new classes.
+        """Grow or re-initialize for task number ``task`` with ``classes`` new classes.
 
-        Names and shapes of what is there afterwards depend on the tasks so far and nothing else: a saved method is
-        rebuilt by the same calls and then given its tensors. Random numbers come from :mod:`probprompt.randomness`.
+        Names and shapes of tensors must depend only on the tasks so far: a saved method is rebuilt by the same calls,
+        then loaded. Random numbers come from :mod:`probprompt.randomness`.
         """
 
     def see_queries(self, queries: Tensor) -> None:
-        """Take statistics of the first task's training queries (n, D), before anything is learned."""
+        """Take statistics of the first task's training queries ``(n, D)``, before training."""
 
     def copy_statistics(self, other: "Method") -> None:
-        """Take over the statistics of another method of this kind."""
+        """Copy the statistics of another method of this kind."""
         known = other.state_dict()
         self.load_state_dict({name: known[name] for name in self.statistics}, strict=False)
 
     def begin_epoch(self) -> None:
-        """Take note that an epoch begins."""
+        """Start an epoch."""
 
     def before_step(self) -> None:
-        """Take note of the parameters just used, before the optimiser changes them."""
+        """Read the parameters just used, before the optimizer changes them."""
 
     def end_task(self, summary: TaskSummary | None) -> None:
-        """Take note that the task is trained; the head is realigned afterwards."""
+        """End the task, before the head is aligned."""
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
-        """Trainable parameters with a factor on the prompts' learning rate."""
+        """Yield trainable parameters with a factor on the prompts' learning rate."""
         yield [parameter for parameter in self.parameters() if parameter.requires_grad], 1.0
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Answer what to inject for these queries (B, D), and the method's own loss in training."""
+        """Return the prompts for queries ``(B, D)``, and in training the method's own loss."""
         raise NotImplementedError
 
     def feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
-        """A loss on the prompted features (B, D) of a training step, beside the cross-entropy."""
+        """Return a loss on the prompted features ``(B, D)``, in addition to the cross-entropy."""
         return None
 
     def statistics_context(self, task: int) -> Context:
-        """How the training images of a task are seen when statistics of their features are taken."""
+        """Return the context in which training images are seen for feature statistics."""
         return EVALUATION
 
     def initial_rows(self, prototypes: Tensor, known: Tensor, rows: Tensor) -> Tensor | None:
-        """Where the head's rows for new classes start: (new, D).
+        """Return the initial rows of the head for new classes (new, D); None for the default.
 
-        ``prototypes`` (new, D) and ``known`` (old, D) are mean queries of classes, ``rows`` (old, D) those of the
-        head. None leaves the head's own start.
+        ``prototypes`` (new, D) and ``known`` (old, D) are mean queries of classes, ``rows`` (old, D) those of the head.
         """
         return None
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
-        """Show, per block, how strongly each component is used for each query: (B, M, N). Empty without such."""
+        """Return the use of each component per block and query: ``(B, M, N)``; may be empty."""
         return {}
 
 
 def cosines(query: Tensor, keys: Tensor) -> Tensor:
-    """Cosines of queries (B, D) with keys (N, D): (B, N), float64.
+    """Return float64 cosines ``(B, N)`` of queries ``(B, D)`` with keys ``(N, D)``.
 
-    In float64 and row by row, so that no rounding which depends on the batch can change what an image chooses.
+    They are computed row by row, so that rounding cannot depend on the batch.
     """
     direction = functional.normalize(query.double(), dim=-1)[:, None]  # (B, 1, D)
     return (direction * functional.normalize(keys.double(), dim=-1)).sum(dim=-1)  # (B, N)
 
 
 ENTRY_POINTS = "probprompt.methods"
-"""Entry point group under which an installed package offers a method: ``name = "module:Class"``."""
+"""Entry point group of plug-in methods: ``name = "module:Class"``."""
 _REGISTRY: dict[str, type[Method]] = {}
 
 
@@ -237,7 +236,7 @@ def _load_plugins() -> None:
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Make a method known by the name its settings carry."""
+    """Register a method under the name in its settings."""
     name = method_name(method)
     if name in _REGISTRY:
         raise ValueError(f"two methods are called {name!r}: {_REGISTRY[name]} and {method}")
@@ -246,19 +245,19 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def method_name(method: type[Method]) -> str:
-    """Return the name that the settings of a method carry."""
+    """Return the name in the settings of a method."""
     name: str = method.Config.model_fields["name"].default
     return name
 
 
 def registered() -> Mapping[str, type[Method]]:
-    """Return all methods by name, those of other packages included."""
+    """Return all methods by name, with plug-ins."""
     _load_plugins()
     return dict(sorted(_REGISTRY.items()))
 
 
 def find(name: str) -> type[Method]:
-    """Look a method up by name."""
+    """Return a method by name."""
     if name not in _REGISTRY:
         _load_plugins()
     if name not in _REGISTRY:
@@ -267,7 +266,7 @@ def find(name: str) -> type[Method]:
 
 
 def parse_config(value: Any) -> MethodConfig:
-    """Turn a name, or a mapping with a name, into that method's settings."""
+    """Parse a name, or a mapping with a name, into that method's settings."""
     if isinstance(value, MethodConfig):
         return value
     given = {"name": value} if isinstance(value, str) else dict(value)

@@ -1,4 +1,4 @@
-"""The controls of every table: what the frozen backbone gives with no prompts at all, under one head or another."""
+"""Baselines: heads on the frozen backbone without prompts, fine-tuning, and joint training."""
 
 from typing import ClassVar, Literal
 
@@ -28,7 +28,7 @@ class _Control(Method):
 
 
 class LinearProbeConfig(MethodConfig):
-    """A linear probe has no settings of its own."""
+    """Settings of the linear probe."""
 
     name: Literal["linear-probe"] = "linear-probe"
 
@@ -42,14 +42,14 @@ class LinearProbe(_Control):
 
 
 class NearestMeanConfig(MethodConfig):
-    """Nearest mean has no settings of its own."""
+    """Settings of nearest mean."""
 
     name: Literal["nearest-mean"] = "nearest-mean"
 
 
 @register
 class NearestMean(_Control):
-    """The class whose mean feature has the largest cosine."""
+    """Nearest class mean by cosine."""
 
     Config = NearestMeanConfig
     summary = "no prompts, no training: the nearest class mean by cosine (control)"
@@ -57,7 +57,7 @@ class NearestMean(_Control):
 
 
 class LDAConfig(MethodConfig):
-    """LDA has no settings of its own: its shrinkage is the head's."""
+    """Settings of LDA; the shrinkage is the head's."""
 
     name: Literal["lda"] = "lda"
 
@@ -72,14 +72,14 @@ class LDA(_Control):
 
 
 class RanPACConfig(MethodConfig):
-    """RanPAC has no settings of its own: its projections and ridge are the head's."""
+    """Settings of RanPAC; projections and ridge penalty are the head's."""
 
     name: Literal["ranpac"] = "ranpac"
 
 
 @register
 class RanPAC(_Control):
-    """Ridge regression on random projections, without the adaptation of the first task (McDonnell et al., 2023)."""
+    """Ridge regression on random projections, without training on the first task (McDonnell et al., 2023)."""
 
     Config = RanPACConfig
     summary = "no prompts, no training: ridge regression on random projections (control)"
@@ -87,31 +87,31 @@ class RanPAC(_Control):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the width of the authors' code and its choice of lambda."""
+        """Return the projections and the choice of lambda of the authors' code."""
         return {"head": {"kind": "ridge", "projections": 10_000, "ridge_choice": "last"}}
 
 
 class FineTuningConfig(MethodConfig):
-    """Fine-tuning has no settings of its own."""
+    """Settings of fine-tuning."""
 
     name: Literal["ft"] = "ft"
 
 
 class MaskedFineTuningConfig(MethodConfig):
-    """Fine-tuning has no settings of its own."""
+    """Settings of masked fine-tuning."""
 
     name: Literal["ft++"] = "ft++"
 
 
 class JointConfig(MethodConfig):
-    """Joint training has no settings of its own."""
+    """Settings of joint training."""
 
     name: Literal["joint"] = "joint"
 
 
 @register
 class FineTuning(Method):
-    """The backbone learns every task, with the logits of all classes seen so far."""
+    """Fine-tuning of the backbone on every task, with the logits of all classes seen so far."""
 
     Config: ClassVar[type[MethodConfig]] = FineTuningConfig
     summary = "the whole backbone learns, all logits compared: forgets nearly everything (lower bound)"
@@ -136,7 +136,7 @@ class FineTuning(Method):
 
 @register
 class MaskedFineTuning(FineTuning):
-    """The backbone learns every task, with the logits of the task's own classes."""
+    """Fine-tuning of the backbone on every task, with the logits of the task's classes."""
 
     Config = MaskedFineTuningConfig
     summary = "the whole backbone learns, only the task's own logits compared (lower bound)"
@@ -145,7 +145,7 @@ class MaskedFineTuning(FineTuning):
 
 @register
 class Joint(FineTuning):
-    """The backbone learns all tasks at once, with all their images: no continual learning."""
+    """Fine-tuning of the backbone on all tasks jointly: not continual learning."""
 
     Config = JointConfig
     summary = "the whole backbone learns all tasks at once (upper bound)"

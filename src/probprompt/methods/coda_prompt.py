@@ -1,13 +1,13 @@
-"""CODA-Prompt: a prompt is a sum of components, weighed by attention to the query; each task adds some (CVPR 2023).
+"""CODA-Prompt: a prompt is a sum of components weighted by attention; each task adds some (CVPR 2023).
 
-Every prompted block holds components P_k of L tokens each, with a key K_k and an attention vector A_k for every one. A
-query q, weighed feature by feature with A_k, is compared with K_k, and the prompt is the weighted sum, with no softmax:
+Every prompted block holds components P_k of L tokens each, with a key K_k and an attention vector A_k. A query q,
+weighted feature by feature with A_k, is compared with K_k, and the prompt is the weighted sum, with no softmax:
 
     a_k = cos(q * A_k, K_k),    prompt = sum_k a_k P_k
 
-Each task adds a slice of new components, orthogonal to the earlier ones, and trains these alone; the earlier slices
-stay as they are and keep taking part. A loss may hold the components near an orthonormal set. The first half of the
-tokens extends the block's attention keys, the second half its values.
+Each task adds a slice of new components, orthogonal to the earlier ones, and trains only these. A loss may keep the
+components near an orthonormal set. The first half of the tokens extends the block's attention keys, the second its
+values.
 """
 
 from typing import Literal
@@ -22,21 +22,21 @@ from probprompt.methods.settings import Experiment, Settings, TunedRates, coda_p
 from probprompt.prompts import Prefix
 
 _SMALLEST_NORM = 1e-12  # a shorter vector counts as zero: its cosine with anything is about 0, not NaN
-_VANISHED = 1e-5  # unit vectors do not span a direction that they have less of than this: it is their rounding
+_VANISHED = 1e-5  # a smaller part of a unit vector is rounding
 
 
 class CodaPromptConfig(MethodConfig):
-    """The settings of CODA-Prompt."""
+    """Settings of CODA-Prompt."""
 
     name: Literal["coda-prompt"] = "coda-prompt"
     blocks: Blocks = (0, 1, 2, 3, 4)
-    """Blocks that receive prompts, counted from 0; each has components of its own."""
+    """Blocks that receive prompts, counted from 0; each has its own components."""
     tokens: int = Field(8, ge=2, multiple_of=2)
     """L: tokens per component, half for the keys and half for the values."""
     components_per_task: int = Field(10, ge=1)
-    """How many components a task adds to every block: the paper's 100 divided by the number of tasks."""
+    """Components that a task adds to every block: the paper's 100 divided by the number of tasks."""
     orthogonality_weight: float = Field(0.0, ge=0)
-    """The weight of the orthogonality loss: 0.1 in the paper, 0 in the scripts that its authors run today."""
+    """Weight of the orthogonality loss: 0.1 in the paper, 0 in the authors' scripts."""
 
 
 @register
@@ -62,10 +62,10 @@ class CodaPrompt(Method):
         self.components = nn.ParameterList()  # per task (blocks, n, L, D)
         self.keys = nn.ParameterList()  # per task (blocks, n, D)
         self.attention = nn.ParameterList()  # per task (blocks, n, D)
-        self.register_buffer("anchor", torch.empty(0), persistent=False)  # says where the first slice is to live
+        self.register_buffer("anchor", torch.empty(0), persistent=False)  # device of the first slice
 
     def begin_task(self, task: int, classes: int) -> None:
-        """Add a slice of components; the earlier ones learn no more."""
+        """Add a slice of components, and freeze the earlier ones."""
         self.requires_grad_(False)
         tokens, width = self.config.tokens, self.shape.width
         for name, slices in self._lists().items():
@@ -74,10 +74,10 @@ class CodaPrompt(Method):
             slices.append(nn.Parameter(drawn.unflatten(-1, features).to(self.anchor)))  # (blocks, n, [L,] D)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Mix the components of all tasks so far for each query (B, D); in training also weigh their overlap."""
+        """Mix the components of all tasks for each query (B, D); in training also weight overlap."""
         assert query is not None
         if not len(self.keys):
-            return Prompted()  # no task has begun: there is nothing to mix
+            return Prompted()  # before the first task
         injected: dict[int, Prefix] = {}
         for slot, block in enumerate(self.config.blocks):
             components = _all(self.components, slot)  # (N, L, D)
@@ -87,7 +87,7 @@ class CodaPrompt(Method):
         return Prompted(injected, weight * self.overlap() if context.training and weight else None)
 
     def overlap(self) -> Tensor:
-        """Measure how far keys, attention vectors and components are from orthonormal, summed over the blocks."""
+        """Return how far keys, attention and components are from orthonormal, summed over blocks."""
         sets = [
             _all(slices, slot).flatten(1)
             for slices in self._lists().values()
@@ -96,7 +96,7 @@ class CodaPrompt(Method):
         return torch.stack([orthogonality(vectors) for vectors in sets]).sum().to(self.anchor.dtype)
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
-        """Show each component's share of the weights' absolute values per prompted block: (B, 1, N)."""
+        """Return each component's share of the absolute weights per prompted block: (B, 1, N)."""
         if not len(self.keys):
             return {}
         sizes = {
@@ -106,16 +106,16 @@ class CodaPrompt(Method):
         return {block: (size / size.sum(-1, keepdim=True)).to(self.anchor.dtype) for block, size in sizes.items()}
 
     def _weights(self, slot: int, query: Tensor) -> Tensor:
-        """Cosines a_k of the attended query and the keys: (B, N)."""
-        # Products of q * A_k as matrix products over D, so that the vectors themselves (B, N, D) are never formed.
-        # In float64: neither autocast nor TF32 touches it, and the batch's size cannot be seen in the result.
+        """Return cosines ``(B, N)`` of the attended query and the keys."""
+        # Matrix products over D, so that q * A_k (B, N, D) is never formed. In float64, so that neither autocast, TF32
+        # nor the batch size affects the result.
         wide, keys, attention = query.double(), _all(self.keys, slot), _all(self.attention, slot)
         along = wide @ (attention * keys).mT  # (B, N)
         square = (wide.square() @ attention.square().mT) * keys.square().sum(dim=-1)  # (B, N), |q * A_k|^2 |K_k|^2
         return along / square.clamp_min(_SMALLEST_NORM**2).sqrt()  # (B, N)
 
     def _new(self, name: str, slot: int, task: int) -> Tensor:
-        """New vectors (n, features) for a block, orthogonal to its earlier ones. On the CPU: the same everywhere."""
+        """Draw vectors ``(n, features)`` for a block, orthogonal to its earlier ones, on the CPU."""
         slices = self._lists()[name]
         features = self.shape.width * (self.config.tokens if name == "components" else 1)
         key = (self.seed, "coda-prompt", name, self.config.blocks[slot], task)
@@ -128,12 +128,12 @@ class CodaPrompt(Method):
 
 
 def _all(slices: nn.ParameterList, slot: int) -> Tensor:
-    """The vectors of all tasks in one block, (N, ...), in float64."""
+    """Return the vectors of all tasks in one block, (N, ...), in float64."""
     return torch.cat([part[slot] for part in slices]).double()
 
 
 def orthogonality(vectors: Tensor) -> Tensor:
-    """Measure how far vectors (N, F) are from orthonormal: the mean of (X X^T - I)^2.
+    """Return how far vectors ``(N, F)`` are from orthonormal: the mean of (X X^T - I)^2.
 
     >>> orthogonality(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
     tensor(0.7500)
@@ -143,16 +143,15 @@ def orthogonality(vectors: Tensor) -> Tensor:
 
 
 def orthonormal(drawn: Tensor, earlier: Tensor) -> Tensor:
-    """Make drawn vectors (n, F) of length 1, orthogonal to earlier ones (N, F) and to each other: Gram-Schmidt.
+    """Orthonormalize drawn vectors (n, F) against earlier ones (N, F) by Gram-Schmidt.
 
-    No more than F vectors can be orthogonal. Those that find no direction left are made orthogonal to the others of
-    their own slice alone, as many as fit; and those that find none there begin once more with any direction.
+    At most F vectors can be orthogonal. The rest are made orthogonal only to others of their own slice; those that find
+    no direction there start again with any direction.
 
     >>> orthonormal(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 1.0]]))
     tensor([[-0.7071,  0.7071]])
     """
-    # Earlier vectors were trained: of any length, and askew to each other. Subtracting the projection on each of them
-    # would leave what they share behind, so that a basis of all that they span is needed.
+    # Trained vectors are neither of unit length nor orthogonal, so a basis of their span is needed.
     _, strength, directions = torch.linalg.svd(nn.functional.normalize(earlier, dim=-1), full_matrices=False)
     spanned = directions[strength > _VANISHED]  # (R, F)
     room = drawn.shape[1] - len(spanned)

@@ -8,15 +8,15 @@ from pydantic import Field
 Positive = Annotated[float, Field(gt=0)]
 Setting = str | float | bool | tuple[float, ...] | None
 Settings = dict[str, dict[str, Setting]]
-"""Settings of a run by group, as far as somebody chose them."""
+"""Some settings of a run by group."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A benchmark on which published settings are requested."""
+    """Benchmark for published settings."""
 
     protocol: str
-    """Benchmark whose published settings apply: its own, or ImageNet-R where the authors did not run it."""
+    """Benchmark with published settings: this one, or ImageNet-R if the authors did not run it."""
     exact: bool
     """Whether these settings were made for this benchmark."""
     known: bool
@@ -41,7 +41,7 @@ NO_ALIGNMENT: Settings = {"alignment": {"enabled": False}}
 
 
 def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
-    """Return the settings of VQ-Prompt's code, including its schedule. The paper of ProbPrompt follows it."""
+    """Return the settings of VQ-Prompt's code with its schedule, as the ProbPrompt paper."""
     bird = experiment.protocol == "cub200"
     return {
         "method": method,
@@ -58,7 +58,7 @@ def vq_protocol(experiment: Experiment, **method: Setting) -> Settings:
 
 
 def coda_protocol(experiment: Experiment, head_lr: float = 1e-3, **method: Setting) -> Settings:
-    """Return the settings of CODA-Prompt's code, which also ran DualPrompt, L2P++, fine-tuning and the joint bound."""
+    """Return the settings of CODA-Prompt's code, also for DualPrompt, L2P++ and fine-tuning."""
     return {
         **NO_ALIGNMENT,
         "method": method,
@@ -73,7 +73,7 @@ def coda_protocol(experiment: Experiment, head_lr: float = 1e-3, **method: Setti
 
 
 def google_protocol(rate: float, batch: int, epochs: int, **method: Setting) -> Settings:
-    """Return what L2P, DualPrompt and HiDe-Prompt share: original 21k weights, constant learning rate, clipping."""
+    """Return common settings of L2P, DualPrompt, HiDe-Prompt: 21k weights, constant rate, clip."""
     return {
         **NO_ALIGNMENT,
         "method": method,
