@@ -1,9 +1,8 @@
-"""Attention of a frozen block over short sequences: read out of the packed projection, written where it is needed.
+"""Attention of a frozen block over short sequences, on packed projections.
 
-Keys stand in the order own tokens, then prefix; softmax does not mind. The sequences of a ViT are a few blocks and a
-little more (197 = 3 * 64 + 5, and a prefix of 4). What is left over after the whole blocks, prefix included, makes one
-small block of its own, so that little is computed in vain, and whole blocks need no masks. Exponentials are powers of
-two, which is what the GPU computes; the logarithms that are kept are to base 2 as well.
+Keys are ordered: own tokens, then prefix. A ViT's sequence is a few blocks and a remainder (197 = 3 * 64 + 5, and a
+prefix of 4). The remainder, prefix included, is one small block, so that little work is wasted and whole blocks need no
+masks. Exponentials and stored logarithms are to base 2, which the GPU computes natively.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
@@ -16,46 +15,44 @@ from torch import Tensor
 
 from probprompt.errors import UserError
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-
 WIDEST = 128
-"""The widest head."""
+"""Maximum head width."""
 LEAST = 16
-"""The fewest rows that a product of blocks takes."""
+"""Minimum rows in a product of blocks."""
 LOG2E = tl.constexpr(1.4426950408889634)
 Prefixed = tuple[Tensor, Tensor]
 """Keys and values before the sequence's own, (B, P, W) each."""
 
 
 class Tuning(NamedTuple):
-    """How a kernel cuts its work: rows of queries and of keys at a time, warps of a program, stages of its loops."""
+    """Tiling of a kernel: rows of queries and of keys per block, warps of a program, stages of its loops."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # at most, of a thread: fewer let more programs share a processor
+    registers: int | None = None  # maximum per thread: fewer let more programs share a processor
 
 
 FORWARD = {64: Tuning(128, 32, 4, 3), WIDEST: Tuning(128, 64, 8, 2)}
-"""By head width, at most; a program holds a block of queries, and sees the keys block by block."""
+"""By maximum head width; a program holds a block of queries and loops over blocks of keys."""
 QUERIES_BACKWARD = {64: Tuning(64, 64, 4, 2), WIDEST: Tuning(64, 64, 4, 2)}
 """The same for the gradient of the queries."""
 KEYS_BACKWARD = {64: Tuning(64, 64, 4, 2, 168), WIDEST: Tuning(64, 64, 8, 2)}
-"""For the gradients of keys and values: a program holds a block of keys, and sees the queries block by block."""
+"""For the gradients of keys and values: a program holds a block of keys and loops over blocks of queries."""
 PREFIX_BACKWARD = {64: Tuning(64, 16, 2, 2), WIDEST: Tuning(64, 64, 4, 2)}
-"""For the gradients of the prefix alone."""
+"""For the gradients of only the prefix."""
 SINGLE = Tuning(32, 32, 4, 1)
-"""For float32, whose products run without tensor cores."""
+"""For float32, without tensor cores."""
 SHORT = 64
 """Sequences up to this length are one block, for which four warps are enough."""
 
 
 class Plan(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     heads: int
-    head: int  # the width of a head, and that width as a power of two
+    head: int  # width of a head, and its next power of two
     padded: int
     length: int  # own tokens, and tokens of the prefix
     prefix: int
@@ -63,18 +60,18 @@ class Plan(NamedTuple):
     key_row: int
     value_image: int
     value_row: int
-    queries: int  # rows of a whole block, whole blocks, rows of the block that is left over
+    queries: int  # rows of a whole block, whole blocks, rows of the remainder
     query_blocks: int
     query_tail: int
     keys: int
     key_blocks: int
     key_tail: int
-    key_start: int  # where the keys begin that are left over
-    programs: int  # of a head
+    key_start: int  # start of the remainder
+    programs: int  # per head
 
 
 class Head(NamedTuple):
-    """Where the parts of one head of one image begin."""
+    """Pointers to the parts of one head of one image."""
 
     query: tl.tensor
     key: tl.tensor
@@ -98,7 +95,7 @@ def _head(
     delta: tl.tensor,
     plan: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, Head]:
-    """Block, column and image of this program, and where its head is; programs of a head are neighbours in time."""
+    """Return block, column, image and pointers of this program; a head's programs are adjacent."""
     width: tl.constexpr = plan.heads * plan.head
     program = tl.program_id(0)
     head = program // plan.programs % plan.heads
@@ -130,7 +127,7 @@ def _rows(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of a head (size, padded), zero beyond the sequence and beyond the head's width."""
+    """Load rows of a head (size, padded), zero beyond the sequence and the head's width."""
     row = start + tl.arange(0, size)
     column = tl.arange(0, plan.padded)
     place = pointer + row[:, None] * stride + column[None, :]
@@ -152,7 +149,7 @@ def _keys(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> tl.tensor:
-    """Keys or values of a head (size, padded): own ones, then the prefix, then zeros."""
+    """Load keys or values of a head (size, padded): own ones, then the prefix, then zeros."""
     block = _rows(own, start, 3 * plan.heads * plan.head, plan, size, whole)
     if not whole and plan.prefix > 0:
         row = start - plan.length + tl.arange(0, size)
@@ -173,7 +170,7 @@ def _write(
     plan: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
-    """Write those rows of a block (size, padded) that lie from first to last, the pointer standing at first."""
+    """Write the rows of a block (size, padded) from first to last; the pointer is at first."""
     row = start + tl.arange(0, size)
     column = tl.arange(0, plan.padded)
     mask = ((row >= first) & (row < last))[:, None] & (column < plan.head)[None, :]
@@ -185,7 +182,7 @@ def _write(
 def _logits(
     query: tl.tensor, key: tl.tensor, start: tl.tensor, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
 ) -> tl.tensor:
-    """Products (queries, size) of queries and a block of keys, minus infinity where there is no key."""
+    """Return products (queries, size) with a block of keys, minus infinity beyond the keys."""
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if whole:
         return logits
@@ -204,7 +201,7 @@ def _attend(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> tl.tuple:
-    """Take in one more block of keys: highest logit, sum of weights and weighted sum of values so far."""
+    """Add a block of keys to the maximum logit, sum of weights and weighted sum of values."""
     peak, total, mixed = state
     key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
     value = _keys(where.value, where.prefix_value, start, plan.value_row, plan, size, whole)
@@ -221,7 +218,7 @@ def _attend(
 def _mix(
     where: Head, start: tl.tensor, scale: tl.tensor, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
 ) -> None:
-    """One block of queries against all keys."""
+    """Attend from one block of queries to all keys."""
     padded: tl.constexpr = plan.padded
     query = _rows(where.query, start, 3 * plan.heads * plan.head, plan, size, whole)  # (size, padded)
     peak = tl.full((size,), float("-inf"), tl.float32)
@@ -264,7 +261,7 @@ def _query_step(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> tl.tensor:
-    """Add to the gradient of a block of queries what comes through one block of keys."""
+    """Add the gradient of a block of queries that comes through one block of keys."""
     query, grad, logsumexp, delta = given
     key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
     value = _keys(where.value, where.prefix_value, start, plan.value_row, plan, size, whole)
@@ -284,7 +281,7 @@ def _query_gradient(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> None:
-    """The gradient of one block of queries; the products of gradient and result are kept for the keys."""
+    """Compute the gradient of a block of queries, and store inner products for the keys."""
     width: tl.constexpr = plan.heads * plan.head
     padded: tl.constexpr = plan.padded
     row = start + tl.arange(0, size)
@@ -335,7 +332,7 @@ def _key_step(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> tl.tuple:
-    """Add to the gradients of a block of keys and values what comes through one block of queries."""
+    """Add the gradients of a block of keys and values that come through a block of queries."""
     width: tl.constexpr = plan.heads * plan.head
     key, value = given
     row = start + tl.arange(0, size)
@@ -347,7 +344,7 @@ def _key_step(
     else:
         mixed = _rows(where.mixed, start, width, plan, size, whole)
         delta = tl.sum(grad.to(tl.float32) * mixed.to(tl.float32), axis=1)
-    # Keys are the rows here, so that what is exponentiated enters the next product from registers.
+    # Keys are the rows here, so that exponentials enter the next product from registers.
     logits = tl.dot(key, tl.trans(query), input_precision="ieee")  # (keys, size)
     weights = tl.exp2(logits * scale - logsumexp[None, :])
     value_gradient = tl.dot(weights.to(grad.dtype), grad, gradients[1], input_precision="ieee")
@@ -367,7 +364,7 @@ def _key_gradient(
     size: tl.constexpr,
     whole: tl.constexpr,
 ) -> None:
-    """The gradients of one block of keys and values."""
+    """Compute the gradients of one block of keys and values."""
     width: tl.constexpr = plan.heads * plan.head
     padded: tl.constexpr = plan.padded
     rest: tl.constexpr = plan.query_blocks * plan.queries
@@ -417,10 +414,10 @@ def _keys_backward(
 
 
 def attention(qkv: Tensor, heads: int, scale: float, prefix: Prefixed | None = None) -> tuple[Tensor, Tensor]:
-    """Mix the values of packed queries, keys and values (B, T, 3 W), and of a prefix before them, (B, P, W) each.
+    """Attend over packed queries, keys and values (B, T, 3 W), and a prefix, (B, P, W) each.
 
-    Returns what is mixed (B, T, W), and the logarithm to base 2 of the sum of exponentiated logits (B, heads, T) that
-    the way back needs, in float32. A prefix may be shared by all images (its first stride 0) and of any dtype.
+    Returns the output (B, T, W) and, for the backward pass, float32 logarithms to base 2 of the sums of exponentials
+    (B, heads, T). A prefix may be shared by all images (its first stride 0) and of any dtype.
     """
     _check(qkv, heads, scale)
     images, length, packed = qkv.shape
@@ -443,10 +440,10 @@ def attention_backward(
     prefix: Prefixed | None = None,
     own: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of :func:`attention` for a gradient (B, T, W) of what it mixed, from what it was given and gave.
+    """Compute gradients of :func:`attention` for a gradient (B, T, W) of its output.
 
-    Returns that of the packed queries, keys and values (B, T, 3 W), and of the prefix's keys and values for
-    each image (B, P, W), in float32. Without ``own`` only the prefix's are computed, which costs far less.
+    Returns that of the packed queries, keys and values (B, T, 3 W), and of the prefix's keys and values for each image
+    (B, P, W), in float32. Without ``own`` it computes only the prefix's, which is much cheaper.
     """
     _check(qkv, heads, scale, grad, mixed, logsumexp)
     key, value = (qkv, qkv) if prefix is None else prefix
@@ -480,7 +477,7 @@ def _check(qkv: Tensor, heads: int, scale: float, *others: Tensor) -> None:
 
 
 def _fresh(part: Tensor) -> Tensor:
-    """Room for a gradient (B, P, W)."""
+    """Allocate a gradient ``(B, P, W)``."""
     return torch.empty(part.shape, dtype=torch.float32, device=part.device)
 
 
@@ -492,7 +489,7 @@ def _tuning(table: dict[int, Tuning], qkv: Tensor, heads: int) -> Tuning:
 
 
 def _plan(qkv: Tensor, heads: int, prefix: Prefixed | None, tuning: Tuning) -> Plan:
-    """For a program per block of queries."""
+    """Plan a program per block of queries."""
     length, head = qkv.shape[1], qkv.shape[2] // (3 * heads)
     extra, strides = (0, (0, 0, 0, 0)) if prefix is None else (prefix[0].shape[1], _strides(*prefix))
     query_blocks, key_blocks = length // tuning.queries, length // tuning.keys
@@ -507,7 +504,7 @@ def _plan(qkv: Tensor, heads: int, prefix: Prefixed | None, tuning: Tuning) -> P
 
 
 def _keys_plan(plan: Plan, own: bool) -> Plan:
-    """For a program per block of keys: of all keys, or of the prefix alone."""
+    """Plan a program per block of keys: of all keys, or of only the prefix."""
     if not own:
         plan = plan._replace(key_blocks=0, key_start=plan.length, key_tail=_tail(plan.prefix, plan.keys))
     left = plan.length + plan.prefix - plan.key_start
@@ -521,12 +518,12 @@ def _strides(key: Tensor, value: Tensor) -> tuple[int, int, int, int]:
 
 
 def _tail(left: int, most: int) -> int:
-    """Rows of the block for what is left over."""
+    """Return the rows of the block for the remainder."""
     return max(LEAST, min(most, _power(left)))
 
 
 def _power(count: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -539,12 +536,12 @@ def _options(tuning: Tuning) -> dict[str, int | None]:
 
 
 LONGEST = 512
-"""The longest sequence: a program holds the keys of a head."""
+"""Maximum length of a sequence: a program holds the keys of a head."""
 
 
 @triton.jit
 def _place(length: tl.constexpr, head: tl.constexpr, rows: tl.constexpr, wide: tl.constexpr) -> tl.tuple:
-    """Rows of the sequence, columns of the head, and where they are of use."""
+    """Return rows of the sequence, columns of the head, and their masks."""
     row = tl.arange(0, rows)
     column = tl.arange(0, wide)
     return row, column, row < length, column < head
@@ -615,9 +612,9 @@ def _read_backward(
 
 
 def read(query: Tensor, packed: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Mix values for one query (B, W) of each image; packed keys and values (B, T, 2 W).
+    """Attend from one query (B, W) per image to packed keys and values (B, T, 2 W).
 
-    Returns what is mixed (B, W), and the weights (B, heads, T) in float32 that the way back needs.
+    Returns the output (B, W), and float32 weights (B, heads, T) for the backward pass.
     """
     mixed = torch.empty_like(query)
     weights = torch.empty(len(query), heads, packed.shape[1], dtype=torch.float32, device=query.device)
@@ -628,7 +625,7 @@ def read(query: Tensor, packed: Tensor, heads: int, scale: float) -> tuple[Tenso
 def read_backward(
     grad: Tensor, query: Tensor, packed: Tensor, weights: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the query (B, W) and of the packed keys and values (B, T, 2 W) for that of what was mixed."""
+    """Compute the gradients of the query and of packed keys and values for :func:`read`."""
     grad_query, grad_packed = torch.empty_like(query), torch.empty_like(packed)
     given = (grad.contiguous(), query, packed, weights, grad_query, grad_packed)
     _read_backward[(len(query) * heads,)](*given, scale, **_shape(query, packed, heads))

@@ -1,7 +1,7 @@
-"""Functions of tensors captured as CUDA graphs, and optimisers whose steps can be.
+"""Functions of tensors captured as CUDA graphs, and optimizers with capturable steps.
 
-A small backbone spends more time in launching kernels than in running them. A CUDA graph launches a whole step at
-once: the same kernels on the same memory, so what goes in is copied to where the captured step looks for it.
+A small backbone spends more time launching kernels than running them. A CUDA graph launches a whole step: the same
+kernels on the same memory, so inputs are copied to where the captured step reads them.
 """
 
 import gc
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 SWITCH = "PROBPROMPT_GRAPHS"
-"""The environment variable that keeps steps and predictions from being captured when it is ``off``."""
+"""Environment variable; ``off`` disables the capture of steps and predictions."""
 WARM_UP = 3
-"""Calls that are made the plain way before one is captured: kernels are compiled and moments allocated in them."""
+"""Plain calls before the capture, which compile kernels and allocate moments."""
 
 
 @cache
 def _stream(device: int, role: int) -> torch.cuda.Stream:
-    """One stream for each role on a device, for good: what cuBLAS allocates for a stream is never given back.
+    """Return one permanent stream per role and device: cuBLAS never frees a stream's memory.
 
-    The first role goes before the others, which fill what it leaves idle.
+    The first role has priority; the others use its idle time.
     """
     return torch.cuda.Stream(device, priority=0 if role else -1)
 
 
 @contextmanager
 def _undisturbed(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """A capture that neither other threads nor what Python throws away meanwhile can spoil.
+    """Capture without interference from other threads and the garbage collector.
 
-    An earlier model's graph or memory that the garbage collector freed in the midst of a capture would end it.
+    Freeing an earlier model's graph or memory during a capture would end it.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -52,27 +52,28 @@ def _undisturbed(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None) 
 class Captured:
     """A function of tensors that is called plainly at first, then captured and replayed.
 
-    What a replay gives lies in captured memory until the next one: who needs it longer must copy it.
+    The outputs of a replay are overwritten by the next one; copy them to keep them.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], wanted: bool, role: int = 0) -> None:
         self._function, self._wanted = function, wanted and os.environ.get(SWITCH) != "off"
         self.stream = _stream(torch.cuda.current_device(), role) if self._wanted else None
-        """Where it is called and captured. What runs side by side needs streams, since cuBLAS has scratch for each."""
+        """Stream of calls and captures. Parallel work needs separate streams, since cuBLAS has scratch memory per
+        stream."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: tuple[Tensor, ...] = ()
         self._calls = 0
         self.taken: torch.cuda.Event | None = None
-        """When the inputs of the last call had been copied."""
+        """Event after the inputs of the last call were copied."""
 
     @property
     def warm(self) -> bool:
-        """Whether the next call is captured or replayed."""
+        """True if the next call is captured or replayed."""
         return self._wanted and self._calls >= WARM_UP
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Call the function, one way or the other."""
+        """Call, capture or replay the function."""
         if not self._wanted:
             return self._function(*inputs)
         if not self.warm:
@@ -89,7 +90,7 @@ class Captured:
         return self._outputs
 
     def _aside(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """A plain call on a stream of its own, as capturing asks for."""
+        """Call on a separate stream, as required before a capture."""
         assert self.stream is not None
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
@@ -99,9 +100,9 @@ class Captured:
         return outputs
 
     def _capture(self, *inputs: Tensor) -> torch.cuda.CUDAGraph | None:
-        """Capture the function; one that cannot be is called plainly from now on."""
+        """Capture the function; if that fails, call it plainly from now on."""
         self._inputs, graph = tuple(given.clone() for given in inputs), torch.cuda.CUDAGraph()
-        try:  # after a failure torch leaves the stream of the capture current: the outer one is put back here
+        try:  # torch leaves the stream of a failed capture current
             with torch.cuda.stream(torch.cuda.current_stream()), _undisturbed(graph, self.stream):
                 self._outputs = self._function(*self._inputs)
         except RuntimeError as problem:
@@ -112,12 +113,11 @@ class Captured:
 
 
 class Replays:
-    """A function of one batch under a module's tensors, captured for the sizes of batches that come again and again.
+    """A function of one batch under a module's tensors, captured for recurring batch sizes.
 
-    A batch of up to ``filled`` is filled up to a power of two, so that there are few sizes. A larger one is captured
-    where it is a power of two and not above ``most``, and called plainly else: computing images that nobody asked for
-    would cost more than launching does. Tensors may change in place. Where one lies elsewhere, or has another shape,
-    what was captured is thrown away. One thread at a time replays.
+    Batches up to ``filled`` are padded to a power of two, so that there are few sizes. A larger batch is captured if
+    its size is a power of two up to ``most``, and called plainly otherwise, because padding would cost more than
+    launching. Tensors may change in place; a move or another shape discards the captures. One thread at a time replays.
     """
 
     filled = 64
@@ -130,10 +130,10 @@ class Replays:
         self._lock = threading.Lock()
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """What the function makes of a batch, (B, ...) each; memory of one's own."""
+        """Return the function's result on a batch, (B, ...) each, in new memory."""
         if not batch[0].is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
             return self._function(*batch)
-        if torch.is_inference_mode_enabled():  # what is captured in it could not be written to outside of it
+        if torch.is_inference_mode_enabled():  # inference tensors could not be written to outside this mode
             return self._function(*batch)
         count = len(batch[0])
         size = 1 << max(count - 1, 0).bit_length()
@@ -153,17 +153,16 @@ class Replays:
         return (self._function(*batch),)
 
     def _check(self) -> None:
-        """Throw away what was captured with tensors that are no longer there."""
+        """Discard captures if tensors have moved."""
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in _tensors(self._module)]
         if places != self._places:
             self._captured, self._places = {}, places
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of a module and all within it.
+    """Return parameters and buffers of a module and its submodules.
 
-    Asked for with every prediction, so without torch's own ways, which go over all modules once for each kind and make
-    a name for each tensor: that takes more than twice as long.
+    Called for every prediction: torch's own iterators build names and take more than twice as long.
     """
     found, left = list[Tensor](), [module]
     while left:
@@ -177,7 +176,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def make_optimizer(
     kind: type[Optimizer], groups: list[dict[str, Any]], device: torch.device, **settings: Any
 ) -> Optimizer:
-    """An optimiser that a captured step can hold: on a GPU its rates lie there, for :func:`set_rate` to change."""
+    """Create an optimizer with capturable steps; on a GPU, :func:`set_rate` sets its rates."""
     if device.type != "cpu":
         groups = [{**group, "lr": torch.zeros((), device=device)} for group in groups]
         settings["fused"] = True
@@ -187,7 +186,7 @@ def make_optimizer(
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Give a group of an optimiser's parameters another rate."""
+    """Set the learning rate of a parameter group."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:

@@ -1,6 +1,5 @@
-"""Sums over all Gaussians of all pools on a GPU, in float64: what mixture.py needs where (B, M, N, D) is too large."""
+"""Float64 sums over all Gaussians of all pools on a GPU, where (B, M, N, D) would be too large."""
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
 from typing import Any
 
@@ -13,7 +12,7 @@ from triton.language.extra.cuda import libdevice
 from probprompt.errors import UserError
 
 ROWS, COLUMNS, WARPS = 32, 64, 8
-"""Images and features that a program sees at a time, and its warps."""
+"""Images and features per program step, and warps."""
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _centre(
     count: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """The mixture's mean for some rows and features of a pool."""
+    """Compute the mixture's mean for some rows and features of a pool."""
     total = tl.zeros((row.shape[0], feature.shape[0]), tl.float64)
     for number in range(count):
         share = tl.load(weights + (row * pools + pool) * count + number, mask=row < batch, other=0.0)  # (rows,)
@@ -120,7 +119,7 @@ def _moments_backward(
     middle = _centre(weights, mean, row, feature, batch, pool, pools, count, width)  # (rows, columns)
     whole = (row[:, None] * pools + pool) * width + feature[None, :]  # (rows, columns)
     mask = (row[:, None] < batch) & (feature[None, :] < width)
-    # Distances are taken in float64; what is added up to gradients is float32, where a sum is of few numbers.
+    # Distances are float64; gradients are accumulated in float32, over few numbers each.
     force = tl.load(grad_centre + whole, mask=mask, other=0.0).to(tl.float32)
     spread = tl.load(std + whole, mask=mask, other=1.0).to(tl.float32)
     pull = 0.5 * tl.load(grad_std + whole, mask=mask, other=0.0).to(tl.float32) / spread  # by the variance
@@ -131,7 +130,7 @@ def _moments_backward(
         deviation = deviation.to(tl.float32)  # (rows, columns)
         own = tl.load(variance + place, mask=feature < width, other=0.0).to(tl.float32)  # (columns,)
         bend = pull * deviation
-        # Around the mixture's mean: that changes all weights of a row by one number, and a softmax does not mind.
+        # Around the mixture's mean, which adds a constant to a row's weights; the softmax is invariant to it.
         slope = tl.sum((force + bend) * deviation + pull * own[None, :], 1)  # (rows,)
         target = ((slab * batch + row) * pools + pool) * count + number
         tl.store(grad_weights + target, slope, mask=row < batch)
@@ -141,7 +140,7 @@ def _moments_backward(
 
 
 def distances(query: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """S² (B, M, N) in float64 of queries (B, D), means (M, N, D) and 1/σ (M, N, D) in float64."""
+    """Return float64 S² (B, M, N) of queries (B, D), means and float64 1/σ (M, N, D)."""
     batch, (pools, count, width) = len(query), mean.shape
     result = torch.empty(batch, pools, count, dtype=torch.float64, device=query.device)
     grid = (pools * count, triton.cdiv(batch, ROWS))
@@ -151,7 +150,10 @@ def distances(query: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 
 
 def moments(weights: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (B, M, D) of mixtures: weights (B, M, N), σ² (M, N, D) in float64, mean (M, N, D)."""
+    """Return mean and standard deviation (B, M, D) of mixtures of Gaussians.
+
+    weights (B, M, N), mean (M, N, D), σ² (M, N, D) in float64.
+    """
     shape = (len(weights), mean.shape[0], mean.shape[2])
     centre, std = mean.new_empty(shape), mean.new_empty(shape)  # (B, M, D)
     grid, sizes = _cut(weights, mean)
@@ -162,10 +164,13 @@ def moments(weights: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Te
 def moments_backward(
     grad_centre: Tensor, grad_std: Tensor, std: Tensor, weights: Tensor, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the weights (B, M, N), up to one number per row, of the means and of σ² (M, N, D), in float64."""
+    """Return float64 gradients of weights (B, M, N), means and σ² (M, N, D).
+
+    The weights' gradient is up to a constant per row.
+    """
     grid, sizes = _cut(weights, mean)
     _, parts, slabs = grid
-    grad_weights = weights.new_empty(slabs, *weights.shape, dtype=torch.float32)  # of each program, to be summed
+    grad_weights = weights.new_empty(slabs, *weights.shape, dtype=torch.float32)  # per program, to be summed
     grad_mean, grad_variance = mean.new_empty(2, parts, *mean.shape, dtype=torch.float32)
     tensors = (grad_centre.contiguous(), grad_std.contiguous(), std, weights, mean.contiguous(), variance)
     _moments_backward[grid](*tensors, grad_weights, grad_mean, grad_variance, len(weights), **sizes)
@@ -174,7 +179,7 @@ def moments_backward(
 
 
 def _cut(weights: Tensor, mean: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """Programs by pool, images and features, and what they are compiled for."""
+    """Return the grid of pools, images and features, and compile-time constants."""
     pools, count, width = mean.shape
     grid = (pools, triton.cdiv(len(weights), ROWS), triton.cdiv(width, COLUMNS))
     sizes = {"pools": pools, "count": count, "width": width, "rows": ROWS, "columns": COLUMNS, "num_warps": WARPS}
@@ -182,24 +187,26 @@ def _cut(weights: Tensor, mean: Tensor) -> tuple[tuple[int, int, int], dict[str,
 
 
 WIDEST = 4096
-"""The widest prompt: a program holds a whole one in its registers."""
+"""Maximum width of a prompt: a program holds a whole one in registers."""
 FEATURES_PER_WARP = 256
-"""Features of a prompt per warp: fewer need fewer registers, and more exchange between threads."""
-_ROUNDS = tl.constexpr(7)  # the fewest with which Philox passes the known tests of randomness (Salmon et al. 2011)
-_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no instructions of the GPU
+"""Features of a prompt per warp: fewer need fewer registers, but more exchange between threads."""
+_ROUNDS = tl.constexpr(7)  # fewest rounds of Philox that pass known tests of randomness (Salmon et al. 2011)
+_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no GPU instructions
 _SHORTEST = tl.constexpr(1e-8)  # a shorter vector counts as zero, as in probprompt.equations
 
 
 @triton.jit
 def _pair(one: tl.tensor, two: tl.tensor) -> tl.tensor:
-    """Two normal numbers of two random words."""
+    """Return two normal numbers from two random words."""
     share = one.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # (word + 1/2) / 2**32
     turn = two.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-9  # from -π to π
     if _PLAIN:
         bits, cosine, sine = tl.log2(share), tl.cos(turn), tl.sin(turn)
-    else:  # one instruction each; what they lose, 1e-6, is nothing to noise
+    else:  # one instruction each; the error of 1e-6 does not matter for noise
         bits, cosine, sine = libdevice.fast_log2f(share), libdevice.fast_cosf(turn), libdevice.fast_sinf(turn)
-    length = tl.sqrt(tl.maximum(-1.3862943611198906 * bits, 0.0))  # √(-2 ln share); near 1 the logarithm may be above 0
+    length = tl.sqrt(
+        tl.maximum(-1.3862943611198906 * bits, 0.0)
+    )  # √(-2 ln share); near 1 the logarithm may be positive
     return length * cosine, length * sine
 
 
@@ -207,11 +214,11 @@ def _pair(one: tl.tensor, two: tl.tensor) -> tl.tensor:
 def _normals(
     seed: tl.tensor, row: tl.tensor, pool: tl.tensor, group: tl.tensor, feature: tl.tensor, width: tl.constexpr
 ) -> tl.tensor:
-    """The noise of samples 4 group to 4 group + 3."""
+    """Return the noise of samples 4 group to 4 group + 3."""
     one, two, three, four = tl.philox(seed, row, pool, feature, group, _ROUNDS)
     noise0, noise1 = _pair(one, two)
     noise2, noise3 = _pair(three, four)
-    # With a width of three quarters of a power of two, as most have, this tells the compiler to leave a quarter out.
+    # Lets the compiler skip a quarter if the width is three quarters of a power of two, as most are.
     inside = feature < width
     return (
         tl.where(inside, noise0, 0.0),
@@ -237,19 +244,19 @@ def _plus(
 
 @triton.jit
 def _sums(a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, a3: tl.tensor) -> tl.tensor:
-    """Four sums at once: threads wait for each other once, not four times."""
+    """Compute four sums with one synchronization of threads."""
     return tl.reduce((a0, a1, a2, a3), 0, _plus)
 
 
 @triton.jit
 def _shrink(square: tl.tensor, short: tl.tensor) -> tl.tensor:
-    """1 / (|P| |q|) of |P|² and 1 / |q|, bounded where either is zero."""
+    """Return 1 / (|P| |q|) from |P|² and 1 / |q|, bounded if either is zero."""
     return tl.minimum(tl.rsqrt(tl.maximum(square, _SHORTEST * _SHORTEST)) * short, 1 / _SHORTEST)
 
 
 @triton.jit
 def _weight(along: tl.tensor, square: tl.tensor, short: tl.tensor, used: tl.tensor) -> tl.tensor:
-    """exp(cos(P, q)) of <P, q> and |P|²: a cosine is at most 1, so no maximum need be taken off first."""
+    """Return exp(cos(P, q)) from <P, q> and |P|²; cosines need no maximum subtracted."""
     return tl.where(used, tl.exp(along * _shrink(square, short)), 0.0)
 
 
@@ -257,17 +264,17 @@ def _weight(along: tl.tensor, square: tl.tensor, short: tl.tensor, used: tl.tens
 def _slopes(
     along: tl.tensor, square: tl.tensor, slope: tl.tensor, short: tl.tensor, total: tl.tensor, used: tl.tensor
 ) -> tl.tensor:
-    """How much of q and of -P there is in the gradient of a sample P; slope: <G σ, ε - m>."""
+    """Return the shares of q and of -P in the gradient of a sample P; slope: <G σ, ε - m>."""
     least = _SHORTEST * _SHORTEST
     shrink = _shrink(square, short)
     cosine = along * shrink
     change = tl.where(used, tl.exp(cosine) / total * slope, 0.0)  # of the loss by the cosine
-    free = (square > least) & (shrink < 1 / _SHORTEST)  # else its length does not matter
+    free = (square > least) & (shrink < 1 / _SHORTEST)  # otherwise the length has no effect
     return change * shrink, tl.where(free, change * cosine / tl.maximum(square, least), 0.0)
 
 
-# Features are `step` = 1 apart, and the compiler must not know it: it would load four at a time into each thread, make
-# noise one at a time, and move every number of it between threads through shared memory.
+# Features are `step` = 1 apart, unknown to the compiler: otherwise it loads four per thread, draws noise one by one,
+# and moves each number between threads through shared memory.
 @triton.jit(do_not_specialize=["first", "step"])
 def _forward(
     mean: tl.tensor,
@@ -352,7 +359,7 @@ def _backward(
     short = 1 / tl.maximum(tl.sqrt(tl.sum(aim * aim, 0)), 1e-30)
     key, total = tl.load(seed), tl.load(weight + program)
     scaled = slope * scale
-    level = tl.sum(scaled * middle, 0)  # the mean of <G σ, ε>
+    level = tl.sum(scaled * middle, 0)  # mean of <G σ, ε>
     # With u and v of _slopes: dμ = G + Σ (u q - v P), dσ = G m + Σ (u q - v P) ε, and P = μ + σ ε.
     sum_u, sum_v = 0.0, 0.0
     first_u, first_v, second_v = middle * 0, middle * 0, middle * 0  # Σ u ε, Σ v ε, Σ v ε²
@@ -402,11 +409,11 @@ def _write_noise(
 def sampled_prompt(
     mean: Tensor, std: Tensor, query: Tensor, seed: Tensor, count: int, first: int = 0, equal: bool = False
 ) -> Tensor:
-    """Average ``count`` samples of each Gaussian, by their cosine to the query or, if ``equal``, equally (Eqs. 8-10).
+    """Average samples of each Gaussian by cosine to the query, or equally (Eqs. 8-10).
 
-    mean and std (B, M, D) in float32, query (B, D), seed (1,) in int64 -> (B, M, D): what
-    :func:`probprompt.equations.sampled_prompt` gives with ``noise(B, M, count, D, seed, first)``. Gradients reach mean
-    and std.
+    mean and std (B, M, D) in float32, query (B, D), seed (1,) in int64 -> (B, M, D): equals
+    :func:`probprompt.equations.sampled_prompt` with ``noise(B, M, count, D, seed, first)``. Gradients reach mean and
+    std.
     """
     if query.requires_grad:
         raise ValueError("the sampling kernel has no gradient for the query: detach it")
@@ -419,7 +426,7 @@ def sampled_prompt(
 
 
 def noise(rows: int, pools: int, count: int, width: int, seed: Tensor, first: int = 0, place: int = 0) -> Tensor:
-    """The standard normal numbers (rows, pools, count, width) of :func:`sampled_prompt`, in float32.
+    """Return the float32 noise ``(rows, pools, count, width)`` of :func:`sampled_prompt`.
 
     ``first`` numbers the first row in the whole batch, ``place`` the first pool among all pools.
     """
@@ -430,7 +437,7 @@ def noise(rows: int, pools: int, count: int, width: int, seed: Tensor, first: in
 
 
 class _Sampled(torch.autograd.Function):
-    """The prompt with its way back."""
+    """The prompt with its backward pass."""
 
     @staticmethod
     def forward(
@@ -450,7 +457,7 @@ class _Sampled(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Make the noise again."""
+        """Compute gradients, drawing the noise again."""
         mean, std, query, seed, mixed, weight = ctx.saved_tensors
         gradient = gradients[0].contiguous()  # (B, M, D)
         if ctx.equal:
@@ -462,7 +469,7 @@ class _Sampled(torch.autograd.Function):
 
 
 def _sizes(width: int) -> dict[str, int]:
-    """What the kernels are compiled for, and how many warps a program has."""
+    """Return compile-time constants and the number of warps."""
     if width > WIDEST:
         raise UserError(f"the sampling kernel takes prompts of width {WIDEST} at most, not {width}: switch kernels off")
     columns = 1 << (width - 1).bit_length()

@@ -1,6 +1,6 @@
-"""The mixtures of all pools at once (Eqs. 2 to 7), without ever holding a tensor (B, M, N, D).
+"""Mixtures of all pools (Eqs. 2 to 7), without a tensor (B, M, N, D).
 
-What :mod:`probprompt.equations` says, with a way back by hand. Sums run in float64 there and here.
+Equals :mod:`probprompt.equations`, with a custom backward pass. Sums run in float64 in both.
 """
 
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from torch import Tensor
 from probprompt.kernels import usable
 
 Learning = Literal["full", "means", "none"]
-"""What the gradient of the weights reaches: means and log_std, the means alone, or nothing."""
+"""What the gradient of the weights reaches: means and log_std, only the means, or nothing."""
 
 
 def mixture(
@@ -23,11 +23,11 @@ def mixture(
     density: bool = False,
     gradient: Learning = "full",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh the Gaussians of each pool by a query, and match one Gaussian to the mixture (Eqs. 2 to 7).
+    """Weight the Gaussians of each pool by a query, and match one Gaussian (Eqs. 2 to 7).
 
-    query (B, D), mean and log_std (M, N, D) -> the weights (B, M, N), of which all but the ``top_k`` largest are 0,
-    the mixture's mean (B, M, D) and its standard deviation (B, M, D), in the dtype of the means. Gradients reach mean
-    and log_std: through the moments always, through the weights as ``gradient`` says. ``density`` adds the
+    query (B, D), mean and log_std (M, N, D) -> weights (B, M, N), of which all except the ``top_k`` largest are 0, mean
+    (B, M, D) and standard deviation (B, M, D) of the mixture, in the dtype of the means. Gradients reach mean and
+    log_std: always through the moments, through the weights according to ``gradient``. ``density`` adds the
     log-determinant to the squared distance.
 
     >>> mean = torch.tensor([[[-1.0], [1.0]]])  # one pool of two Gaussians
@@ -48,7 +48,7 @@ def mixture(
 
 
 class _Mixture(torch.autograd.Function):
-    """The mixtures with their way back."""
+    """The mixtures with their backward pass."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _Mixture(torch.autograd.Function):
         density: bool,
         gradient: Learning,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weigh the Gaussians and match the moments."""
+        """Weight the Gaussians and match the moments."""
         inverse = torch.exp(-log_std.double())  # (M, N, D), 1/σ
         distances = _distances(query, mean, inverse)  # (B, M, N), S²
         if density:
@@ -75,7 +75,7 @@ class _Mixture(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Through the moments, the softmax and the distances."""
+        """Propagate through the moments, the softmax and the distances."""
         query, mean, inverse, weights, std = ctx.saved_tensors
         grad_weights, grad_center, grad_std = gradients
         variance = inverse.square().reciprocal_()  # (M, N, D)
@@ -84,7 +84,7 @@ class _Mixture(torch.autograd.Function):
         if ctx.gradient == "none":
             return None, grad_mean.to(mean.dtype), grad_log_std.to(mean.dtype), None, None, None, None
         slope += grad_weights
-        # Weights outside the top are 0 and stay so: the softmax over those inside has the same formula.
+        # Weights outside the top k stay 0: the softmax over the others has the same formula.
         slope -= (slope * weights).sum(dim=-1, keepdim=True)
         slope = slope.mul_(weights).div_(-ctx.temperature)  # (B, M, N), of S²
         first, second = _distances_backward(slope, query, mean)  # (M, N, D)
@@ -98,9 +98,9 @@ class _Mixture(torch.autograd.Function):
 
 
 def drift(mean: Tensor, log_std: Tensor, cached_mean: Tensor, cached_log_std: Tensor) -> Tensor:
-    """The sum of KL(cached || current) over Gaussians with diagonal covariances (Eq. 14), all four (..., D).
+    """Return the sum of KL(cached || current) over diagonal Gaussians (Eq. 14), all (..., D).
 
-    Gradients reach mean and log_std. What :func:`probprompt.equations.gaussian_kl` says, with a way back by hand.
+    Gradients reach mean and log_std. Equals :func:`probprompt.equations.gaussian_kl`, with a custom backward pass.
 
     >>> zero, one = torch.zeros(1), torch.ones(1)
     >>> drift(zero, zero, one, zero), drift(zero, one, zero, zero)
@@ -111,11 +111,11 @@ def drift(mean: Tensor, log_std: Tensor, cached_mean: Tensor, cached_log_std: Te
 
 
 class _Drift(torch.autograd.Function):
-    """The divergence with its way back."""
+    """The divergence with its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, log_std: Tensor, cached_mean: Tensor, cached_log_std: Tensor) -> Tensor:
-        """Add up the divergences; the gradients are nearly there."""
+        """Sum the divergences, and store unscaled gradients."""
         ratio = 2 * (cached_log_std.double() - log_std.double())  # (..., D)
         inverse = torch.exp(-log_std.double())
         shift = (mean.double() - cached_mean.double()).mul_(inverse)  # (..., D)
@@ -128,13 +128,13 @@ class _Drift(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Scale them."""
+        """Scale the gradients."""
         mean, log_std = ctx.saved_tensors
         return mean * gradients[0], log_std * gradients[0], None, None
 
 
 def _softmax(scores: Tensor, top_k: int | None) -> Tensor:
-    """Softmax over the last dimension, or over its largest scores alone."""
+    """Compute the softmax over the last dimension, or over only its largest scores."""
     if top_k is None:
         return torch.softmax(scores, dim=-1)
     largest, where = scores.topk(top_k, dim=-1)  # (B, M, top_k)
@@ -142,7 +142,7 @@ def _softmax(scores: Tensor, top_k: int | None) -> Tensor:
 
 
 def _distances(query: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """S² (B, M, N) in float64; inverse: 1/σ. `probprompt.equations.relevance` says why the square is not expanded."""
+    """Return float64 S² (B, M, N), not expanded (see `equations.relevance`); inverse: 1/σ."""
     if usable(query.device):
         from probprompt.kernels import gaussians
 
@@ -157,10 +157,10 @@ def _distances(query: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _distances_backward(slope: Tensor, query: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_b slope (q - μ) and Σ_b slope (q - μ)², both (M, N, D), for a slope (B, M, N).
+    """Return Σ_b slope (q - μ) and Σ_b slope (q - μ)² (M, N, D) for a slope (B, M, N).
 
-    The squares are expanded, around the mean query. With r the largest |q - μ| of a feature among all queries and
-    Gaussians, that is wrong by about 1e-16 r² Σ|slope|, and a gradient needs no more.
+    The squares are expanded around the mean query. With r the largest |q - μ| of a feature over queries and Gaussians,
+    the error is about 1e-16 r² Σ|slope|, which is enough for gradients.
     """
     middle = query.double().mean(dim=0)  # (D,)
     values, means = query.double() - middle, mean.double() - middle  # (B, D), (M, N, D)
@@ -172,10 +172,10 @@ def _distances_backward(slope: Tensor, query: Tensor, mean: Tensor) -> tuple[Ten
 
 
 def _moments(weights: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (B, M, D) of mixtures with weights (B, M, N).
+    """Return mean and standard deviation (B, M, D) of mixtures with weights (B, M, N).
 
-    Without kernels the variance is a difference, around each pool's mean: with r the largest distance of a Gaussian's
-    mean from its pool's, that is wrong by about 1e-16 r², and never less than the smallest σ² of the pool.
+    Without kernels the variance is a difference around each pool's mean. With r the largest distance of a Gaussian's
+    mean from its pool's, the error is about 1e-16 r², and the result at least the smallest σ² of the pool.
     """
     if usable(weights.device):
         from probprompt.kernels import gaussians
@@ -193,7 +193,7 @@ def _moments(weights: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, T
 def _moments_backward(
     grad_center: Tensor, grad_std: Tensor, std: Tensor, weights: Tensor, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the weights (B, M, N), up to one number per row, of the means and of σ² (M, N, D), in float64."""
+    """Return float64 gradients of weights (B, M, N), up to one number per row, means and σ²."""
     if usable(weights.device):
         from probprompt.kernels import gaussians
 
@@ -201,14 +201,14 @@ def _moments_backward(
     share, _, means = _centred(weights, mean)
     pull = (grad_std / std).transpose(0, 1).double().mul_(0.5)  # (M, B, D), of the mixture's variance
     force = torch.addcmul(grad_center.transpose(0, 1).double(), pull, share @ means, value=-2)  # (M, B, D)
-    # An image's term that all Gaussians share is left out: a softmax does not mind.
+    # A term common to all Gaussians of an image is dropped: the softmax is invariant to it.
     slope = force @ means.mT + pull @ means.square().add_(variance).mT  # (M, B, N)
     grad_variance = share.mT @ pull  # (M, N, D)
     return slope.transpose(0, 1), (share.mT @ force).addcmul_(means, grad_variance, value=2), grad_variance
 
 
 def _centred(weights: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights as (M, B, N), the mean of each pool's means (M, 1, D), and what the means are without it (M, N, D)."""
+    """Return weights (M, B, N), pool means (M, 1, D), and means relative to them (M, N, D)."""
     means = mean.double()
     middle = means.mean(dim=1, keepdim=True)
     return weights.transpose(0, 1), middle, means - middle

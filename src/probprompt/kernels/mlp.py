@@ -1,14 +1,13 @@
-"""The second half of a narrow frozen block as one kernel each way: residual sums, layer norm and MLP.
+"""The second half of a narrow frozen block in one kernel per direction: residual sums, layer norm and MLP.
 
-A program holds a block of whole rows, so that it norms them itself, and walks over the hidden layer chunk by chunk:
-what the first layer gives goes through the GELU and into the second one while it is still in registers. Neither the
-normed rows nor the hidden layer ever go to memory: the way back computes both again from what went into the norm, which
-is one more product and saves keeping them. On the way forth it also takes the norm that the next block begins with.
-Both ways sum over the hidden layer in a fixed order, so that what a row gives depends neither on its neighbours nor on
-how the rows are cut.
+A program holds a block of whole rows, normalizes them, and loops over chunks of the hidden layer, which go through the
+GELU into the second layer while in registers. Normalized rows and hidden layer never go to memory; the backward pass
+recomputes both from the norm's input, at the cost of one more product. The forward pass also computes the next block's
+first norm. Both directions sum over the hidden layer in a fixed order, so that a row's result depends neither on its
+neighbors nor on the tiling.
 
-Blocks of a product are powers of two wide. A width that is none, such as 192, is cut into two that are (128 + 64), both
-where it is summed over and where it is the result, so that nothing is computed in vain.
+Blocks of a product are powers of two wide. Another width, such as 192, is split into two of these (128 + 64), both
+where it is summed over and where it is the result, so that no work is wasted.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
@@ -23,45 +22,45 @@ from torch import Tensor
 from probprompt.errors import UserError
 
 WIDEST = 256
-"""The widest row: a program holds its sums over the hidden layer in registers."""
+"""Maximum width: a program holds its sums over the hidden layer in registers."""
 LEAST = 16
-"""The narrowest block of a product."""
+"""Minimum width of a block in a product."""
 
 Norm = tuple[Tensor, Tensor, float]
-"""A layer norm: its weight (D,), its bias (D,), and what it adds to the variance."""
+"""A layer norm: weight (D,), bias (D,), and the constant added to the variance."""
 Normed = tuple[Tensor, Tensor, Tensor]
-"""Rows after a layer norm (R, D), their means and one over their deviations before it (R,), in float32."""
+"""Rows after a layer norm (R, D), and their float32 means and reciprocal standard deviations before it (R,)."""
 
 
 class Tuning(NamedTuple):
-    """How a kernel cuts its work."""
+    """Tiling of a kernel."""
 
     rows: int  # of a program
-    chunk: int  # columns of the hidden layer at a time
+    chunk: int  # columns of the hidden layer per chunk
     warps: int
     stages: int  # of the loop over chunks
-    # On the way back: of how many inputs (none, the rows, rows and gradient) the part that is left of a width that is
-    # no power of two stays in registers, because its room in shared memory is wanted for one more stage.
+    # Backward: how many inputs (none, the rows, rows and gradient) keep the second part of a split width in registers,
+    # to free shared memory for one more stage.
     held: int = 0
-    registers: int | None = None  # of a thread, at most
+    registers: int | None = None  # maximum per thread
 
 
 FORWARD = {192: Tuning(128, 64, 8, 3), 256: Tuning(128, 64, 8, 2)}
-"""By width, at most. Blocks of 128 rows leave processors idle in a second wave, which what runs beside it then takes:
-that is worth more than a kernel that is faster by itself, or a second launch for what is left over."""
+"""By maximum width. Blocks of 128 rows leave processors idle in a second wave, which parallel work uses: better than
+a kernel that is faster alone, or a second launch for the remainder."""
 BACKWARD = {192: Tuning(128, 64, 8, 3, held=1), 256: Tuning(64, 32, 4, 3)}
-"""The same for the way back."""
+"""The same for the backward pass."""
 FEW = 64 * 132
-"""Up to so many rows a program takes 64 of them: on a GPU of 132 processors all still run side by side."""
+"""Up to this number of rows a program takes 64 of them: a GPU of 132 processors still runs all in parallel."""
 SINGLE = Tuning(16, 32, 4, 1)
-"""For float32, whose products run without tensor cores."""
+"""For float32, without tensor cores."""
 
 
 class Plan(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     width: int
-    low: int  # the columns that come first, and those that are left (or none): powers of two
+    low: int  # first columns and remaining ones (or none): powers of two
     high: int
     hidden: int
     rows: int
@@ -71,10 +70,10 @@ class Plan(NamedTuple):
 
 @triton.jit
 def _gelu(x: tl.tensor) -> tl.tensor:
-    """The exact GELU: max(x, 0) less |x| times the share of the normal distribution that lies beyond |x|.
+    """Compute the exact GELU: max(x, 0) - |x| times the normal tail beyond |x|.
 
-    The polynomial is the logarithm to base 2 of that share: a minimax fit on [0, 6] that puts the share off by 8e-9 at
-    most, far below float32's own rounding. It falls for ever, so that it holds beyond that range too.
+    The polynomial is the base-2 logarithm of the tail: a minimax fit on [0, 6] with an error of at most 8e-9, far below
+    float32's rounding. It decreases monotonically, so it is also valid beyond.
     """
     size = tl.abs(x)
     power = -2.7720317e-6 * size + 3.8620557e-5
@@ -90,12 +89,12 @@ def _gelu(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gelu_slope(x: tl.tensor) -> tl.tensor:
-    """The derivative of the GELU, from a single exponential.
+    """Compute the derivative of the GELU with a single exponential.
 
-    Below 0 it is the bell exp(-x^2 / 2) times a function of |x| (Mills' ratio less |x|, over sqrt(2 pi)): a minimax
-    fit on [0, 6] that puts the derivative off by 7e-8 at most. Above 0 it is what that leaves of 1.
+    Below 0 it is exp(-x²/2) times a function of |x| (Mills' ratio minus |x|, over sqrt(2 pi)): a minimax fit on [0, 6]
+    with an error of at most 7e-8. Above 0 it is 1 minus that.
     """
-    size = tl.minimum(tl.abs(x), 12.0)  # beyond it the bell is 0, and must not meet an infinity
+    size = tl.minimum(tl.abs(x), 12.0)  # beyond, the exponential is 0 and must not meet an infinity
     bell = tl.exp2(x * x * -0.7213475204444817)
     ratio = 1.63168507e-6 * size - 3.52077165e-5
     ratio = ratio * size + 3.39738071e-4
@@ -115,14 +114,14 @@ def _gelu_slope(x: tl.tensor) -> tl.tensor:
 def _block(
     matrix: tl.tensor, row: tl.tensor, column: tl.tensor, stride: tl.constexpr, known: tl.tensor | None
 ) -> tl.tensor:
-    """Some rows and columns of a matrix, zero in rows that are not known."""
+    """Load some rows and columns of a matrix, zero in unknown rows."""
     place = matrix + row[:, None] * stride + column[None, :]
     return tl.load(place) if known is None else tl.load(place, mask=known[:, None], other=0.0)
 
 
 @triton.jit
 def _rows(matrix: tl.tensor, row: tl.tensor, known: tl.tensor | None, plan: tl.constexpr) -> tl.tuple:
-    """Some rows of a matrix (any, width), in two parts."""
+    """Load some rows of a matrix (any, width), in two parts."""
     low = _block(matrix, row, tl.arange(0, plan.low), plan.width, known)
     high = low
     if plan.high > 0:
@@ -132,13 +131,13 @@ def _rows(matrix: tl.tensor, row: tl.tensor, known: tl.tensor | None, plan: tl.c
 
 @triton.jit
 def _first(weight: tl.tensor, start: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """A chunk (chunk, width) of the first layer's weight, in two parts."""
+    """Load a chunk (chunk, width) of the first layer's weight, in two parts."""
     return _rows(weight, start + tl.arange(0, plan.chunk), None, plan)
 
 
 @triton.jit
 def _second(weight: tl.tensor, start: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """A chunk (chunk, width) of the second layer's weight, transposed, in two parts."""
+    """Load a chunk (chunk, width) of the second layer's weight, transposed, in two parts."""
     column = start + tl.arange(0, plan.chunk)
     low = tl.trans(_block(weight, tl.arange(0, plan.low), column, plan.hidden, None))
     high = low
@@ -149,7 +148,7 @@ def _second(weight: tl.tensor, start: tl.tensor, plan: tl.constexpr) -> tl.tuple
 
 @triton.jit
 def _shift(bias: tl.tensor | None, start: tl.tensor, plan: tl.constexpr) -> tl.tensor:
-    """The first layer's bias (chunk,); of the last chunk, where the start is beyond it."""
+    """Load the first layer's bias (chunk,); of the last chunk if the start is beyond it."""
     chunk: tl.constexpr = plan.chunk
     if bias is None:
         shift = tl.zeros((chunk,), tl.float32)
@@ -160,7 +159,7 @@ def _shift(bias: tl.tensor | None, start: tl.tensor, plan: tl.constexpr) -> tl.t
 
 @triton.jit
 def _into(rows: tl.tuple, weight: tl.tuple, plan: tl.constexpr) -> tl.tensor:
-    """Products (rows, chunk) of rows and a chunk of a weight."""
+    """Return products (rows, chunk) of rows and a chunk of a weight."""
     hidden = tl.dot(rows[0], tl.trans(weight[0]), input_precision="ieee")
     if plan.high > 0:
         hidden = tl.dot(rows[1], tl.trans(weight[1]), hidden, input_precision="ieee")
@@ -169,7 +168,7 @@ def _into(rows: tl.tuple, weight: tl.tuple, plan: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _onto(totals: tl.tuple, hidden: tl.tensor, weight: tl.tuple, plan: tl.constexpr) -> tl.tuple:
-    """Add to the sums (rows, width) the product of a part (rows, chunk) of the hidden layer and a chunk of a weight."""
+    """Add the product of a hidden part (rows, chunk) and a chunk of a weight to the sums."""
     low = tl.dot(hidden, weight[0], totals[0], input_precision="ieee")
     high = totals[1]
     if plan.high > 0:
@@ -179,7 +178,7 @@ def _onto(totals: tl.tuple, hidden: tl.tensor, weight: tl.tuple, plan: tl.conste
 
 @triton.jit
 def _nothing(plan: tl.constexpr) -> tl.tuple:
-    """Sums (rows, width) to begin with, in two parts."""
+    """Return zero sums (rows, width), in two parts."""
     rows: tl.constexpr = plan.rows
     low: tl.constexpr = plan.low
     high: tl.constexpr = plan.high if plan.high > 0 else plan.low
@@ -188,7 +187,7 @@ def _nothing(plan: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _write(result: tl.tensor, values: tl.tuple, row: tl.tensor, known: tl.tensor, plan: tl.constexpr) -> None:
-    """Write rows (rows, width), those that are known."""
+    """Write the known rows of (rows, width)."""
     kind: tl.constexpr = result.dtype.element_ty
     place = result + row[:, None] * plan.width + tl.arange(0, plan.low)[None, :]
     tl.store(place, values[0].to(kind), mask=known[:, None])
@@ -199,21 +198,21 @@ def _write(result: tl.tensor, values: tl.tuple, row: tl.tensor, known: tl.tensor
 
 @triton.jit
 def _again(matrix: tl.tensor, row: tl.tensor, known: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """Rows that the program has read or written before the loop: from memory, since no register had room for them."""
-    # They may be what another thread wrote; and without the barrier the compiler would not read them a second time.
+    """Load rows again that were read or written before the loop, which had no registers left."""
+    # Another thread may have written them, and without the barrier the compiler would not load them again.
     tl.debug_barrier()
     return _rows(matrix, row, known, plan)
 
 
 @triton.jit
 def _added(one: tl.tuple, two: tl.tuple) -> tl.tuple:
-    """Sums in float32 of what comes in two parts."""
+    """Return float32 sums of values in two parts."""
     return one[0].to(tl.float32) + two[0].to(tl.float32), one[1].to(tl.float32) + two[1].to(tl.float32)
 
 
 @triton.jit
 def _vector(vector: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """A vector (width,) as a row (1, width) in float32, in two parts."""
+    """Load a vector (width,) as a float32 row (1, width), in two parts."""
     low = tl.load(vector + tl.arange(0, plan.low)).to(tl.float32)[None, :]
     high = low
     if plan.high > 0:
@@ -223,7 +222,7 @@ def _vector(vector: tl.tensor, plan: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _mean(values: tl.tuple, plan: tl.constexpr) -> tl.tensor:
-    """The means (rows, 1) of rows (rows, width)."""
+    """Return the means (rows, 1) of rows (rows, width)."""
     total = tl.sum(values[0], axis=1)
     if plan.high > 0:
         total += tl.sum(values[1], axis=1)
@@ -232,7 +231,7 @@ def _mean(values: tl.tuple, plan: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _moments(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """The mean of rows, and one over their deviation: (rows, 1) each."""
+    """Return mean and reciprocal standard deviation of rows: (rows, 1) each."""
     low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
     mean = _mean((low, high), plan)
     low, high = low - mean, high - mean
@@ -241,14 +240,14 @@ def _moments(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _standard(rows: tl.tuple, moments: tl.tuple) -> tl.tuple:
-    """Rows less their mean and over their deviation, in two parts, in float32."""
+    """Standardize rows in float32, in two parts."""
     low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
     return (low - moments[0]) * moments[1], (high - moments[0]) * moments[1]
 
 
 @triton.jit
 def _norm(rows: tl.tuple, moments: tl.tuple, weight: tl.tensor, bias: tl.tensor, plan: tl.constexpr) -> tl.tuple:
-    """The layer norm of rows, in two parts, in their dtype."""
+    """Apply the layer norm to rows, in two parts, in their dtype."""
     low, high = _standard(rows, moments)
     weight_low, weight_high = _vector(weight, plan)
     bias_low, bias_high = _vector(bias, plan)
@@ -257,7 +256,7 @@ def _norm(rows: tl.tuple, moments: tl.tuple, weight: tl.tensor, bias: tl.tensor,
 
 @triton.jit
 def _norm_backward(slope: tl.tuple, rows: tl.tuple, moments: tl.tuple, plan: tl.constexpr) -> tl.tuple:
-    """The gradient of rows, for that of their layer norm, which its weight is in already; both in two parts."""
+    """Return the gradient of rows for that of their weighted layer norm, in two parts."""
     low, high = _standard(rows, moments)
     offset = _mean(slope, plan)
     along = _mean((slope[0] * low, slope[1] * high), plan)
@@ -267,10 +266,10 @@ def _norm_backward(slope: tl.tuple, rows: tl.tuple, moments: tl.tuple, plan: tl.
 
 @triton.jit
 def _held(values: tl.tensor, size: tl.constexpr, zero: tl.tensor) -> tl.tensor:
-    """The same values (rows, size), in float32, in those registers in which a product leaves its result.
+    """Return values (rows, size) in float32, in the register layout of a product's result.
 
-    What a product reads next then needs no shared memory, and what is summed with a product's result no other layout.
-    A zero that the compiler does not know keeps apart what it would otherwise take for one and hold in shared memory.
+    The next product then needs no shared memory, and a sum with a product's result no other layout. A zero unknown to
+    the compiler keeps apart values that it would otherwise merge and hold in shared memory.
     """
     place = tl.arange(0, size)
     unit = (place[:, None] + zero == place[None, :]).to(values.dtype)
@@ -286,12 +285,12 @@ def _through(
     kind: tl.constexpr,
     plan: tl.constexpr,
 ) -> tl.tuple:
-    """Normed rows through both layers and the GELU, without the second bias."""
+    """Apply both layers and the GELU to normalized rows, without the second bias."""
     size: tl.constexpr = plan.rows
     chunk: tl.constexpr = plan.chunk
     totals = _nothing(plan)
-    # The second product stays one chunk behind, so that the tensor cores work on it during the next chunk's GELU. What
-    # waits for it is rounded where it is used: only then is it passed on in registers.
+    # The second product is one chunk behind, so that tensor cores work during the next chunk's GELU. Its input is
+    # rounded where it is used: only then is it passed on in registers.
     active = tl.zeros((size, chunk), tl.float32)
     shift = _shift(bias1, 0, plan)
     for start in range(0, plan.hidden, plan.chunk):
@@ -331,14 +330,14 @@ def _forward(
     row = tl.arange(0, plan.rows)
     known = row < count - top
     low, high = _added(_rows(before + place, row, known, plan), _rows(update + place, row, known, plan))
-    # The way back sees the rounded sum, so the norm must be of that one.
+    # The backward pass sees the rounded sum, so the norm must use it too.
     low, high = low.to(kind), high.to(kind)
     _write(middle + place, (low, high), row, known, plan)
     low, high = _norm((low, high), _moments((low, high), eps, plan), weight, bias, plan)
     totals = _nothing(plan)
-    # A loop of one turn, for the compiler: what comes into a loop and changes there goes to shared memory, where the
-    # products read it. What was merely computed would be loaded into registers again for every chunk. And addresses
-    # that are made of the turn are not kept in registers meanwhile.
+    # A loop of one turn, for the compiler: values that change in a loop go to shared memory, where products read them,
+    # instead of being loaded into registers for every chunk. Addresses that depend on the turn are not kept in
+    # registers.
     turn = top
     while turn < tl.minimum(count, top + plan.rows):
         totals = _through((low, high), weight1, bias1, weight2, kind, plan)
@@ -369,7 +368,7 @@ def _back(
     kind: tl.constexpr,
     plan: tl.constexpr,
 ) -> tl.tuple:
-    """The gradient of normed rows for that of what the MLP makes of them."""
+    """Return the gradient of normalized rows for that of the MLP's output."""
     totals = _nothing(plan)
     shift = _shift(bias1, 0, plan)
     for start in range(0, plan.hidden, plan.chunk):
@@ -412,7 +411,7 @@ def _backward(
         grad_high = _held(grad_high, plan.high, 0).to(kind)
     totals = _nothing(plan)
     turn = top
-    while turn < tl.minimum(count, top + plan.rows):  # one, as on the way forth
+    while turn < tl.minimum(count, top + plan.rows):  # one turn, as in the forward pass
         totals = _back((low, high), (grad_low, grad_high), weight1, bias1, weight2, kind, plan)
         low = tl.zeros_like(low)
         if plan.held == 0:
@@ -432,7 +431,7 @@ def _backward(
 
 
 def fits(width: int) -> bool:
-    """Whether these kernels are for an MLP of that width: narrow, and one power of two or the sum of two."""
+    """Return True for supported widths: narrow, and a power of two or the sum of two."""
     return LEAST <= width <= WIDEST and width.bit_count() <= 2 and width % LEAST == 0
 
 
@@ -446,10 +445,10 @@ def mlp(
     bias2: Tensor | None,
     following: Norm | None = None,
 ) -> tuple[Tensor, Tensor, Normed | None]:
-    """The sum before + update (R, D), and that sum plus what the MLP makes of its layer norm (R, D).
+    """Return the sum before + update (R, D), and that plus the MLP of its layer norm (R, D).
 
     The MLP is the layer (H, D), the exact GELU and the layer (D, H). Each sum is rounded to the dtype of the rows
-    before its norm is taken. The second sum's own norm comes along where it is given: ``following``.
+    before its norm is computed. With ``following``, also returns that norm of the second sum.
     """
     _check(before, update, norm, weight1, weight2)
     if following is not None:
@@ -468,7 +467,7 @@ def mlp(
 def mlp_backward(
     grad: Tensor, middle: Tensor, norm: Norm, weight1: Tensor, bias1: Tensor | None, weight2: Tensor
 ) -> Tensor:
-    """The gradient (R, D) of the first sum that :func:`mlp` gives, for the gradient (R, D) of the second."""
+    """Return the gradient (R, D) of :func:`mlp`'s first sum for that of the second."""
     _check(middle, grad, norm, weight1, weight2)
     result = torch.empty_like(middle)  # (R, D)
     grid, options = _launch(middle, weight1, BACKWARD)
@@ -502,7 +501,7 @@ def _check_norm(norm: Norm, width: int) -> None:
 
 
 def _launch(rows: Tensor, weight1: Tensor, table: dict[int, Tuning]) -> tuple[tuple[int], dict[str, object]]:
-    """The grid, and what the kernels are compiled for."""
+    """Return the grid, and compile-time constants."""
     count, width = rows.shape
     tuning = SINGLE if rows.dtype == torch.float32 else table[min(most for most in table if most >= width)]
     if count <= FEW and tuning.rows > 64:

@@ -1,4 +1,4 @@
-"""Cut, resize, flip and normalize boxes of stored images in one pass, and cut images into patches.
+"""Crop, resize, flip and normalize boxes of stored images in one pass, and cut images into patches.
 
 :func:`crop` gives the views of :func:`probprompt.data.transforms.resample`, for images of different sizes that are
 stored one after another.
@@ -15,20 +15,20 @@ from torch import Tensor
 from probprompt.errors import UserError, suggest
 
 Kernel = Literal["bilinear", "bicubic"]
-"""How pixels between pixels are computed."""
+"""Interpolation."""
 RADIUS = {"bilinear": 1, "bicubic": 2}
-"""How far a kernel reaches, in pixels of the output or of the input, whichever are larger."""
+"""Radius of a kernel in pixels of the output or of the input, whichever are larger."""
 PIXELS, WARPS = 256, 4
-"""Pixels of the output that a program finds, of one line where they fit, and its warps: the fastest of 23 shapes."""
+"""Output pixels per program, of one line if they fit, and warps: the fastest of 23 shapes."""
 
 
 @triton.jit
 def _start(
     index: tl.tensor, begin: tl.tensor, length: tl.tensor, size: tl.constexpr, radius: tl.constexpr
 ) -> tl.tensor:
-    """The first input pixel under the kernel of output pixels, where it is in the kernel, the step, and their number.
+    """Return first input pixel, its place in the kernel, step and number, by output pixel.
 
-    In float64, for few numbers: what is left to the many is relative to the kernel, and short enough for float32.
+    Float64 for these few numbers; all others are relative to the kernel and small enough for float32.
     """
     scale = length / size
     wide = tl.maximum(scale, 1.0)
@@ -40,13 +40,13 @@ def _start(
 
 @triton.jit
 def _limits(low: tl.tensor, high: tl.tensor, pixels: tl.tensor) -> tl.tensor:
-    """The first pixel whose middle lies between limits, and the one after the last."""
+    """Return the first pixel whose center is between limits, and the one after the last."""
     return tl.maximum(tl.floor(low + 0.5).to(tl.int32), 0), tl.minimum(tl.ceil(high - 0.5).to(tl.int32), pixels)
 
 
 @triton.jit
 def _kernel(distance: tl.tensor, radius: tl.constexpr) -> tl.tensor:
-    """A triangle, or Keys' piecewise cubic with a = -1/2."""
+    """Compute a triangle, or Keys' piecewise cubic with a = -1/2."""
     distance = tl.abs(distance)
     if radius == 1:
         weight = tl.maximum(1 - distance, 0.0)
@@ -68,7 +68,7 @@ def _tap(
     pixels: tl.tensor,
     radius: tl.constexpr,
 ) -> tl.tensor:
-    """The weight of a pixel under the kernel, and where it is: what lies outside weighs nothing and is not read."""
+    """Return the weight and the place of a pixel under the kernel; outside the weight is 0."""
     place = first + tap
     weight = tl.where((place >= low) & (place < high), _kernel(along + tap * step, radius), 0.0)
     return weight, tl.minimum(tl.maximum(place, 0), pixels - 1)
@@ -78,7 +78,7 @@ def _tap(
 def _put(
     sums: tl.tensor, total: tl.tensor, mean: tl.tensor, std: tl.tensor, target: tl.tensor, mask: tl.tensor
 ) -> None:
-    """Store a colour of the output, clamped and normalised; sums are of weighted grey levels, total of weights."""
+    """Store a color of the output, clamped and normalized, from weighted sums of levels."""
     level = tl.minimum(tl.maximum(sums / (255 * total), 0.0), 1.0)
     tl.store(target, ((level - tl.load(mean)) / tl.load(std)).to(target.dtype.element_ty), mask=mask)
 
@@ -114,7 +114,7 @@ def _crop(
     red = tl.zeros((rows, columns), tl.float32)
     green, blue, total = red, red, red
     if (taps_y <= 2 * radius) & (taps_x <= 2 * radius):
-        # Nothing is reduced, as for most boxes: with the number of taps known all pixels are asked for at once.
+        # No reduction, as for most boxes: with a constant number of taps all pixels are loaded in parallel.
         for down in tl.static_range(2 * radius):
             weight_y, start = _tap(y, along_y, step_y, down, top, bottom, height, radius)  # (rows,)
             for across in tl.static_range(2 * radius):
@@ -172,10 +172,10 @@ def crop(
     kernel: Kernel = "bilinear",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Cut boxes out of images, resize them with antialiasing and normalise them: (B, 3, size, size) in ``dtype``.
+    """Crop, resize with antialiasing and normalize boxes: (B, 3, size, size) in ``dtype``.
 
-    pixels: images (H, W, 3) of uint8, one after another in one flat tensor; offsets (B,) in int64: where each begins;
-    sizes (B, 2) in int64: height and width; mean and std (3, 1, 1) of values in [0, 1].
+    pixels: images (H, W, 3) of uint8, one after another in one flat tensor; offsets (B,) in int64: their starts; sizes
+    (B, 2) in int64: height and width; mean and std (3, 1, 1) of values in [0, 1].
     """
     if kernel not in RADIUS:
         raise UserError(f"unknown kernel {kernel!r}: {suggest(kernel, RADIUS)}")
@@ -195,7 +195,7 @@ def crop(
 
 
 COLUMNS, WARPS = 256, 4
-"""Pixels of a line that a program takes at most, and its warps."""
+"""Maximum pixels of a line per program, and warps."""
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def _patches(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """One colour of a row of patches: a band of ``high`` lines."""
+    """Copy one color of a row of patches: a band of ``high`` lines."""
     band, colour = tl.program_id(0).to(tl.int64), tl.program_id(1)
     down = tl.arange(0, rows)  # lines of the band
     across = tl.program_id(2) * columns + tl.arange(0, columns)
@@ -225,7 +225,7 @@ def _patches(
 def patches(images: Tensor, high: int, wide: int) -> Tensor:
     """Cut images (B, C, H, W) into patches of (high, wide): (B H/high W/wide, C high wide).
 
-    What ``images.unfold`` and ``permute`` say, in one pass over memory; both sides must be whole numbers of patches.
+    Equals ``images.unfold`` and ``permute``, in one pass over memory; both edges must be whole numbers of patches.
     """
     batch, colours, height, width = images.shape
     if height % high or width % wide:

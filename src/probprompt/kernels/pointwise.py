@@ -1,4 +1,4 @@
-"""Layer norms of a frozen network: the residual sum before the norm is fused with it, forwards and backwards.
+"""Layer norms of a frozen network, fused with the residual sum before them, and the GELU.
 
 Each is one pass over memory: a program holds a few whole rows, so that nothing is read twice.
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 from probprompt.errors import UserError
 
 WIDEST = 4096
-"""The widest row: a program holds whole rows in its registers."""
+"""Maximum width: a program holds whole rows in registers."""
 FORWARD = {"elements": 2048, "warps": 4}
-"""Elements that a program holds at a time (rows, padded to a power of two), and its warps."""
+"""Elements per program step (rows, padded to a power of two), and warps."""
 BACKWARD = {"elements": 2048, "warps": 4}
-"""The same for the way back."""
+"""The same for the backward pass."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _add_norm(
         values += tl.load(update + place, mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=mask)
-        # The way back sees the rounded sum, so the norm must be of that one.
+        # The backward pass sees the rounded sum, so the norm must use it too.
         values = rounded.to(tl.float32)
     middle = tl.sum(values, axis=1) / width  # (rows,)
     centred = tl.where(inside, values - middle[:, None], 0.0)
@@ -95,10 +95,10 @@ def _norm_backward(
 def add_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum x + update (R, D), its layer norm (R, D), and the mean and reciprocal deviation (R,) of each row in fp32.
+    """Return x + update (R, D), its layer norm, and float32 mean and reciprocal std (R,).
 
-    The sum is rounded to the dtype of x before its norm is taken. Without an update the sum is x itself. Rows lie one
-    after another in memory.
+    The sum is rounded to the dtype of x before its norm is computed. Without an update the sum is x itself. Rows are
+    contiguous.
     """
     total = x if update is None else torch.empty_like(x)  # (R, D)
     normed = torch.empty_like(x)  # (R, D)
@@ -112,7 +112,7 @@ def add_norm(
 def norm_backward(
     grad: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None
 ) -> Tensor:
-    """Gradient (R, D) of what went into the norm, for the gradient of what came out, plus a residual's (R, D)."""
+    """Return the gradient (R, D) of a norm's input for that of its output, plus a residual's."""
     result = torch.empty_like(grad)  # (R, D)
     grid, sizes = _launch(grad, BACKWARD)
     _norm_backward[grid](grad, total, weight, mean, rstd, residual, result, grad.shape[0], **sizes)
@@ -120,7 +120,7 @@ def norm_backward(
 
 
 def _launch(x: Tensor, tuning: dict[str, int]) -> tuple[tuple[int], dict[str, int]]:
-    """The grid, and the sizes that the kernels are compiled for."""
+    """Return the grid, and compile-time constants."""
     count, width = x.shape
     if width > WIDEST:
         raise UserError(f"the norm's kernel takes rows of at most {WIDEST}, not of {width}: switch the kernels off")
@@ -131,16 +131,16 @@ def _launch(x: Tensor, tuning: dict[str, int]) -> tuple[tuple[int], dict[str, in
 
 
 BLOCK = 2048
-"""Numbers of a program."""
+"""Numbers per program."""
 
 
 @triton.jit
 def _normal(x: tl.tensor) -> tl.tuple:
-    """The normal distribution up to x, and sqrt(2 pi) times its density: right to 1e-7 (Abramowitz & Stegun 7.1.26)."""
+    """Return the normal CDF and sqrt(2 pi) times its density, to 1e-7 (A&S 7.1.26)."""
     bell = tl.exp2(x * x * -0.7213475204444817)  # exp(-x^2 / 2)
     part = 1.0 / (1.0 + 0.23164189 * tl.abs(x))  # 0.3275911 / sqrt(2)
     series = 0.254829592 + part * (-0.284496736 + part * (1.421413741 + part * (-1.453152027 + part * 1.061405429)))
-    beyond = 0.5 * part * series * bell  # the tail beyond |x|
+    beyond = 0.5 * part * series * bell  # tail beyond |x|
     return tl.where(x > 0, 1.0 - beyond, beyond), bell
 
 
@@ -163,13 +163,13 @@ def _gelu_backward(grad: tl.tensor, x: tl.tensor, result: tl.tensor, count: tl.t
 
 
 def gelu(x: Tensor) -> Tensor:
-    """X times the normal distribution up to x, for a contiguous tensor of any shape."""
+    """Compute the GELU of a contiguous tensor of any shape."""
     result = torch.empty_like(x)
     _gelu[(triton.cdiv(x.numel(), BLOCK),)](x, result, x.numel(), BLOCK)
     return result
 
 
 def gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of :func:`gelu` at x, written over ``grad``."""
+    """Compute the gradient of :func:`gelu` at x, in place of ``grad``."""
     _gelu_backward[(triton.cdiv(x.numel(), BLOCK),)](grad, x, grad, x.numel(), BLOCK)
     return grad

@@ -1,10 +1,9 @@
-"""The blocks of a frozen ViT by kernels of our own, with a backward pass by hand: what backbones.vit does, faster.
+"""Blocks of a frozen ViT with custom kernels and a custom backward pass, faster than backbones.vit.
 
-Frozen weights need no gradient, so the way back through a block is four products, two norms and an attention, and what
-must be kept for it is known: the two inputs of the norms, queries, keys and values, what attention gave, and the hidden
-layer before its activation. Residual sums are fused with the norms that follow them, prefixes are read where they lie,
-and in the first block that is prompted nothing but the prefix's own gradient is computed. In a narrow network, all that
-follows attention is one kernel each way, and nothing of it is kept but its input.
+Frozen weights need no gradient, so a block's backward pass is four products, two norms and an attention. It needs the
+inputs of both norms, queries, keys and values, the attention's output, and the hidden layer before its activation.
+Residual sums are fused with the next norm, prefixes are read in place, and the first prompted block computes only the
+prefix's gradient. In a narrow network, all after attention is one kernel per direction, which keeps only its input.
 """
 
 from collections.abc import Sequence
@@ -20,21 +19,21 @@ from torch.nn import functional
 Prefixed = tuple[Tensor, Tensor]
 """Keys and values before the sequence's own, (B, P, W) each."""
 KeptMlp = tuple[Tensor, ...]
-"""What the way back through an MLP needs: the sum (R, D) that goes into its norm, and what else it chose to keep."""
+"""State for the backward pass of an MLP: the sum (R, D) before its norm, and more if needed."""
 Normed = tuple[Tensor, Tensor, Tensor]
-"""Rows (R, D) after a norm, with their means and one over their deviations before it, (R,) each."""
+"""Rows (R, D) after a norm, with means and reciprocal standard deviations before it, (R,) each."""
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A frozen linear layer, with the scale that follows it multiplied in."""
+    """A frozen linear layer, with the following layer scale multiplied in."""
 
     weight: Tensor
     bias: Tensor | None
 
     @classmethod
     def of(cls, layer: Any, scale: Any = None) -> "Linear":
-        """Take over a layer, and the layer scale after it."""
+        """Copy a layer and the layer scale after it."""
         weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         if isinstance(scale, LayerScale):
             wide = scale.gamma.detach().float()
@@ -48,11 +47,11 @@ class Linear:
         return self.weight, self.bias
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows (R, in) to (R, out)."""
+        """Map rows (R, in) to (R, out)."""
         return functional.linear(rows, self.weight, self.bias)
 
     def back(self, gradient: Tensor) -> Tensor:
-        """Gradient (R, out) to (R, in)."""
+        """Map a gradient (R, out) to (R, in)."""
         return gradient @ self.weight
 
 
@@ -66,12 +65,12 @@ class Norm:
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, float]:
-        """Weight, bias and what is added to the variance."""
+        """Weight, bias and the constant added to the variance."""
         return self.weight, self.bias, self.eps
 
     @classmethod
     def of(cls, layer: Any) -> "Norm":
-        """Take over a layer."""
+        """Copy a layer."""
         return cls(layer.weight.detach(), layer.bias.detach(), float(layer.eps))
 
 
@@ -82,10 +81,10 @@ class Sum:
     total: Tensor  # (R, D)
     update: Tensor | None = None  # (R, D), still to be added
     normed: Normed | None = None
-    """After the norm that comes next, where it was taken already."""
+    """Result of the next norm, if computed."""
 
     def go_through(self, norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The sum, added up, and its norm."""
+        """Return the complete sum and its norm."""
         from probprompt.kernels.pointwise import add_norm
 
         if self.normed is not None:
@@ -94,14 +93,14 @@ class Sum:
 
 
 class WideMlp:
-    """The MLP of a block with its norm and both residual sums, the second of which is left to whoever norms it next."""
+    """The MLP of a block with its norm and both residual sums; the next norm completes the second."""
 
     def __init__(self, block: Any) -> None:
         self.norm = Norm.of(block.norm2)
         self.fc1, self.fc2 = Linear.of(block.mlp.fc1), Linear.of(block.mlp.fc2, block.ls2)
 
     def forward(self, before: Tensor, update: Tensor, following: Norm | None) -> tuple[Sum, KeptMlp]:
-        """A sum (R, D) + (R, D) to another, which may go through a norm next."""
+        """Map a sum (R, D) + (R, D) to the next one; ``following`` is the next norm."""
         from probprompt.kernels.pointwise import add_norm, gelu
 
         middle, normed, mean, rstd = add_norm(before, update, *self.norm.parts)
@@ -109,7 +108,7 @@ class WideMlp:
         return Sum(middle, self.fc2(gelu(hidden))), (middle, mean, rstd, hidden)
 
     def backward(self, gradient: Tensor, kept: KeptMlp) -> Tensor:
-        """Gradient (R, D) of the sum that it gives to that of the sum that it is given."""
+        """Map the gradient (R, D) of the output sum to that of the input sum."""
         from probprompt.kernels.pointwise import gelu_backward, norm_backward
 
         middle, mean, rstd, hidden = kept
@@ -118,18 +117,18 @@ class WideMlp:
 
 
 class NarrowMlp(WideMlp):
-    """The same in one kernel each way, where the hidden layer is so small that it need not go to memory."""
+    """The MLP in one kernel per direction, if the hidden layer is small enough for registers."""
 
     @staticmethod
     def fits(block: Any) -> bool:
-        """Whether a block's MLP is one of these."""
+        """Return True if a block's MLP is supported."""
         from probprompt.kernels.mlp import fits
 
         hidden, width = block.mlp.fc1.weight.shape
         return bool(hidden == 4 * width and fits(width))
 
     def forward(self, before: Tensor, update: Tensor, following: Norm | None) -> tuple[Sum, KeptMlp]:
-        """A sum (R, D) + (R, D) to one that is added up already, and normed."""
+        """Map a sum (R, D) + (R, D) to a complete one, with its norm."""
         from probprompt.kernels.mlp import mlp
 
         layers = (*self.fc1.parts, *self.fc2.parts)
@@ -137,7 +136,7 @@ class NarrowMlp(WideMlp):
         return Sum(after, None, normed), (middle,)
 
     def backward(self, gradient: Tensor, kept: KeptMlp) -> Tensor:
-        """Gradient (R, D) of the sum that it gives to that of the sum that it is given."""
+        """Map the gradient (R, D) of the output sum to that of the input sum."""
         from probprompt.kernels.mlp import mlp_backward
 
         return mlp_backward(gradient, kept[0], self.norm.parts, *self.fc1.parts, self.fc2.weight)
@@ -145,7 +144,7 @@ class NarrowMlp(WideMlp):
 
 @dataclass
 class Kept:
-    """What the way back through a block needs."""
+    """State for the backward pass of a block."""
 
     before: Tensor  # (R, D): what goes into the first norm, with its mean and spread
     mean: Tensor
@@ -168,17 +167,17 @@ class FusedBlock:
         self.mlp = NarrowMlp(block) if NarrowMlp.fits(block) else WideMlp(block)
 
     def queries(self) -> Linear:
-        """The part of the projection that makes queries."""
+        """Return the part of the projection that makes queries."""
         width = self.qkv.weight.shape[0] // 3
         return Linear(self.qkv.weight[:width], None if self.qkv.bias is None else self.qkv.bias[:width])
 
     def keys_and_values(self) -> Linear:
-        """The part of the projection that makes keys and values."""
+        """Return the part of the projection that makes keys and values."""
         width = self.qkv.weight.shape[0] // 3
         return Linear(self.qkv.weight[width:], None if self.qkv.bias is None else self.qkv.bias[width:])
 
     def project(self, tokens: Tensor) -> Tensor:
-        """Queries, keys and values (B, T, 3 W) of tokens (B, T, D)."""
+        """Return queries, keys and values (B, T, 3 W) of tokens (B, T, D)."""
         from probprompt.kernels.pointwise import add_norm
 
         _, normed, _, _ = add_norm(tokens.flatten(0, 1), None, *self.norm1.parts)
@@ -187,7 +186,7 @@ class FusedBlock:
     def forward(
         self, tokens: Sum, shape: torch.Size, prefix: Prefixed | None, qkv: Tensor | None, following: Norm | None
     ) -> tuple[Sum, Kept]:
-        """Tokens of shape (B, T, D) to the same, which may go through a norm next; what qkv is may be known."""
+        """Run the block on tokens (B, T, D); ``qkv`` and the following norm are optional."""
         from probprompt.kernels.attention import attention
 
         before, normed, mean, rstd = tokens.go_through(self.norm1)
@@ -198,7 +197,7 @@ class FusedBlock:
         return result, Kept(before, mean, rstd, qkv, prefix, mixed, logsumexp, kept)
 
     def backward(self, gradient: Tensor, kept: Kept, own: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradient (R, D) of what the block gives to that of what it is given (if asked for), and the prefix's."""
+        """Return the gradients (R, D) of the input (if requested) and of the prefix."""
         from probprompt.kernels.attention import attention_backward
         from probprompt.kernels.pointwise import norm_backward
 
@@ -214,7 +213,7 @@ class FusedBlock:
 
 
 def fuse(blocks: Sequence[Any]) -> list[FusedBlock] | None:
-    """The blocks, or None where one holds anything that the kernels do not know."""
+    """Return fused blocks, or None if one has parts that the kernels do not support."""
     return [FusedBlock(block) for block in blocks] if all(map(_plain, blocks)) else None
 
 
@@ -235,7 +234,7 @@ def _plain(block: Any) -> bool:
 
 
 def readable(length: int) -> bool:
-    """Whether the last block's attention can be fused: for sequences that are not too long."""
+    """Return True if the sequence is short enough for the last block's kernel."""
     from probprompt.kernels.attention import LONGEST
 
     return length <= LONGEST
@@ -248,10 +247,10 @@ def run(
     qkv: Tensor | None = None,
     last: FusedBlock | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run blocks on tokens (B, T, D), each with its prefix; ``qkv`` is the first one's where it is known already.
+    """Run blocks on tokens (B, T, D), each with its prefix; ``qkv`` is the first one's, if known.
 
-    Returns the tokens. With the model's last block, in which the first token alone is read, returns that token (B, D)
-    before the block, and what the block's attention mixes for it (B, W).
+    Returns the tokens. With the model's last block, of which only the first token is read, returns that token (B, D)
+    before the block, and the block's attention output for it (B, W).
     """
     flat = [part for prefix in prefixes for part in (prefix or (None, None))]
     learning = [tokens, *(part for part in flat if part is not None)]
@@ -266,7 +265,7 @@ def run(
 
 @dataclass
 class KeptLast:
-    """What the way back through the last block's attention needs."""
+    """State for the backward pass of the last block's attention."""
 
     before: Tensor  # (R, D): what goes into its first norm, with its mean and spread
     mean: Tensor
@@ -284,7 +283,7 @@ def _forward(
     flat: Sequence[Tensor | None],
     keep_from: int,
 ) -> tuple[tuple[Tensor, Tensor | None], list[Kept], KeptLast | None]:
-    """Run the blocks, keeping what the way back needs from block ``keep_from`` on."""
+    """Run the blocks, keeping state for the backward pass from block ``keep_from`` on."""
     sums, everything = Sum(tokens.flatten(0, 1)), []
     after: list[Norm | None] = [*(block.norm1 for block in blocks[1:]), last.norm1 if last else None]
     for index, (block, following) in enumerate(zip(blocks, after, strict=True)):
@@ -301,7 +300,7 @@ def _forward(
 
 
 def _read_out(last: FusedBlock, tokens: Sum, shape: torch.Size) -> tuple[Tensor, Tensor, KeptLast]:
-    """The first token of each sequence and what the last block's attention mixes for it."""
+    """Return the first tokens, and the last block's attention output for them."""
     from probprompt.kernels.attention import read
 
     before, normed, mean, rstd = tokens.go_through(last.norm1)
@@ -312,7 +311,7 @@ def _read_out(last: FusedBlock, tokens: Sum, shape: torch.Size) -> tuple[Tensor,
 
 
 def _read_out_backward(last: FusedBlock, kept: KeptLast, first: Tensor, mixed: Tensor) -> Tensor:
-    """Gradients of the first token (B, D) and of what was mixed for it (B, W) to that of all tokens (R, D)."""
+    """Return the gradient of all tokens (R, D) for those of first tokens and attention output."""
     from probprompt.kernels.attention import read_backward
     from probprompt.kernels.pointwise import norm_backward
 
@@ -326,7 +325,7 @@ def _read_out_backward(last: FusedBlock, kept: KeptLast, first: Tensor, mixed: T
 
 
 class _Pass(torch.autograd.Function):
-    """The blocks with their way back."""
+    """The blocks with their backward pass."""
 
     @staticmethod
     def forward(
@@ -346,7 +345,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Go back through them; the first prompted one gives the prefix's gradient alone."""
+        """Propagate through the blocks; the first prompted one needs only the prefix's gradient."""
         found: list[Tensor | None] = [None] * (2 * len(ctx.blocks))
         if ctx.last is None:
             gradient = gradients[0].contiguous().flatten(0, 1)  # (R, D)

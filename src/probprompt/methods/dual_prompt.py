@@ -1,15 +1,14 @@
 """DualPrompt: a general prompt that all tasks share, and an expert prompt per task (Wang et al., ECCV 2022).
 
 The first blocks have a general prefix; later ones have one expert prefix per task, each with a key. A task trains the
-general prefixes and its own experts, and pulls its own keys towards its queries; what earlier tasks learned of experts
-and keys stays. At evaluation an image takes the expert whose key points most the way of its query.
+general prefixes and its own experts, and pulls its own keys towards its queries; earlier experts and keys are frozen.
+At evaluation an image gets the expert whose key has the largest cosine with its query.
 
-The defaults are those of CODA-Prompt's comparison: lengths count key and value tokens together, every block has its
-own keys, prompts begin in U[0, 1). The original counts key tokens and value tokens each (its lengths 5 and 20 are 10
-and 40 here), and has ``shared_keys=True, copy_previous=True, key_loss="mean"``, with ``initial="symmetric"`` (its
-PyTorch port) or ``initial_scale=0.01`` (JAX). All published code makes the keys of all tasks at the start, so that an
-image may be given the untrained expert of a task to come; here experts come with their tasks, and their number is
-never declared.
+The defaults are those of CODA-Prompt's comparison: lengths count key and value tokens together, every block has its own
+keys, prompts start in U[0, 1). The original counts key and value tokens separately (its lengths 5 and 20 are 10 and 40
+here) and has ``shared_keys=True, copy_previous=True, key_loss="mean"``, with ``initial="symmetric"`` (its PyTorch port)
+or ``initial_scale=0.01`` (JAX). All published code creates the keys of all tasks at the start, so an image may get the
+untrained expert of a future task. Here experts are added with their tasks, and their number need not be known.
 """
 
 from typing import Literal
@@ -25,7 +24,7 @@ from probprompt.prompts import Prefix, Prompt
 
 
 class DualPromptConfig(MethodConfig):
-    """The settings of DualPrompt."""
+    """Settings of DualPrompt."""
 
     name: Literal["dual-prompt"] = "dual-prompt"
     general_blocks: tuple[int, ...] = (0, 1)
@@ -39,19 +38,19 @@ class DualPromptConfig(MethodConfig):
     pull: float = Field(1.0, ge=0)
     """Weight of the loss that pulls a task's keys towards its queries."""
     key_loss: Literal["sum", "mean"] = "sum"
-    """How the images of a batch enter that loss, which sums over keys: CODA-Prompt sums, the original averages. It only
-    scales the keys' gradient: Adam hardly notices, but a clip by the common norm of all gradients does."""
+    """How the loss, summed over keys, reduces the batch: CODA-Prompt sums, the original averages. This only scales
+    the keys' gradient: it hardly changes Adam, but it does change clipping by the common norm of all gradients."""
     initial: Literal["uniform", "symmetric"] = "uniform"
-    """U[0, 1) or U(-1, 1), times ``initial_scale``, for prompts and keys alike."""
+    """Distribution of prompts and keys: U[0, 1) or U(-1, 1), times ``initial_scale``."""
     initial_scale: Positive = 1.0
     shared_keys: bool = False
-    """One key per task, and so one choice of expert, for all blocks."""
+    """One key per task, and thus one choice of expert, for all blocks."""
     copy_previous: bool = False
-    """A new task's expert begins where the one before it ended, its key does not."""
+    """Whether a new task's expert, but not its key, starts as a copy of the previous one."""
     batchwise: bool = False
-    """The published vote: at evaluation a minibatch shares the expert that most of its images match."""
+    """Published error: at evaluation a batch shares the expert that most of its images match."""
     legacy_reshape: bool = False
-    """The published mix-up of the axes for keys, values and images, in training and at evaluation."""
+    """Published error: axes of keys, values and images are mixed up, in training and at evaluation."""
 
     @model_validator(mode="after")
     def _different_blocks(self) -> "DualPromptConfig":
@@ -64,7 +63,7 @@ class DualPromptConfig(MethodConfig):
         return self
 
     def marks(self) -> tuple[str, ...]:
-        """Say which published mistakes were asked for."""
+        """Return the published errors that are switched on."""
         vote = "batchwise: the images of a minibatch vote on their expert, so predictions depend on batch mates"
         mixed = "legacy_reshape: images get experts of their batch mates, so predictions depend on batch mates"
         return (vote,) * self.batchwise + (mixed,) * self.legacy_reshape
@@ -82,7 +81,7 @@ class DualPrompt(Method):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the settings of the authors' code. Its lengths count keys and values each, ours both together."""
+        """Return the authors' settings, with lengths of keys and values together."""
         cifar = experiment.protocol == "cifar100"
         return google_protocol(
             rate=0.03 if cifar else 0.005,
@@ -102,13 +101,13 @@ class DualPrompt(Method):
         shape.check_blocks(config.expert_blocks, "method.expert_blocks")
         self.config = config
         self.sums_loss = config.key_loss == "sum"
-        self.register_buffer("anchor", torch.empty(0), persistent=False)  # tells where new experts belong
+        self.register_buffer("anchor", torch.empty(0), persistent=False)  # device of new experts
         general = [
             self._draw((config.general_tokens, shape.width), "general", block) for block in config.general_blocks
         ]
         self.general = nn.ParameterList(map(nn.Parameter, general))  # per block (M, D)
         self.experts = nn.ParameterList()  # per task (blocks, M, D)
-        self.keys = nn.ParameterList()  # per task (blocks, D), or (1, D) where blocks share them
+        self.keys = nn.ParameterList()  # per task (blocks, D), or (1, D) if shared
 
     def begin_task(self, task: int, classes: int) -> None:
         """Add the task's experts and keys, and freeze the earlier ones."""
@@ -125,7 +124,10 @@ class DualPrompt(Method):
         self.keys.append(nn.Parameter(key))
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """In training inject the task's own experts and pull its keys; else the best match of each query (B, D)."""
+        """Inject the task's own experts in training, else the best match of each query ``(B, D)``.
+
+        Training also pulls the task's keys towards the queries.
+        """
         assert query is not None
         general = zip(self.config.general_blocks, self.general, strict=True)
         injected: dict[int, Prompt] = {block: Prefix.split(tokens) for block, tokens in general}
@@ -141,7 +143,7 @@ class DualPrompt(Method):
         return Prompted(injected, self.config.pull * loss.to(self.anchor.dtype))
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
-        """Show which task's expert each query is given, per expert block: one-hot, (B, 1, tasks)."""
+        """Return the task of the expert that each query gets, per block: one-hot, (B, 1, tasks)."""
         if not len(self.experts):
             return {}
         tasks = torch.arange(len(self.experts), device=query.device)
@@ -149,12 +151,12 @@ class DualPrompt(Method):
         return {block: hot.to(query.dtype) for block, hot in zip(self.config.expert_blocks, matched, strict=True)}
 
     def _own_task(self, context: Context) -> int | None:
-        """The task whose expert is known; None at evaluation, and for a task that came after prompts were fixed."""
+        """Return the task in training; None at evaluation, and once the prompts are frozen."""
         task = context.task if context.training else None
         return task if task is not None and task < len(self.experts) else None
 
     def _tokens(self, query: Tensor, slot: int, task: int | None) -> Tensor:
-        """Expert tokens for each query: (B, M, D)."""
+        """Return expert tokens ``(B, M, D)`` for each query."""
         if task is not None:
             own: Tensor = self.experts[task]  # (blocks, M, D)
             return own[slot].expand(query.shape[0], -1, -1)
@@ -162,7 +164,7 @@ class DualPrompt(Method):
         return experts[self._match(query, slot)]
 
     def _match(self, query: Tensor, slot: int) -> Tensor:
-        """The task whose key is nearest to each query: (B,); among equals the earlier one."""
+        """Return the task (B,) with the key nearest to each query; the first of equal ones."""
         keys = torch.stack([key[0 if self.config.shared_keys else slot] for key in self.keys])  # (tasks, D)
         cosine = cosines(query, keys)  # (B, tasks)
         matched = cosine.argsort(dim=1, descending=True, stable=True)[:, :1]  # (B, 1)
@@ -172,12 +174,12 @@ class DualPrompt(Method):
         return matched[:, 0]
 
     def _prefix(self, tokens: Tensor) -> Prefix:
-        """Keys and values of expert tokens (B, M, D)."""
+        """Return keys and values of expert tokens ``(B, M, D)``."""
         prefix = Prefix.split(tokens)
         if not self.config.legacy_reshape:
             return prefix
         both = torch.stack([prefix.key, prefix.value])  # (2, B, M / 2, D)
-        # The published mistake: the axes are renamed where they should change places.
+        # The published error reshapes the axes instead of transposing them.
         mixed = both.reshape(tokens.shape[0], 2, *both.shape[2:])  # (B, 2, M / 2, D)
         return Prefix(mixed[:, 0], mixed[:, 1])
 

@@ -1,23 +1,22 @@
-"""EvoPrompt: a small network per block writes the prompts, and grows wiser by fusion (Kurniawan et al., AAAI 2024).
+"""EvoPrompt: a small network per block writes the prompts and is fused over tasks (Kurniawan et al., AAAI 2024).
 
-In every block a bottleneck turns the query into tokens that join the sequence: W' ReLU(W q), without biases. These
-networks are the memory. After each task but the first, what was trained (the working memory) is fused into what was
-there before (the reference):
+In every block a bottleneck turns the query into tokens that join the sequence: W' ReLU(W q), without biases. After each
+task except the first, the trained networks (the working memory) are fused into the earlier ones (the reference):
 
-1. Hidden neurons are matched by optimal transport: between neurons weighed by the L1 norm of their incoming weights,
-   at the squared distance of these weights' directions. With the plan's columns brought to a sum of 1, neuron j of the
-   aligned memory is the mean of the working ones that were carried to neuron j of the reference.
-2. theta = reference + w (aligned - reference), with a w for each neuron: w = fusion + fusion (new - past). ``new`` is
-   the neuron's mean ReLU activation on the task's training images that are classified correctly, ``past`` the largest
-   of the earlier tasks, both scaled to [0, 1] within the layer.
+1. Hidden neurons are matched by optimal transport. Neurons are weighted by the L1 norm of their incoming weights, and
+   the cost is the squared distance of the weights' directions. With columns of the plan normalized to 1, neuron j of
+   the aligned memory is the mean of the working neurons transported to neuron j of the reference.
+2. theta = reference + w (aligned - reference), with w = fusion + fusion (new - past) per neuron. ``new`` is its mean
+   ReLU activation on correctly classified training images of the task, ``past`` the maximum over earlier tasks, both
+   scaled to [0, 1] within the layer.
 
-New rows of the head start as mixtures of the old ones: the feature is cut into sub-heads, and in each an old class
-counts by how much its mean query points the way of the new class's. The published 192 sub-heads have 4 features each,
-and it is these 4 that other widths keep: with 192 sub-heads of 192 features every cosine would be 1 or -1.
+New rows of the head start as mixtures of the old ones: the feature is split into sub-heads, and in each an old class is
+weighted by the cosine of its mean query with that of the new class. The published 192 sub-heads have 4 features each,
+and other widths keep the 4: with 192 sub-heads of 1 feature every cosine would be 1 or -1.
 
-The published code also transports the output neurons. They are coordinates of the backbone's tokens, which no
-exchange leaves the same, so here they stay; and it mixes rows by queries after the final norm, where here all queries
-are taken before it.
+The published code also transports the output neurons. They are coordinates of the backbone's tokens, which cannot be
+permuted, so here they are not transported. It mixes rows by queries after the final norm; here all queries are before
+it.
 """
 
 import math
@@ -33,29 +32,29 @@ from probprompt.methods.base import Blocks, Context, Method, MethodConfig, Promp
 from probprompt.methods.settings import NO_ALIGNMENT, Experiment, Positive, Settings, TunedRates
 from probprompt.prompts import Tokens
 
-CHUNK = 256  # queries whose tokens are held at once when activations are averaged
+CHUNK = 256  # queries in memory while activations are averaged
 
 
 class EvoPromptConfig(MethodConfig):
-    """The settings of EvoPrompt."""
+    """Settings of EvoPrompt."""
 
     name: Literal["evo-prompt"] = "evo-prompt"
     blocks: Blocks | None = None
-    """Blocks that receive prompts, counted from 0; all by default."""
+    """Blocks that receive prompts, counted from 0; None: all."""
     tokens: int = Field(5, ge=1)
     """Tokens that join the sequence at each block and stay."""
     hidden: int = Field(16, ge=1)
     """Neurons in the bottleneck."""
     fusion: float = Field(0.5, ge=0, le=1)
-    """How far the reference moves towards what was learned, and how much the attributions add to that."""
+    """How far the reference moves towards the trained weights, and the factor on the attributions."""
     transport: bool = True
-    """Whether hidden neurons are matched before they are fused."""
+    """Whether hidden neurons are matched before fusion."""
     attribution: bool = True
-    """Whether neurons that a task uses move further; else all move by ``fusion``."""
+    """Whether neurons that a task uses move further; otherwise all move by ``fusion``."""
     compositional: bool = True
     """Whether new rows of the head start from the old ones."""
     part: int = Field(4, ge=1)
-    """Features of a sub-head; the smallest divisor of the width that is not below this. 4 makes 192 of 768 features."""
+    """Minimum features of a sub-head, rounded up to a divisor of the width: 4 splits 768 features in 192."""
     temperature: Positive = 0.05
 
 
@@ -107,7 +106,7 @@ class EvoPrompt(Method):
         self.register_buffer("token_attribution", torch.zeros(len(self.blocks), written))  # (blocks, M D)
 
     def _initial(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """Weights as PyTorch's linear layer draws them."""
+        """Draw weights as PyTorch's linear layer does."""
         shape = (outputs, inputs)
         key = (self.seed, "evo-prompt", name)
         drawn = [randomness.initial("symmetric", shape, *key, block) for block in self.blocks]
@@ -115,7 +114,7 @@ class EvoPrompt(Method):
 
     @torch.no_grad()
     def begin_task(self, task: int, classes: int) -> None:
-        """What is there now becomes the reference."""
+        """Copy the current networks to the reference."""
         self.reference_inner.copy_(self.inner)
         self.reference_outer.copy_(self.outer)
 
@@ -126,13 +125,13 @@ class EvoPrompt(Method):
         return Prompted({block: Tokens(written[:, slot]) for slot, block in enumerate(self.blocks)})
 
     def _activations(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden neurons (B, blocks, H) and what they write (B, blocks, M D)."""
+        """Return hidden neurons ``(B, blocks, H)`` and written tokens ``(B, blocks, M D)``."""
         hidden = torch.einsum("bd,khd->bkh", query, self.inner).relu()
         return hidden, torch.einsum("bkh,koh->bko", hidden, self.outer)
 
     @torch.no_grad()
     def end_task(self, summary: TaskSummary | None) -> None:
-        """Fuse what was learned into the reference, and note which neurons the task used."""
+        """Fuse the trained networks into the reference, and store which neurons the task used."""
         assert summary is not None and summary.queries is not None
         right = summary.logits.argmax(dim=1) == summary.labels - summary.first  # (n,)
         hidden, written = self._attributions(summary.queries[right])  # (blocks, H), (blocks, M D)
@@ -146,7 +145,7 @@ class EvoPrompt(Method):
         self.token_attribution.copy_(torch.maximum(self.token_attribution, written))
 
     def _attributions(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean ReLU activations of hidden (blocks, H) and output (blocks, M D) neurons; zero without queries."""
+        """Return mean ReLU activations of hidden (blocks, H) and output (blocks, M D) neurons."""
         hidden = torch.zeros_like(self.hidden_attribution, dtype=torch.float64)
         written = torch.zeros_like(self.token_attribution, dtype=torch.float64)
         for some in queries.split(CHUNK):
@@ -157,19 +156,19 @@ class EvoPrompt(Method):
         return (hidden / count).float(), (written / count).float()
 
     def _aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights and attributions (blocks, H), with hidden neurons matched to the reference's."""
+        """Match hidden neurons to the reference's; return weights and attributions (blocks, H)."""
         pairs = zip(self.inner, self.reference_inner, strict=True)
         plan = torch.stack([match_neurons(new, old) for new, old in pairs]).to(hidden)  # (blocks, H, H)
         inner = plan.mT @ self.inner  # (blocks, H, D)
         return inner, self.outer @ plan, (plan.mT @ hidden[..., None])[..., 0]
 
     def _weights(self, new: Tensor, past: Tensor) -> Tensor:
-        """How far each neuron moves from the reference: (blocks, neurons, 1)."""
+        """Return how far each neuron moves from the reference: ``(blocks, neurons, 1)``."""
         more = _scaled(new) - _scaled(past) if self.config.attribution else torch.zeros_like(new)
         return (self.config.fusion * (1 + more))[..., None]
 
     def initial_rows(self, prototypes: Tensor, known: Tensor, rows: Tensor) -> Tensor | None:
-        """Mix old rows (old, D) by the likeness of new prototypes (new, D) to known ones (old, D), per sub-head."""
+        """Mix old rows (old, D) by similarity of new and known prototypes, per sub-head."""
         if not self.config.compositional or not len(known):
             return None
         width = self.shape.width
@@ -181,7 +180,7 @@ class EvoPrompt(Method):
 
 
 def match_neurons(new: Tensor, old: Tensor) -> Tensor:
-    """How the neurons of one layer (H, D) make up those of another (H, D): (H, H), columns with a sum of 1."""
+    """Return a matching ``(H, H)`` of two layers' neurons ``(H, D)``, columns summing to 1."""
     start, end = (functional.normalize(weights.double(), dim=1) for weights in (new, old))  # (H, D) each
     cost = 2 - 2 * start @ end.T  # (H, H), squared distances of directions
     share, wanted = (weights.double().abs().sum(dim=1) + 1e-9 for weights in (new, old))  # (H,) each
@@ -190,22 +189,22 @@ def match_neurons(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _cut(features: Tensor, part: int) -> Tensor:
-    """Cut features (classes, D) into parts of so many: (D / part, classes, part)."""
+    """Split features (classes, D) into parts: ``(D / part, classes, part)``."""
     return features.reshape(len(features), -1, part).transpose(0, 1)
 
 
 def _scaled(attribution: Tensor) -> Tensor:
-    """Attributions (blocks, neurons) between 0 and 1 within each block; 0 where all are alike."""
+    """Scale attributions (blocks, neurons) to [0, 1] within each block; 0 if all are equal."""
     low, high = attribution.aminmax(dim=1, keepdim=True)
     return (attribution - low) / (high - low).clamp(min=1e-9)
 
 
 def optimal_transport(cost: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """The plan (n, m) that carries the source's weights (n,) to the target's (m,) at the least cost (n, m).
+    """Return the plan (n, m) that moves weights (n,) to weights (m,) at the lowest cost (n, m).
 
-    Both weights are brought to a sum of 1: the plan's rows sum to the source's, its columns to the target's. It solves
-    ``min <cost, plan>`` as a linear program, in float64, and is a corner of the polytope of plans: between equally many
-    points of equal weights, the best assignment of one to another.
+    Both weights are normalized to 1: the plan's rows sum to the source's, its columns to the target's. It solves ``min
+    <cost, plan>`` as a linear program in float64, and is a corner of the polytope of plans: between equally many points
+    of equal weights, the best assignment.
 
     >>> cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     >>> optimal_transport(cost, torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0]))
@@ -219,7 +218,7 @@ def optimal_transport(cost: Tensor, source: Tensor, target: Tensor) -> Tensor:
     rows, columns = _shares("source", source, wide.shape[0]), _shares("target", target, wide.shape[1])
     row_sums = kron(eye_array(len(rows)), [[1.0] * len(columns)])  # (n, n m)
     column_sums = kron([[1.0] * len(rows)], eye_array(len(columns)))  # (m, n m)
-    # The sum over all rows is that over all columns: one equation follows from the others, and rounding would break it.
+    # All rows and all columns have the same sum: one equation is redundant, and rounding would contradict it.
     equations = vstack([row_sums, column_sums], format="csr")[:-1]  # (n + m - 1, n m)
     sums = torch.cat([rows, columns])[:-1].numpy()
     answer = linprog(wide.flatten().numpy(), A_eq=equations, b_eq=sums, method="highs-ds")
@@ -229,7 +228,7 @@ def optimal_transport(cost: Tensor, source: Tensor, target: Tensor) -> Tensor:
 
 
 def _shares(name: str, weights: Tensor, count: int) -> Tensor:
-    """Weights with a sum of 1."""
+    """Normalize weights to a sum of 1."""
     wide = weights.detach().double().cpu()
     if wide.shape != (count,) or not bool(wide.isfinite().all()) or bool((wide < 0).any()) or not float(wide.sum()):
         raise ValueError(f"{name} needs {count} weights, none negative and not all zero, got {weights.tolist()}")

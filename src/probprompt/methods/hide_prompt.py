@@ -1,22 +1,21 @@
-"""HiDe-Prompt: a prompt per task, and a head on the query that tells which (Wang et al., NeurIPS 2023).
+"""HiDe-Prompt: a prompt per task, and a head on the query that predicts the task (Wang et al., NeurIPS 2023).
 
-Three parts. *Task identity*: a residual perceptron and a linear head over all classes seen, on the query alone; at
-evaluation its best class names the task whose prompt the image gets. *Within a task*: a prefix per task and block,
-with a little of the mean of the earlier tasks' mixed in, and a contrast that keeps features apart from each other and
-from the past classes. *Across tasks*: both heads are refitted on Gaussians of all classes, the one of this file here,
-that of the prompted features by the engine.
+*Task identity*: a residual perceptron and a linear head over all classes seen read the query. At evaluation their best
+class decides the task whose prompt the image gets. *Within a task*: a prefix per task and block, mixed with a small
+share of the earlier tasks' mean, and a contrastive loss on features of the batch and of past classes. *Across tasks*:
+both heads are refitted on Gaussians of all classes, the identity head here and the head of prompted features by the
+engine.
 
-The published code trains the task identity in a run of its own, before. Here its loss is added to that of the prompts,
-in the first ``identity_epochs`` of a task, at the same augmentation and schedule. The two share no parameter and Adam
-treats each parameter by itself, so either learns as it would alone. *Not so where gradients are clipped by their common
-norm*: that couples the two, since a long gradient of the one then shortens that of the other. Its refit trains
-perceptron and head; that of the engine, the head.
+The published code trains the task identity in a separate run, before. Here its loss is added to that of the prompts in
+the first ``identity_epochs`` of a task, with the same augmentation and schedule. The two share no parameter and Adam
+treats each parameter separately, so each learns as it would alone. *Gradient clipping by the common norm couples them.*
+Alignment here trains perceptron and head; that of the engine, only the head.
 
-The contrast is ``weight * mean_i -log softmax_j(M_i . M_j / temperature)[i]`` with M = [k-means centroids of the past
-classes' features; features of the batch], nothing normalised: every row should resemble itself more than any other.
+The contrastive loss is ``weight * mean_i -log softmax_j(M_i . M_j / temperature)[i]`` with M = [k-means centroids of
+the past classes' features; features of the batch], without normalization.
 
-The published code reshapes prompts so that keys and values go to other images of the batch: what it reports depends on
-the test batches. Here every image gets its own; ``legacy_reshape`` asks for theirs.
+The published code reshapes prompts so that keys and values go to other images of the batch, and its results depend on
+the test batches. Here every image gets its own; ``legacy_reshape`` restores the published error.
 """
 
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from probprompt.prompts import Prefix
 
 
 class IdentityAlignmentConfig(AlignmentConfig):
-    """How the task identity is refitted; its statistics always come from evaluation views."""
+    """Alignment of the task identity; its statistics always come from evaluation views."""
 
     epochs: int = Field(30, ge=1)
     lr: float = Field(0.005 * 24 / 256, gt=0, le=1e36)
@@ -44,12 +43,12 @@ class IdentityAlignmentConfig(AlignmentConfig):
     schedule: Literal["step", "epoch"] = "epoch"
     weight_decay: float = Field(0.0, ge=0)
     batch_ratio: float = Field(1.0, gt=0)
-    """Size of a batch of pseudo-queries, as a multiple of ``identity_batch_size``."""
+    """Batch size of pseudo-queries, as a multiple of ``identity_batch_size``."""
     centroids: int = Field(10, ge=1)
 
 
 class HiDePromptConfig(MethodConfig):
-    """The settings of HiDe-Prompt."""
+    """Settings of HiDe-Prompt."""
 
     name: Literal["hide-prompt"] = "hide-prompt"
     blocks: Blocks = (0, 1, 2, 3, 4)
@@ -59,32 +58,32 @@ class HiDePromptConfig(MethodConfig):
     momentum: float = Field(0.01, ge=0, lt=1)
     """Share of the mean of earlier tasks' prompts in a task's prompt."""
     copy_previous: bool = True
-    """Whether a task's prompt starts as that of the task before; else it is drawn anew."""
+    """Whether a task's prompt starts as a copy of the previous one; otherwise it is drawn."""
     contrast: float = Field(0.5, ge=0)
     """Weight of the contrastive loss (CIFAR-100: 0.1, CUB: 0.01)."""
     contrast_temperature: Positive = 0.8
     contrast_centroids: int = Field(10, ge=1)
-    """How many centroids of its features stand for a past class in the contrast."""
+    """Centroids per past class in the contrastive loss."""
     identity_lr_scale: Positive = 1 / 60
     """Learning rate of the task identity, as a multiple of the prompts' (CUB: 1/3)."""
     identity_epochs: int | None = Field(None, ge=1)
-    """In how many epochs of a task, its first, the task identity is trained; None: in all. Where gradients are clipped
-    by their common norm, the prompts learn differently in these epochs than in the others."""
+    """Number of epochs of a task, from its first, that train the task identity; None: all. With gradient clipping by
+    the common norm, these epochs also train the prompts differently."""
     identity_alignment: IdentityAlignmentConfig = IdentityAlignmentConfig()
     identity_batch_size: int = Field(24, ge=1)
     identity_row_lr: Positive = 0.0025
-    """Rate at which the refit learns the row of a task's only class, which no training could."""
+    """Learning rate of the alignment for the row of a task's only class, which training cannot fit."""
     legacy_reshape: bool = False
-    """The published mix-up of the axes for keys, values and images, in training and at evaluation."""
+    """Published error: axes of keys, values and images are mixed up, in training and at evaluation."""
 
     def marks(self) -> tuple[str, ...]:
-        """Say that predictions depend on batch mates where they do."""
+        """Return a warning if predictions depend on other images in the batch."""
         mixed = "legacy_reshape: images get keys and values of their batch mates, so predictions depend on them"
         return (mixed,) if self.legacy_reshape else ()
 
 
 class IdentityHead(LinearHead):
-    """Rows over LayerNorm(q + W' GELU(W q)), the perceptron twice as wide as the query inside."""
+    """Linear head on LayerNorm(q + W' GELU(W q)), with a perceptron twice as wide as the query."""
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__(width, seed)
@@ -93,7 +92,7 @@ class IdentityHead(LinearHead):
         self.norm = nn.LayerNorm(width)
 
     def logits(self, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Logits (B, C) of queries (B, D) under other rows (C, D) and biases (C,) than its own."""
+        """Return logits ``(B, C)`` of queries (B, D) under given rows (C, D) and biases (C,)."""
         change = self.outer(functional.gelu(self.inner(features)))  # (B, D)
         return functional.linear(self.norm(features + change), weight, bias)
 
@@ -115,13 +114,13 @@ class HiDePrompt(Method):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the settings of the authors' code, except for one thing.
+        """Return the settings of the authors' code, except for clipping.
 
-        The gradients of prompts and task identity, which it trains separately, are clipped by their common norm. Its
-        batch of 24 is that of one of eight GPUs.
+        Gradients of prompts and task identity, which it trains separately, are clipped by their common norm. Its batch
+        size of 24 is that of one of eight GPUs.
         """
         protocol, known = experiment.protocol, experiment.known
-        slower = 1 if protocol == "cub200" else 10  # the head, against the prompts
+        slower = 1 if protocol == "cub200" else 10  # the head's learning rate, compared with the prompts'
         settings = google_protocol(
             rate=0.03,
             batch=24,
@@ -165,13 +164,12 @@ class HiDePrompt(Method):
         self.register_buffer("query_mean", torch.empty(0, clusters, shape.width))  # (C, K, D)
         self.register_buffer("query_variance", torch.empty(0, clusters, shape.width))  # (C, K, D)
         self.register_buffer("task_of_class", torch.empty(0, dtype=torch.long), persistent=False)  # (C,)
-        # Of the task. Saved, since a task that is resumed begins once more but its past epochs do not; without a
-        # limit nothing asks for it.
+        # Epochs of the task. Saved if there is a limit, because a resumed task starts again but its past epochs do not.
         self.register_buffer("epochs_begun", torch.tensor(0), persistent=config.identity_epochs is not None)
         self.identity_learns = True
 
     def begin_task(self, task: int, classes: int) -> None:
-        """Add the task's prompt and freeze the earlier ones; make room for its classes."""
+        """Add the task's prompt, freeze the earlier ones, and add its classes."""
         shape = (self.config.tokens, self.shape.width)
         key = (self.seed, "task prompt")
         drawn = [randomness.initial("symmetric", shape, *key, block, task) for block in self.config.blocks]
@@ -190,21 +188,21 @@ class HiDePrompt(Method):
         self.register_buffer("task_of_class", torch.cat([self.task_of_class, belongs]), persistent=False)
 
     def begin_epoch(self) -> None:
-        """Count the task's epochs: the task identity learns in the first ones."""
+        """Count the task's epochs: only the first ones train the task identity."""
         self.epochs_begun += 1
         limit = self.config.identity_epochs
         self.identity_learns = limit is None or int(self.epochs_begun) <= limit
         self.step_key = self.identity_learns
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
-        """The prompts, and the task identity at a rate of its own."""
+        """Yield the prompts, and the task identity with its own factor."""
         yield [prompt for prompt in self.pool if prompt.requires_grad], 1.0
         yield [part for part in self.identity.parameters() if part.requires_grad], self.config.identity_lr_scale
 
     def mixed(self) -> Tensor:
-        """Prompts of all tasks with their share of the earlier ones: (tasks, blocks, M, D).
+        """Return prompts of all tasks, mixed with the earlier ones: (tasks, blocks, M, D).
 
-        To mix always is to mix in training and once more for good when the task ends.
+        Always mixing equals mixing in training, and once more permanently when the task ends.
         """
         found: list[Tensor] = []
         total = torch.zeros_like(self.pool[0])  # (blocks, M, D)
@@ -215,7 +213,7 @@ class HiDePrompt(Method):
         return torch.stack(found)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Inject the prompt of the images' task: as known in training, else as told from each query (B, D)."""
+        """Inject the prompt of the task, known in training and predicted from each query (B, D)."""
         assert query is not None
         if not len(self.pool):
             return Prompted()
@@ -226,11 +224,11 @@ class HiDePrompt(Method):
         return Prompted(injected, self._identity_loss(query, context))
 
     def tell_task(self, query: Tensor) -> Tensor:
-        """The task of the most likely class, for each query: (B,)."""
+        """Return the task of the most likely class for each query: (B,)."""
         return self.task_of_class[self.identity(query).argmax(dim=1)]
 
     def _identity_loss(self, query: Tensor, context: Context) -> Tensor | None:
-        """Cross-entropy of the task's own classes on the queries; none after the last epoch that trains it."""
+        """Return the cross-entropy of the task's classes on the queries while it is trained."""
         if not context.training or context.labels is None or not self.identity_learns:
             return None
         head, first = self.identity, context.first
@@ -241,13 +239,13 @@ class HiDePrompt(Method):
         prefix = Prefix.split(tokens)
         if not self.config.legacy_reshape:
             return prefix
-        # What is listed as (keys, values) by image is read as (image) by (key, value).
+        # (keys, values) by image is read as (image) by (key, value).
         both = [part.expand(batch, -1, -1) for part in (prefix.key, prefix.value)]  # (B, M / 2, D) each
         pairs = torch.cat(both).unflatten(0, (batch, 2))  # (B, 2, M / 2, D)
         return Prefix(pairs[:, 0], pairs[:, 1])
 
     def feature_loss(self, features: Tensor, context: Context) -> Tensor | None:
-        """The contrast of features (B, D) with each other and with the past classes."""
+        """Return the contrastive loss of features ``(B, D)`` and past classes."""
         if not self.config.contrast:
             return None
         past = self.contrasts[: context.first].flatten(0, 1)  # (C K, D)
@@ -257,11 +255,11 @@ class HiDePrompt(Method):
         return self.config.contrast * functional.cross_entropy(similarity, itself).to(features.dtype)
 
     def statistics_context(self, task: int) -> Context:
-        """Features of training images are those with their own task's prompt."""
+        """Return a context that gives training images the prompt of their task."""
         return Context(task=task)
 
     def end_task(self, summary: TaskSummary | None) -> None:
-        """Remember the classes of the task and refit the task identity to all classes."""
+        """Store the task's class statistics, and refit the task identity to all classes."""
         assert summary is not None and summary.queries is not None
         config, first, labels, new = self.config, summary.first, summary.labels, summary.classes
         key = (self.seed, "hide-prompt", summary.task)
@@ -276,7 +274,7 @@ class HiDePrompt(Method):
             align(self.identity, seen, new, settings, config.identity_batch_size, config.identity_row_lr, key)
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
-        """Which task's prompt each query is given: one-hot, (B, 1, tasks)."""
+        """Return the task whose prompt each query gets: one-hot, ``(B, 1, tasks)``."""
         if not len(self.pool):
             return {}
         chosen = functional.one_hot(self.tell_task(query), len(self.pool)).to(query.dtype)[:, None]  # (B, 1, tasks)
@@ -284,7 +282,7 @@ class HiDePrompt(Method):
 
 
 def _layer(inputs: int, outputs: int, *key: randomness.Key) -> nn.Linear:
-    """A linear layer that starts from N(0, 0.02^2), without biases."""
+    """Return a linear layer with weights from N(0, 0.02²), without biases."""
     layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
     assert isinstance(layer, nn.Linear)
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""L2P: a pool of prompts, each with a key; an image takes the entries whose keys point most the way of its query.
+"""L2P: a pool of prompts with keys; an image gets the entries whose keys have the largest cosine with its query.
 
-Three methods share the pool. ``l2p`` is Learning to Prompt (Wang et al., CVPR 2022): the chosen entries are tokens at
-the input of the transformer, and the mean of what becomes of them is the feature. ``l2p++`` and ``deep-l2p++`` are
-the baselines of CODA-Prompt (Smith et al., CVPR 2023): the chosen entries are prefixes, half keys and half values, in
-the first block or in the first five; each block has its own pool. A loss pulls the chosen keys towards the query.
+Three methods share the pool. ``l2p`` is Learning to Prompt (Wang et al., CVPR 2022): chosen entries are input tokens of
+the transformer, and the mean of their outputs is the feature. ``l2p++`` and ``deep-l2p++`` are the baselines of
+CODA-Prompt (Smith et al., CVPR 2023): chosen entries are prefixes, half keys and half values, in the first block or in
+the first five; each block has its own pool. A loss pulls the chosen keys towards the query.
 
 The defaults of ``l2p`` are those of its PyTorch port. The JAX original has ``tokens=10, top_k=4, pull=1.0,
 initial="uniform", initial_scale=0.01``. Both publish their results with ``batchwise=True``.
@@ -23,10 +23,10 @@ from probprompt.prompts import Prefix, Prompt, Tokens
 
 
 class PoolConfig(MethodConfig):
-    """The settings that the three methods share."""
+    """Common settings of the three methods."""
 
     components: int = Field(10, ge=1)
-    """N: entries of a pool, each with a key of its own."""
+    """N: entries of a pool, each with its own key."""
     tokens: int = Field(5, ge=1)
     """M: tokens of an entry."""
     top_k: int = Field(5, ge=1)
@@ -34,10 +34,10 @@ class PoolConfig(MethodConfig):
     pull: float = Field(0.1, ge=0)
     """Weight of the loss that pulls the chosen keys towards the query."""
     initial: Literal["uniform", "symmetric"] = "symmetric"
-    """U[0, 1) or U(-1, 1), times ``initial_scale``, for entries and keys alike."""
+    """Distribution of entries and keys: U[0, 1) or U(-1, 1), times ``initial_scale``."""
     initial_scale: Positive = 1.0
     batchwise: bool = False
-    """The published vote: a minibatch shares the entries that most of its images chose, at evaluation too."""
+    """Published error: a batch shares the entries that most of its images chose, also at evaluation."""
 
     @model_validator(mode="after")
     def _enough_entries(self) -> "PoolConfig":
@@ -46,19 +46,19 @@ class PoolConfig(MethodConfig):
         return self
 
     def marks(self) -> tuple[str, ...]:
-        """Say that predictions depend on batch mates where they do."""
+        """Return a warning if predictions depend on other images in the batch."""
         vote = "batchwise: the images of a minibatch vote on their prompts, so predictions depend on batch mates"
         return (vote,) if self.batchwise else ()
 
 
 class L2PConfig(PoolConfig):
-    """The settings of L2P."""
+    """Settings of L2P."""
 
     name: Literal["l2p"] = "l2p"
 
 
 class PrefixPoolConfig(PoolConfig):
-    """The settings that L2P++ and Deep L2P++ share."""
+    """Common settings of L2P++ and Deep L2P++."""
 
     blocks: Blocks = (0,)
     """Blocks that receive prefixes, counted from 0; each has its own pool."""
@@ -68,29 +68,29 @@ class PrefixPoolConfig(PoolConfig):
     pull: float = Field(1.0, ge=0)
     initial: Literal["uniform", "symmetric"] = "uniform"
     legacy_key_loss: bool = False
-    """The published loss: each query also pulls the keys that its batch mates chose."""
+    """Published error: each query also pulls the keys of other images in the batch."""
 
     def marks(self) -> tuple[str, ...]:
-        """Say which published mistakes were asked for."""
+        """Return the published errors that are switched on."""
         mistake = "legacy_key_loss: in training each query also pulls the keys that its batch mates chose"
         return super().marks() + ((mistake,) if self.legacy_key_loss else ())
 
 
 class L2PPlusConfig(PrefixPoolConfig):
-    """The settings of L2P++."""
+    """Settings of L2P++."""
 
     name: Literal["l2p++"] = "l2p++"
 
 
 class DeepL2PPlusConfig(PrefixPoolConfig):
-    """The settings of Deep L2P++."""
+    """Settings of Deep L2P++."""
 
     name: Literal["deep-l2p++"] = "deep-l2p++"
     blocks: Blocks = (0, 1, 2, 3, 4)
 
 
 class PooledPrompts(Method):
-    """Pools of prompts, one per prompted block, chosen from by cosine between query and keys."""
+    """Pools of prompts, one per prompted block, selected by cosine between query and keys."""
 
     def __init__(self, config: PoolConfig, blocks: Sequence[int], shape: Shape, seed: int) -> None:
         super().__init__(shape, seed)
@@ -100,7 +100,7 @@ class PooledPrompts(Method):
         self.keys = self._draw("keys", (config.components, shape.width))  # (blocks, N, D)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Inject the chosen entries for each query (B, D); in training also pull their keys towards it."""
+        """Inject the chosen entries for each query (B, D); in training also pull their keys."""
         assert query is not None
         pull = self.config.pull if context.training else 0.0
         injected: dict[int, Prompt] = {}
@@ -114,7 +114,7 @@ class PooledPrompts(Method):
         return Prompted(injected, torch.stack(losses).sum().to(self.keys.dtype) if losses else None)
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
-        """Show the share 1/k of each chosen entry per prompted block: (B, 1, N)."""
+        """Return the share 1/k of each chosen entry per prompted block: (B, 1, N)."""
         shown = {}
         for slot, block in enumerate(self.blocks):
             cosine = cosines(query, self.keys[slot])  # (B, N)
@@ -124,26 +124,26 @@ class PooledPrompts(Method):
         return shown
 
     def _choose(self, cosine: Tensor) -> Tensor:
-        """The k nearest entries of each image, by index: (B, N) -> (B, k); among equals the earlier one is chosen."""
+        """Return the k nearest entries of each image, by index: (B, N) -> (B, k)."""
         top_k = self.config.top_k
         chosen = cosine.argsort(dim=1, descending=True, stable=True)[:, :top_k]  # (B, k)
         if self.config.batchwise:
             votes = torch.zeros_like(cosine).scatter(1, chosen, 1).sum(dim=0)  # (N,)
             chosen = votes.argsort(descending=True, stable=True)[:top_k].expand(cosine.shape[0], -1)  # (B, k)
-        # Neither attention nor the mean over tokens sees the order of entries. By index, images that choose the same
-        # set have the same entry in every slot, so prompts compared slot by slot differ only where the choice does.
+        # The order of entries has no effect. Sorted by index, equal sets are equal slot by slot, so that prompts of
+        # images can be compared. Among equal cosines the first entry is chosen.
         return chosen.sort(dim=1).values
 
     def _prompt(self, entries: Tensor) -> Prompt:
-        """What the chosen entries (B, k, M, D) inject into a block."""
+        """Return the prompt of a block for the chosen entries ``(B, k, M, D)``."""
         raise NotImplementedError
 
     def _key_loss(self, cosine: Tensor, chosen: Tensor) -> Tensor:
-        """How far the chosen keys (B, k) of a block are from the queries, by their cosines (B, N)."""
+        """Return the loss of a block's chosen keys ``(B, k)`` from the cosines ``(B, N)``."""
         raise NotImplementedError
 
     def _draw(self, what: str, shape: tuple[int, ...]) -> nn.Parameter:
-        """New numbers for every prompted block: (blocks, *shape)."""
+        """Draw numbers for every prompted block: ``(blocks, *shape)``."""
         kind = self.config.initial
         drawn = [randomness.initial(kind, shape, self.seed, what, block) for block in self.blocks]
         return nn.Parameter(self.config.initial_scale * torch.stack(drawn))
@@ -170,12 +170,12 @@ class L2P(PooledPrompts):
         return Tokens(entries.flatten(1, 2), positioned=True)  # (B, k M, D)
 
     def _key_loss(self, cosine: Tensor, chosen: Tensor) -> Tensor:
-        """Minus the cosines, summed over the chosen keys and averaged over the batch, as published."""
+        """Return minus the cosines, summed over chosen keys and averaged over the batch."""
         return -cosine.gather(1, chosen).sum(dim=1).mean()
 
 
 class PrefixPools(PooledPrompts):
-    """Chosen entries are prefixes of a block's attention."""
+    """Pools whose chosen entries are prefixes of a block's attention."""
 
     sums_loss = True
     config: PrefixPoolConfig
@@ -193,7 +193,7 @@ class PrefixPools(PooledPrompts):
         return Prefix(key.flatten(1, 2), value.flatten(1, 2))  # (B, k M / 2, D) each
 
     def _key_loss(self, cosine: Tensor, chosen: Tensor) -> Tensor:
-        """1 - cosine, summed over the chosen keys and over the batch, as published."""
+        """Return 1 - cosine, summed over the chosen keys and over the batch, as published."""
         if self.config.legacy_key_loss:
             return (1 - cosine[:, chosen]).sum()  # (B, B, k): every query with the choice of every image
         return (1 - cosine.gather(1, chosen)).sum()  # (B, k)

@@ -1,11 +1,10 @@
 """ProbPrompt: prompts are sampled from a query-conditioned mixture of learned Gaussians (the paper, Sec. 3).
 
-Every prompted block holds M pools, one per prompt token, of N diagonal Gaussians each. A query weighs the Gaussians
-of a pool by their Mahalanobis distance to it (Eqs. 2-3), the weighted mixture is moment-matched to one Gaussian
-(Eqs. 4-7), N_s prompts are drawn from it (Eq. 8) and averaged by their cosine to the query (Eqs. 9-10). The first
-half of the M tokens extends the block's attention keys, the second half its values. A loss keeps the Gaussians near
-a cached copy of themselves (Eqs. 13-14). What the paper leaves open is a named setting; the defaults are its
-literal reading.
+Every prompted block holds M pools, one per prompt token, of N diagonal Gaussians each. A query weights the Gaussians of
+a pool by their Mahalanobis distance (Eqs. 2-3), the mixture is moment-matched to one Gaussian (Eqs. 4-7), N_s prompts
+are drawn from it (Eq. 8) and averaged by their cosine to the query (Eqs. 9-10). The first half of the M tokens extends
+the block's attention keys, the second half its values. A loss keeps the Gaussians near a cached copy of themselves
+(Eqs. 13-14). Each choice that the paper leaves open is a setting; the defaults follow its wording.
 """
 
 import math
@@ -25,55 +24,56 @@ from probprompt.prompts import Prefix, Prompt, Tokens
 
 
 class ProbPromptConfig(MethodConfig):
-    """The settings of ProbPrompt."""
+    """Settings of ProbPrompt."""
 
     name: Literal["probprompt"] = "probprompt"
     blocks: Blocks = (0, 1, 2, 3, 4)
     """Blocks that receive prompts, counted from 0."""
     tokens: int = Field(8, ge=2, multiple_of=2)
-    """M: prompt tokens per block; each has a pool of its own."""
+    """M: prompt tokens per block; each has its own pool."""
     components: int = Field(10, ge=1)
     """N: Gaussians per pool."""
     samples: int = Field(30, ge=0)
-    """N_s: prompts drawn per token and image; 0 takes the mixture's mean."""
+    """N_s: prompts drawn per token and image; 0 uses the mixture's mean."""
     evaluation_samples: int | None = Field(None, ge=0)
-    """N_s at evaluation; as in training by default."""
+    """N_s at evaluation. None: as in training."""
     query: Literal["raw", "unit", "whitened"] = "raw"
-    """The query as it is; scaled to length 1; or centered and decorrelated, with the statistics of the first task."""
+    """The query unchanged, scaled to length 1, or centered and decorrelated with statistics of the first task."""
     relevance: Literal["distance", "density"] = "distance"
-    """Eq. 3; ``density`` adds the log-determinant, without which a wider Gaussian is nearer to everything."""
+    """``distance`` is Eq. 3; ``density`` adds the log-determinant, without which wider Gaussians are always nearer."""
     relevance_gradient: mixtures.Learning = "full"
-    """What the relevance trains: means and deviations, ``means`` alone, or ``none`` of them."""
+    """What the relevance trains: means and standard deviations (``full``), only ``means``, or ``none``."""
     relevance_temperature: Literal["sqrt_dim", "dim", "initial_std"] | Positive = 1.0
-    """What S^2 is divided by before the softmax of Eq. 2: 1 is the literal reading. ``initial_std`` divides by
-    1/initial_std^2: distances start as with a standard deviation of 1; it decides only the noise."""
+    """Divisor of S² before the softmax of Eq. 2; 1 follows the paper's wording. ``initial_std`` divides by
+    1/initial_std²: distances start as with a standard deviation of 1, and ``initial_std`` only scales the noise."""
     initial_mean: Literal["uniform", "symmetric", "normal"] = "uniform"
-    """U[0, 1), U(-1, 1) or N(0, 1), times ``initial_mean_scale``."""
+    """Distribution of means: U[0, 1), U(-1, 1) or N(0, 1), times ``initial_mean_scale``."""
     initial_mean_scale: Positive = 1.0
     initial_std: Positive = 1.0
     initial_log_std_scale: float = Field(0.0, ge=0)
-    """Numbers of U[0, 1) times this are added to the logarithm of ``initial_std``."""
+    """Scale of U[0, 1) numbers that are added to the logarithm of ``initial_std``."""
     log_std_lr_scale: float = Field(1.0, ge=0)
-    """Standard deviations learn at this multiple of the means' rate; 0 leaves them as they begin."""
+    """Learning rate of the standard deviations as a multiple of the means'; 0 freezes them."""
     evaluation: Literal["sample", "image", "mean"] = "sample"
-    """Prompts at evaluation: one draw for all images, a draw that the image's pixels decide, or the mixture's mean."""
+    """Prompts at evaluation: one draw for all images, a draw keyed by the image's pixels, or the mixture's mean."""
     evaluation_draws: int = Field(1, ge=1)
-    """Beyond the paper: features at evaluation are means over so many draws, each with N_s samples and a pass."""
+    """Beyond the paper: number of draws over which features are averaged at evaluation, each with N_s samples and a
+    pass."""
     injection: Literal["prefix", "projected", "tokens", "read-tokens"] = "prefix"
-    """Prompts are put before the block's keys and values, before what is projected to these, or into the sequence,
-    where their outputs may be read in place of the class token's, as L2P does."""
+    """Where prompts go: before the block's keys and values, before the input of their projection, or into the
+    sequence, where their outputs may replace the class token as feature, as in L2P."""
     halves: bool = True
-    """Half the M tokens of a prefix are keys, half are values; else each token is both."""
+    """Whether half the M tokens of a prefix are keys and half values; otherwise each token is both."""
     regularization: float = Field(1e-6, ge=0)
-    """lambda: the weight of the distribution regularization loss."""
+    """λ: weight of the distribution regularization loss."""
     reference: Literal["step", "epoch", "task"] = "step"
-    """Which earlier state of the Gaussians the loss compares with."""
+    """Earlier state of the Gaussians that the loss compares with."""
     top_k: int | None = Field(None, ge=1)
     """Keep only the K most relevant Gaussians of a pool."""
     aggregation: Literal["cosine", "mean"] = "cosine"
-    """How the samples are averaged: Eq. 10, or equally."""
+    """Weights of the samples: Eq. 10, or equal."""
     aggregation_temperature: Positive = 1.0
-    """What the cosines of Eq. 10 are divided by."""
+    """Divisor of the cosines of Eq. 10."""
     variant: Literal["mixture", "independent", "deterministic"] = "mixture"
     """The paper's ablation: sample from the mixture; sample from each Gaussian and mix the samples; no sampling."""
 
@@ -101,7 +101,7 @@ class ProbPrompt(Method):
 
     @classmethod
     def published(cls, experiment: Experiment) -> Settings:
-        """Return the protocol of VQ-Prompt, and the interpretation that fits the paper best (docs/fidelity.md)."""
+        """Return VQ-Prompt's protocol and the interpretation that fits the paper best."""
         own: dict[str, Setting] = {"initial_std": 4.5, "relevance_temperature": "initial_std", "evaluation": "image"}
         return vq_protocol(experiment, relevance_gradient="none", **own)
 
@@ -109,7 +109,7 @@ class ProbPrompt(Method):
         super().__init__(shape, seed)
         shape.check_blocks(config.blocks)
         self.config = config
-        fixed = config.variant == "deterministic"  # the ablation's first row: unit variance, never learned
+        fixed = config.variant == "deterministic"  # first row of the ablation: unit variance, frozen
         pool, std = (config.tokens, config.components), 1.0 if fixed else config.initial_std
         named = {"sqrt_dim": shape.width**0.5, "dim": float(shape.width), "initial_std": std**-2}
         self.temperature = named.get(str(config.relevance_temperature)) or float(config.relevance_temperature)
@@ -133,33 +133,33 @@ class ProbPrompt(Method):
             self.draws, self.needs_keys = config.evaluation_draws, config.evaluation == "image"
         groups = math.prod(pool) if config.variant == "independent" else config.tokens
         count = (groups, self._samples(Context(sampled=True)))  # G, N_s
-        keys = [(), *((draw,) for draw in range(1, self.draws))]  # the first draw is the one without a number
+        keys = [(), *((draw,) for draw in range(1, self.draws))]  # the first draw has no number
         noise = torch.stack([self._drawn("normal", count, "evaluation noise", *key) for key in keys], dim=1)
         self.register_buffer("fixed_noise", noise, persistent=False)  # (blocks, draws, G, N_s, D): the seed gives it
 
     def groups(self) -> Iterable[tuple[list[nn.Parameter], float]]:
-        """Means and standard deviations, which may learn at another rate."""
+        """Yield means and standard deviations, which may have another learning rate."""
         scale, parts = self.config.log_std_lr_scale, [part for part in self.parameters() if part.requires_grad]
         yield from zip([parts] if scale == 1 else [[part] for part in parts], (1.0, scale), strict=False)
 
     def see_queries(self, queries: Tensor) -> None:
-        """Take the statistics that decorrelate queries."""
+        """Compute the statistics that decorrelate queries."""
         self.query_mean, self.whitening = equations.whitening(queries)
 
     def begin_task(self, task: int, classes: int) -> None:
-        """Nothing grows; the reference of the regularization may move."""
+        """Update the reference of the regularization."""
         self._cache("task")
 
     def begin_epoch(self) -> None:
-        """Move the reference of the regularization if it is the epoch's."""
+        """Update the reference of the regularization."""
         self._cache("epoch")
 
     def before_step(self) -> None:
-        """Move the reference of the regularization if it is the step's."""
+        """Update the reference of the regularization."""
         self._cache("step")
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Sample prompts for each query (B, D); in training also weigh how far the Gaussians moved."""
+        """Sample prompts for each query (B, D); in training also return the regularization loss."""
         assert query is not None
         query = self._prepared(query)
         apart = self.config.variant == "independent" and self._samples(context)
@@ -169,12 +169,12 @@ class ProbPrompt(Method):
         return Prompted(dict(zip(self.config.blocks, map(self._injected, parts), strict=True)), loss)
 
     def drift(self) -> Tensor:
-        """L_DR (Eqs. 13-14): KL(cached || current), averaged over tokens and components, summed over blocks."""
+        """Return L_DR, KL(cached || current): mean over tokens and components, sum over blocks."""
         pools = self.config.tokens * self.config.components  # of a block
         return mixtures.drift(self.mean, self.log_std, self.cached_mean, self.cached_log_std) / pools
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
-        """Relevance scores s(n) per prompted block: (B, M, N)."""
+        """Return relevance scores s(n) per prompted block: ``(B, M, N)``."""
         weights = self._mixture(self._prepared(query))[0].chunk(len(self.config.blocks), dim=1)  # (B, M, N) each
         return dict(zip(self.config.blocks, weights, strict=True))
 
@@ -185,7 +185,7 @@ class ProbPrompt(Method):
         return Prefix(keys, values, projected=self.config.injection == "projected")
 
     def _prepared(self, query: Tensor) -> Tensor:
-        """Queries (B, D) as all equations see them."""
+        """Return queries ``(B, D)`` as all equations use them."""
         if self.config.query == "unit":
             return nn.functional.normalize(query, dim=-1)
         if self.config.query == "whitened":
@@ -193,13 +193,13 @@ class ProbPrompt(Method):
         return query
 
     def _mixture(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For every pool of every block, relevance (B, pools, N), mean and deviation of the mixture (B, pools, D)."""
+        """Return relevance (B, pools, N), mean and standard deviation (B, pools, D) of all pools."""
         config, mean, log_std = self.config, self.mean.flatten(0, 1), self.log_std.flatten(0, 1)  # (pools, N, D) each
         density, learning = config.relevance == "density", config.relevance_gradient
         return mixtures.mixture(query, mean, log_std, self.temperature, config.top_k, density, learning)
 
     def _sample_mixture(self, query: Tensor, context: Context) -> Tensor:
-        """Prompts (B, pools, D), all blocks one after the other, drawn from the mixtures and averaged."""
+        """Sample prompts ``(B, pools, D)`` from the mixtures, block by block, and average them."""
         _, mean, std = self._mixture(query)
         count = self._samples(context)
         if not count:
@@ -213,14 +213,14 @@ class ProbPrompt(Method):
         return self._draw(mean, std, query, context)
 
     def _mix_samples(self, query: Tensor, context: Context) -> Tensor:
-        """Draw from every Gaussian by itself, then weigh the results by relevance (ablation, second row)."""
+        """Sample from every Gaussian, then weight the results by relevance (ablation, second row)."""
         pools = self.mean.shape[:3]  # blocks, M, N
         mean, std = (part.flatten(0, 2).expand(query.shape[0], -1, -1) for part in (self.mean, self.log_std.exp()))
         drawn = self._draw(mean, std, query, context).unflatten(1, (pools[0] * pools[1], -1))  # (B, pools, N, D)
         return torch.einsum("bmn,bmnd->bmd", self._mixture(query)[0], drawn)  # (B, pools, D)
 
     def _draw(self, mean: Tensor, std: Tensor, query: Tensor, context: Context) -> Tensor:
-        """Average samples of Gaussians (B, G, D), a block's after the other's, as many in each."""
+        """Average samples of Gaussians ``(B, G, D)``, the same number in each block."""
         means, stds = (part.chunk(len(self.config.blocks), dim=1) for part in (mean, std))
         pairs = enumerate(zip(means, stds, strict=True))
         return torch.cat([self._average(slot, *pair, query, context) for slot, pair in pairs], dim=1)  # (B, G, D)
