@@ -57,7 +57,7 @@ def test_statistics_are_mean_and_population_variance_of_each_class(offset: float
         np.testing.assert_allclose(found.mean[label, 0].numpy(), np.mean(members, axis=0), rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(found.variance[label, 0].numpy(), np.var(members, axis=0, ddof=0), rtol=1e-6)
     assert not found.variance[3].any(), "a class of one image has none"
-    assert torch.equal(found.centre, found.mean[:, 0])
+    assert torch.equal(found.center, found.mean[:, 0])
 
 
 def blobs(sizes: tuple[int, ...], distance: float = 10.0, seed: int = 0) -> Tensor:
@@ -133,7 +133,7 @@ def test_every_cluster_of_a_class_has_its_own_moments() -> None:
             part = members[cluster == index].double().numpy()
             np.testing.assert_allclose(found.mean[label, index].numpy(), part.mean(axis=0), rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose(found.variance[label, index].numpy(), part.var(axis=0), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(found.centre, found.mean.sum(dim=1) / 3)
+    torch.testing.assert_close(found.center, found.mean.sum(dim=1) / 3)
 
 
 @pytest.mark.parametrize(("images", "different"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 3), (9, 4)])
@@ -336,8 +336,8 @@ def pseudo_accuracy(head: LinearHead, statistics: ClassStatistics, classes: rang
 def test_alignment_takes_the_bias_for_new_classes_from_the_head() -> None:
     head, statistics = head_of(6), clusters(6)
     with torch.no_grad():  # a sound classifier for both halves, but everything looks like a new class
-        head.weight.copy_(statistics.centre)
-        head.bias.copy_(-statistics.centre.square().sum(dim=1) / 2)
+        head.weight.copy_(statistics.center)
+        head.bias.copy_(-statistics.center.square().sum(dim=1) / 2)
         head.bias[3:] += 40
     old, new = range(3), range(3, 6)
     assert pseudo_accuracy(head, statistics, old) < 50
@@ -349,8 +349,8 @@ def test_alignment_takes_the_bias_for_new_classes_from_the_head() -> None:
 def test_a_single_new_class_is_learned_while_the_old_rows_stay() -> None:
     head, statistics = head_of(5), clusters(5)
     with torch.no_grad():
-        head.weight[:4] = statistics.centre[:4]
-        head.bias[:4] = 20 - statistics.centre[:4].square().sum(dim=1) / 2
+        head.weight[:4] = statistics.center[:4]
+        head.bias[:4] = 20 - statistics.center[:4].square().sum(dim=1) / 2
     before = weights_of(head)
     assert pseudo_accuracy(head, statistics, range(4, 5)) < 50
     settings = AlignmentConfig(epochs=30, lr=1e-9, min_lr=1e-9, weight_decay=0)

@@ -56,7 +56,7 @@ def test_config_survives_json() -> None:
         ("trainin.epochs=3", r"'training\.epochs'"),
         ("sampels=3", r"'method\.samples'"),
         ("epochs=3", r"training\.epochs or alignment\.epochs"),
-        ("schedule=vq", r"'schedule' could be training\.schedule or alignment\.schedule"),
+        ("schedule=vq", r"'schedule'.* training\.schedule or alignment\.schedule"),
         ("method.nonsense=3", "Unknown setting"),
         ("samples", "key=value"),
     ],
@@ -134,8 +134,8 @@ def test_published_mistakes_are_marked_only_on_request() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "probpromt"}, "'probpromt': did you mean 'probprompt'"),
-        ({"training": {"epoch": 3}}, r"'training\.epoch': did you mean 'training\.epochs'"),
+        ({"method": "probpromt"}, r"'probpromt'\. [Dd]id you mean 'probprompt'"),
+        ({"training": {"epoch": 3}}, r"'training\.epoch'\. [Dd]id you mean 'training\.epochs'"),
         ({"training": 3}, "training"),
         ({"method": 3}, "method"),
     ],
@@ -162,7 +162,7 @@ def test_toml(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[training]\nepochs = 3\n[method]\nname = 'probprompt'\nsamples = 4\n")
     assert parse_config(read_toml(tmp_path / "a.toml")).training.epochs == 3
     (tmp_path / "b.toml").write_text("[training\n")
-    for name, hint in (("b.toml", "not valid TOML"), ("c.toml", "cannot be read")):
+    for name, hint in (("b.toml", "not valid TOML"), ("c.toml", "Cannot read")):
         with pytest.raises(UserError, match=hint):
             read_toml(tmp_path / name)
 

@@ -288,7 +288,7 @@ def prepared(given: dict[str, Any], size: int) -> None:
 def test_batches_that_cannot_be_shared_are_rejected(pictures: Path) -> None:
     with pytest.raises(UserError, match=r"set training.batch_size to 20, or start 1 or 2 or 4 or 8 process"):
         prepared(configure(pictures, training={"batch_size": 8}), 20)
-    with pytest.raises(UserError, match=r"task 1 has only 21 training image.* at most 21"):
+    with pytest.raises(UserError, match=r"Task 1 has only 21 training image.* at most 21"):
         prepared(configure(pictures, training={"batch_size": 44}), 22)
     prepared(configure(pictures, method={"name": "lda"}, training={"batch_size": 7}), 3)  # learns from no batches
 
@@ -301,7 +301,7 @@ def test_methods_that_mix_the_images_of_a_batch_are_rejected(pictures: Path, met
     name, _, setting = method.partition(":")
     given = configure(pictures, method={"name": name, setting: True})
     prepared(given, 1)
-    with pytest.raises(UserError, match=rf"{re.escape(name)} cannot be trained by 2 processes"):
+    with pytest.raises(UserError, match=rf"{re.escape(name)} can be trained only by one process, not by 2"):
         prepared(given, 2)
 
 

@@ -113,7 +113,7 @@ def test_prediction_needs_no_sums_but_learning_does(kind: str) -> None:
     assert torch.equal(restored(features), head(features))
     assert set(restored.state_dict()) == set(needed)
     for forbidden in (lambda: restored.learn(features, labels, 0, 1), lambda: restored.grow(1)):
-        with pytest.raises(ValueError, match="without its sums"):
+        with pytest.raises(ValueError, match="cannot learn"):
             forbidden()
     restored.restore(head.state_dict()).learn(features, labels, 0, 1)
     head.learn(features, labels, 0, 1)
@@ -342,7 +342,7 @@ def test_what_cannot_be_learned_is_refused_and_changes_nothing(kind: str) -> Non
         (features, labels - 1, 0),
         (features, labels, 1),
     ]:
-        with pytest.raises(ValueError, match=r"finite|do not fit"):
+        with pytest.raises(ValueError, match=r"NaN|do not match"):
             head.learn(images, of, classes, 1)
     assert len(head) == 5
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
@@ -585,7 +585,7 @@ def moving(kind: str, count: int = 80) -> tuple[ClosedFormHead, ClosedFormHead, 
 def test_sums_follow_features_that_a_linear_map_moves(kind: str) -> None:
     old, new, before, after = moving(kind)
     sums = {name: value.clone() for name, value in old.state_dict().items() if name in old.learning_only}
-    old.follow(before, after, task_key=1)
+    old.compensate_drift(before, after, task_key=1)
     for name in old.learning_only & set(new.state_dict()):
         torch.testing.assert_close(old.get_buffer(name), new.get_buffer(name), rtol=1e-3, atol=1e-2)
     assert not torch.allclose(old.get_buffer(old.totals), sums[old.totals], rtol=0.1)
@@ -603,7 +603,7 @@ def test_with_few_images_only_what_they_span_follows() -> None:
     old.learn(features, torch.tensor([0, 0, 1, 1]), 2, task_key=0)
     before = torch.zeros(5, WIDTH)
     before[:, :2] = torch.randn(5, 2, generator=torch.Generator().manual_seed(2))
-    old.follow(before, 2 * before, task_key=1)
+    old.compensate_drift(before, 2 * before, task_key=1)
     expected = torch.zeros(2, WIDTH, dtype=torch.float64)
     expected[0, 0], expected[1, 2] = 4.0, 2.0
     torch.testing.assert_close(old.get_buffer("sums"), expected, rtol=1e-3, atol=1e-3)
@@ -612,10 +612,10 @@ def test_with_few_images_only_what_they_span_follows() -> None:
 def test_nothing_follows_what_stays_or_cannot_be_predicted() -> None:
     old, _, before, _ = moving("ridge", 40)
     sums = {name: value.clone() for name, value in old.state_dict().items()}
-    old.follow(before, before, task_key=1)
+    old.compensate_drift(before, before, task_key=1)
     assert all(torch.equal(value, sums[name]) for name, value in old.state_dict().items())
     noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(9))
-    old.follow(before, before + 0.5 * noise, task_key=1)
+    old.compensate_drift(before, before + 0.5 * noise, task_key=1)
     totals = sums["correlation"]
     assert float((old.get_buffer("correlation") - totals).norm()) < 0.15 * float(totals.norm())
 
@@ -629,7 +629,7 @@ def test_projections_follow_as_well() -> None:
     for head, given in ((stays, features), (follows, features), (new, features @ move)):
         head.learn(given, labels, 3, task_key=0)
     others = torch.randn(200, features.shape[1], generator=torch.Generator().manual_seed(3))
-    follows.follow(others, others @ move, task_key=1)
+    follows.compensate_drift(others, others @ move, task_key=1)
 
     def far(head: ClosedFormHead) -> float:
         return float((head.get_buffer("gram") - new.get_buffer("gram")).norm() / new.get_buffer("gram").norm())

@@ -120,9 +120,9 @@ def test_narrow_results(dtype: torch.dtype, ulps: int) -> None:
 
 def test_what_is_given_must_fit() -> None:
     images, boxes = paint(RAGGED[:1]), drawn(RAGGED[:1], "errors")
-    with pytest.raises(UserError, match="did you mean 'bicubic'"):
+    with pytest.raises(UserError, match="id you mean 'bicubic'"):
         cut(images, boxes, 8, "bicubical")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pixels must be uint8"):
+    with pytest.raises(ValueError, match="uint8 pixels"):
         cut([images[0].int()], boxes, 8)
 
 
@@ -142,5 +142,5 @@ def test_patches_are_those_of_a_permutation(
 
 
 def test_a_part_of_a_patch_is_refused() -> None:
-    with pytest.raises(ValueError, match="30 x 32 pixels are no whole number of 16 x 16"):
+    with pytest.raises(ValueError, match=r"30x32 pixels .* 16x16"):
         patches(torch.zeros(1, 3, 30, 32, device=DEVICE), 16, 16)

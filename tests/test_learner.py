@@ -498,7 +498,7 @@ def test_as_many_tasks_adapt_as_set(settings: Settings, head: dict[str, Any], ad
 def test_what_the_head_knows_follows_the_prompts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tasks in which prompts move features of known classes, from what they were to what they are; in no other."""
     told = list[tuple[Tensor, Tensor]]()
-    monkeypatch.setattr(RidgeHead, "follow", lambda head, before, after, key: told.append((before, after)))
+    monkeypatch.setattr(RidgeHead, "compensate_drift", lambda head, before, after, key: told.append((before, after)))
     head = {"kind": "ridge", "projections": 8, "compensate_drift": True}
     workshop = build(settings(training={"adapt_tasks": 2, "epochs": 1}, head=head))
     learner = workshop.learner

@@ -215,7 +215,7 @@ def test_a_method_is_found_by_name_and_marked_by_request_only(name: str) -> None
     config = parse_config(name)
     assert type(config) is find(name).Config and config.name == name and config.marks() == ()
     assert parse_config({"name": name}) == config == parse_config(config)
-    with pytest.raises(UserError, match=f"did you mean '{name}'".replace("+", r"\+")):
+    with pytest.raises(UserError, match=f"id you mean '{name}'".replace("+", r"\+")):
         parse_config(f"{name}s")
 
 
@@ -231,7 +231,7 @@ def test_a_method_is_found_by_name_and_marked_by_request_only(name: str) -> None
 def test_published_mistakes_are_marked(name: str, settings: tuple[str, ...]) -> None:
     marks = parse_config({"name": name, **dict.fromkeys(settings, True)}).marks()
     assert [mark.split(":")[0] for mark in marks] == list(settings)
-    assert all("batch mates" in mark for mark in marks)
+    assert all("other images" in mark or "others in the batch" in mark for mark in marks)
 
 
 @pytest.mark.parametrize("blocks", [(DEPTH,), (4, DEPTH + 3), (-1, 4)])
@@ -239,7 +239,7 @@ def test_published_mistakes_are_marked(name: str, settings: tuple[str, ...]) -> 
 def test_blocks_outside_the_backbone_are_refused(name: str, blocks: tuple[int, ...]) -> None:
     outside = [block for block in blocks if not 0 <= block < DEPTH]
     for setting in ("general_blocks", "expert_blocks") if name == "dual-prompt" else ("blocks",):
-        with pytest.raises(UserError, match=rf"blocks 0 to {DEPTH - 1}.*method\.{setting}") as problem:
+        with pytest.raises(UserError, match=rf"method\.{setting}.*blocks 0 to {DEPTH - 1}") as problem:
             fresh(name, **{setting: blocks})
         assert str(outside) in str(problem.value)
         fresh(name, **{setting: (4,)})

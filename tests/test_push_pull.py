@@ -334,7 +334,7 @@ def test_a_list_that_names_other_files_is_refused(hub: Hub, sent: Repository, tm
         (lambda listing: listing.pop("statistics"), "is damaged"),
         (lambda listing: listing["files"]["current.json"].pop("sha256"), r"files\.current\.json\.sha256"),
         (lambda listing: listing["files"].pop(max(listing["files"])), "me/birds is not complete|cannot be read"),
-        (lambda listing: listing["files"].pop("current.json"), "holds no model"),
+        (lambda listing: listing["files"].pop("current.json"), "holds no model|No model found"),
     ],
 )
 def test_a_list_that_is_wrong_is_refused(hub: Hub, sent: Repository, tmp_path: Path, change: Any, said: str) -> None:

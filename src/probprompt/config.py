@@ -197,7 +197,7 @@ def _read_method(value: Any) -> MethodConfig:
     try:
         return methods.parse_config(value)
     except (TypeError, KeyError) as problem:
-        raise ValueError(f"must be a method's name or its settings, not {value!r}") from problem
+        raise ValueError(f"Expected a method's name or its settings, got {value!r}.") from problem
 
 
 class RunConfig(_Settings):
@@ -254,8 +254,8 @@ def parse_config(settings: Mapping[str, Any], any_head: bool = False) -> RunConf
         return RunConfig.model_validate(settings, context={"any_head": any_head})
     except ValidationError as problem:
         known = list(field_names(RunConfig, settings))
-        mistakes = dict.fromkeys(_explain(error, known) for error in problem.errors())
-        raise UserError("\n".join(mistakes)) from None
+        messages = dict.fromkeys(_explain(error, known) for error in problem.errors())
+        raise UserError("\n".join(messages)) from None
 
 
 def parse_stored(settings: Mapping[str, Any]) -> RunConfig:
@@ -271,13 +271,13 @@ def _explain(error: Any, known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_setting(where, known)
     if where.startswith("data.tasks"):  # one error for all types of value that are allowed
-        return "data.tasks: must be a number of tasks, sizes such as [4, 4, 2] or lists of class names"
+        return "data.tasks: Expected a number of tasks, sizes such as [4, 4, 2], or lists of class names."
     if error["type"] == "value_error":
         message: str = error["msg"].removeprefix("Value error, ")
         return message if message.startswith(f"{where}.") else f"{where}: {message}"
     renamed = _PYTHON_VALUES.get(STORED_NAMES.get(where, where), {}).get(str(error["input"]))
-    hint = f". It is now {renamed!r}." if renamed else ""
-    return f"{where}: {error['msg']}, not {error['input']!r}{hint}"
+    hint = f" It is now {renamed!r}." if renamed else ""
+    return f"{where}: {error['msg']}, got {error['input']!r}.{hint}"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -300,9 +300,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
-        raise UserError(f"the config file {path} cannot be read: {problem.strerror}") from None
+        raise UserError(f"Cannot read {path}: {problem.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"the config file {path} is not valid TOML: {problem}") from None
+        raise UserError(f"{path} is not valid TOML: {problem}.") from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def apply_assignments(settings: Mapping[str, Any], assignments: Iterable[str]) -
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise UserError(f"--set takes key=value, not {assignment!r}")
+            raise UserError(f"Expected --set key=value, got {assignment!r}.")
         result = apply_values(result, {key.strip(): parse_value(text.strip())})
     return result
 
@@ -394,7 +394,7 @@ def _resolve(key: str, known: list[str]) -> str:
     near = [name for name in known if name.rpartition(".")[2] == leaf]
     if near and leaf == key:
         if len(near) > 1:
-            raise UserError(f"{key!r} could be {' or '.join(near)}: write it out")
+            raise UserError(f"Ambiguous setting {key!r}. Use {' or '.join(near)}.")
         return near[0]
     raise UserError(unknown_setting(key, known))
 
@@ -405,7 +405,7 @@ def unknown_setting(key: str, known: Sequence[str]) -> str:
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if renamed:
         return f"Unknown setting {key!r}. It is now {' or '.join(map(repr, renamed))}."
-    return f"Unknown setting {key!r}: {f'did you mean {same[0]!r}?' if same else _nearest(key, known)}"
+    return f"Unknown setting {key!r}. {f'Did you mean {same[0]!r}?' if same else _nearest(key, known)}"
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ def relevance(query: Tensor, mean: Tensor, log_std: Tensor, temperature: float =
             [[0.8808, 0.1192]]])
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+        raise ValueError(f"temperature must be positive, got {temperature}.")
     # With T = Σ (|q| + |μ|)²/σ² up to 1e13, expanding the square into matmuls has an error of 1e-16 T: weights of a
     # query within σ of two means would be off by 1e-3. This form has 1e-16 S √T, and its gradient keeps one large
     # tensor, not two.
@@ -72,7 +72,7 @@ def top_k(weights: Tensor, k: int) -> Tensor:
     tensor([0.0000, 0.6667, 0.3333])
     """
     if not 1 <= k <= weights.shape[-1]:
-        raise ValueError(f"k must be between 1 and {weights.shape[-1]}, the number of weights; got {k}")
+        raise ValueError(f"k must be between 1 and {weights.shape[-1]}, the number of weights, got {k}.")
     largest, where = weights.double().topk(k, dim=-1)  # (..., k)
     share = largest / largest.sum(dim=-1, keepdim=True)  # (..., k)
     return torch.zeros_like(weights).scatter(-1, where, share.to(weights.dtype))  # (..., N)
@@ -121,7 +121,7 @@ def sample_prompts(
     tensor([ 9.5000, 10.0000, 11.0000])
     """
     if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+        raise ValueError(f"count must be at least 1, got {count}.")
     images, tokens, features = mean.shape
     shape = (images, tokens, count, features)
     if noise is None:
@@ -188,7 +188,7 @@ def sampled_prompt(mean: Tensor, std: Tensor, query: Tensor, noise: Tensor, temp
 
 
 def _against(vector: Tensor, noise: Tensor) -> Tensor:
-    """Return inner products (B, M, K) of vectors (B, M, D) with noise (M, K, D) or (B, M, K, D)."""
+    """Return products (B, M, K) of vectors (B, M, D) with noise (M, K, D) or (B, M, K, D)."""
     return torch.einsum("bmd,mkd->bmk" if noise.ndim == 3 else "bmd,bmkd->bmk", vector, noise)
 
 

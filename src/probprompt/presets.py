@@ -28,15 +28,15 @@ def settings(preset: str, method: str, benchmark: str, tasks: object = None) -> 
     ``tasks`` changes a preset only if it is a number, not if it lists sizes or classes.
     """
     if preset not in NAMES:
-        raise UserError(f"no preset is called {preset!r}: {suggest(preset, NAMES)}")
-    made = methods.find(method)
+        raise UserError(f"Unknown preset {preset!r}. {suggest(preset, NAMES)}")
+    kind = methods.find(method)
     if preset == "flagship" and method != "probprompt":
-        raise UserError(f"the preset 'flagship' is for probprompt alone, not for {method}: use 'matched'")
+        raise UserError(f"The preset 'flagship' supports only probprompt, not {method}. Use 'matched'.")
     base = {"preset": preset, "data": {"benchmark": benchmark}, "method": {"name": method}}
     if preset == "published":
-        chosen = _published(made, benchmark, tasks)
+        chosen = _published(kind, benchmark, tasks)
     else:
-        chosen = {"matched": _matched, "ridge": _ridge, "flagship": _flagship}[preset](made, benchmark)
+        chosen = {"matched": _matched, "ridge": _ridge, "flagship": _flagship}[preset](kind, benchmark)
     chosen = merge(base, chosen)
     return merge(chosen, {"data": {"tasks": tasks}}) if isinstance(tasks, int) else chosen
 
@@ -48,11 +48,11 @@ def has_prompts(method: type[Method]) -> bool:
 
 def resolve(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested settings, which may name the preset, into those of a preset."""
-    asked = parse_config(given, any_head=True)  # the preset may choose the head
-    name = preset or asked.preset
+    config = parse_config(given, any_head=True)  # the preset may choose the head
+    name = preset or config.preset
     if name is None:
         return dict(given)
-    base = settings(name, asked.method.name, asked.data.benchmark, asked.data.tasks)
+    base = settings(name, config.method.name, config.data.benchmark, config.data.tasks)
     return merge(merge(base, given), {"preset": name})
 
 
@@ -109,14 +109,14 @@ def _published(method: type[Method], benchmark: str, tasks: object) -> Settings:
         batch=_batch(benchmark),
         tasks=tasks if isinstance(tasks, int) else _TASKS,
     )
-    found = method.published(experiment)
-    if found is None:
-        raise UserError(f"nobody has published settings for {method_name(method)}: use the preset 'matched'")
+    chosen = method.published(experiment)
+    if chosen is None:
+        raise UserError(f"No settings were published for {method_name(method)}. Use the preset 'matched'.")
     if not known:  # an unknown benchmark uses our default weights
-        found = {name: part for name, part in found.items() if name != "backbone"}
+        chosen = {name: part for name, part in chosen.items() if name != "backbone"}
     whole = {"data": {"stored_size": "full"}} if benchmark in PHOTOS else {}
     base = {"backbone": {"normalization": "unit", "precision": "fp32"}, **whole}
-    return merge(merge(_surroundings(benchmark), base), found)
+    return merge(merge(_surroundings(benchmark), base), chosen)
 
 
 _WIDE: dict[str, Setting] = {"projections": 10_000, "ridge_choice": "every"}
@@ -131,15 +131,15 @@ _MATCHED: Settings = {
 def _matched(method: type[Method], benchmark: str) -> Settings:
     """Return the common protocol; fine-tuning, the lower bound, has no alignment."""
     budget = merge(_EMOJI_R, {"backbone": {"normalization": "backbone"}}) if benchmark == "emoji-r" else _MATCHED
-    found = merge(_surroundings(benchmark), budget)
+    chosen = merge(_surroundings(benchmark), budget)
     if method.learns:
-        found = merge(found, {"head": {"kind": "linear"}})
+        chosen = merge(chosen, {"head": {"kind": "linear"}})
     elif benchmark in _BENCHMARKS and method.preferred_head == "ridge":
-        found = merge(found, {"head": _WIDE})
+        chosen = merge(chosen, {"head": _WIDE})
     if method.trains_backbone:
         rate = method.matched_rate if benchmark == "emoji-r" else 5e-5
-        return merge(found, {**NO_ALIGNMENT, "training": {"head_lr": rate, "prompt_lr_scale": 1.0}})
-    return merge(found, _prompt_rate(method, benchmark, "matched"))
+        return merge(chosen, {**NO_ALIGNMENT, "training": {"head_lr": rate, "prompt_lr_scale": 1.0}})
+    return merge(chosen, _prompt_rate(method, benchmark, "matched"))
 
 
 def _prompt_rate(method: type[Method], benchmark: str, preset: str) -> Settings:
@@ -161,10 +161,10 @@ better on average over two backbones."""
 
 def _ridge(method: type[Method], benchmark: str) -> Settings:
     if not has_prompts(method):
-        raise UserError(f"the preset 'ridge' is for methods with prompts, not for {method_name(method)}: use 'matched'")
-    found = merge(_matched(method, benchmark), {"head": {"kind": "ridge"}, "training": {"adapt_tasks": 1}})
-    found = merge(found, _prompt_rate(method, benchmark, "ridge"))
-    return merge(merge(found, _ADAPTED), _ADAPTED_ON.get(benchmark, {})) if benchmark in _BENCHMARKS else found
+        raise UserError(f"The preset 'ridge' needs a method with prompts, not {method_name(method)}. Use 'matched'.")
+    chosen = merge(_matched(method, benchmark), {"head": {"kind": "ridge"}, "training": {"adapt_tasks": 1}})
+    chosen = merge(chosen, _prompt_rate(method, benchmark, "ridge"))
+    return merge(merge(chosen, _ADAPTED), _ADAPTED_ON.get(benchmark, {})) if benchmark in _BENCHMARKS else chosen
 
 
 def _flagship(method: type[Method], benchmark: str) -> Settings:

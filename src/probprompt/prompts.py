@@ -29,9 +29,9 @@ class Prefix:
     def __post_init__(self) -> None:
         key, value = tuple(self.key.shape), tuple(self.value.shape)
         if key != value:
-            raise ValueError(f"a prefix needs keys and values of one shape, got {key} and {value}")
+            raise ValueError(f"Keys and values of a prefix need one shape, got {key} and {value}.")
         if len(key) not in (2, 3):
-            raise ValueError(f"a prefix is (B, P, W), or (P, W) for the whole batch, got {key}")
+            raise ValueError(f"Expected a prefix (B, P, W), or (P, W) for the whole batch, got {key}.")
 
     @property
     def length(self) -> int:
@@ -58,12 +58,10 @@ class Prefix:
         """
         shape = tuple(tokens.shape)
         if len(shape) not in (2, 3):
-            raise ValueError(f"prompt tokens are (B, M, D), or (M, D) for the whole batch, got {shape}")
+            raise ValueError(f"Expected prompt tokens (B, M, D), or (M, D) for the whole batch, got {shape}.")
         half, odd = divmod(shape[-2], 2)
         if odd:
-            raise ValueError(
-                f"{shape[-2]} prompt tokens cannot be half keys and half values: use an even number of them"
-            )
+            raise ValueError(f"Cannot split {shape[-2]} prompt tokens into keys and values. Use an even number.")
         return cls(key=tokens[..., :half, :], value=tokens[..., half:, :])  # (B, M / 2, D) each
 
 
@@ -84,7 +82,7 @@ class Tokens:
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
         if len(shape) not in (2, 3):
-            raise ValueError(f"tokens are (B, P, D), or (P, D) for the whole batch, got {shape}")
+            raise ValueError(f"Expected tokens (B, P, D), or (P, D) for the whole batch, got {shape}.")
 
     @property
     def length(self) -> int:
@@ -117,7 +115,7 @@ class ClassTokenShift:
     def __post_init__(self) -> None:
         key, value = tuple(self.key.shape), tuple(self.value.shape)
         if key != value or len(key) not in (1, 2):
-            raise ValueError(f"a shift is (B, W) or (W,) for key and value alike, got {key} and {value}")
+            raise ValueError(f"Expected shifts (B, W) or (W,) for key and value, got {key} and {value}.")
 
     @property
     def width(self) -> int:

@@ -19,7 +19,7 @@ from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormSettings
 from probprompt.methods import Method, Shape
 
-_NORMALISATIONS = {
+_NORMALIZATIONS = {
     "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
 }
@@ -32,11 +32,11 @@ def pick_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"no device is called {name!r}: {suggest(name, ('cpu', 'cuda', 'cuda:0'))}") from None
+        raise UserError(f"Unknown device {name!r}. {suggest(name, ('cpu', 'cuda', 'cuda:0'))}") from None
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"the device {name!r} is not supported: use cpu, cuda or cuda:N")
+        raise UserError(f"Unsupported device {name!r}. Use cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"the device {name!r} is not there: this machine has {torch.cuda.device_count()} GPU(s)")
+        raise UserError(f"Device {name!r} not found. This machine has {torch.cuda.device_count()} GPU(s).")
     if device.index is not None:
         torch.cuda.set_device(device)  # for streams and kernels
     return device
@@ -102,7 +102,7 @@ def build_model(
     torch.backends.cudnn.allow_tf32 = False  # TF32 rounding of a query could change which component it selects
     method = build_method(config, backbone, device, state.adapted if state else ())
     if isinstance(config.head, ClosedFormSettings) and config.head.with_query and not method.needs_query:
-        raise UserError(f"head.with_query needs a method that asks for a query, which {config.method.name} does not")
+        raise UserError(f"head.with_query needs a method with queries; {config.method.name} has none. Set it to false.")
     head = make_head(config.head, backbone.model.width, config.seeds.init)
     model = PromptedModel(backbone.model, method, head).to(device)
     model.set_precision(precision or config.backbone.precision or default_precision(device))
@@ -131,8 +131,8 @@ def group(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def build_preprocessor(config: RunConfig, backbone: LoadedBackbone, device: torch.device, resize: int) -> Preprocessor:
-    """Return the preprocessing for a backbone; inputs are crops of images of short edge ``resize``."""
-    wanted = backbone.preprocessing
-    mean, std = {**_NORMALISATIONS, "backbone": (wanted.mean, wanted.std)}[config.backbone.normalization]
+    """Return the preprocessing for a backbone; inputs are crops of short edge ``resize``."""
+    own = backbone.preprocessing
+    mean, std = {**_NORMALIZATIONS, "backbone": (own.mean, own.std)}[config.backbone.normalization]
     dtype = DTYPES[backbone.model.precision]
-    return Preprocessor.of(wanted.image_size, resize, mean, std, config.data.interpolation, device, dtype)
+    return Preprocessor.of(own.image_size, resize, mean, std, config.data.interpolation, device, dtype)

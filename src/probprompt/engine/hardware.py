@@ -22,14 +22,14 @@ SWITCHES = (kernels.SWITCH, cuda_graphs.SWITCH, loader.SWITCH, CHECKPOINTS)
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in ("probprompt", "torch", "torchvision", "timm", "numpy", "pillow"):
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:  # a source tree that is not installed
-            found[package] = __version__ if package == "probprompt" else "not installed"
+            numbers[package] = __version__ if package == "probprompt" else "not installed"
     revision = _revision()
-    return {**found, "revision": revision} if revision else found
+    return {**numbers, "revision": revision} if revision else numbers
 
 
 def _revision() -> str | None:
@@ -39,31 +39,31 @@ def _revision() -> str | None:
         return None
     command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return answer.stdout.strip() or None
 
 
-def machine_name(found: Mapping[str, Any]) -> str:
+def machine_name(record: Mapping[str, Any]) -> str:
     """Return the name of a machine: its GPU, or else its processor."""
-    return str(found.get("gpu") or found.get("processor") or found["machine"])
+    return str(record.get("gpu") or record.get("processor") or record["machine"])
 
 
-def chip_words(found: Mapping[str, Any]) -> str:
+def chip_words(record: Mapping[str, Any]) -> str:
     """Return the GPU, or else the number of cores and the processor.
 
     >>> chip_words({"threads": 2, "cores": 16, "machine": "x86_64"})
     '2 of 16 cores, x86_64'
     """
-    return str(found.get("gpu") or f"{found['threads']} of {found['cores']} cores, {machine_name(found)}")
+    return str(record.get("gpu") or f"{record['threads']} of {record['cores']} cores, {machine_name(record)}")
 
 
 def hardware(device: torch.device) -> dict[str, str | int]:
     """Return the hardware, and the switches that affect speed."""
     machine, unit = platform.machine(), kernels.bf16_unit()
     processor = str(torch.cpu.get_capabilities().get("cpu_name") or "").strip() or machine
-    found: dict[str, str | int] = {
+    record: dict[str, str | int] = {
         "device": device.type,
         "machine": machine,
         "processor": f"{processor} with {unit}" if unit else processor,
@@ -72,7 +72,7 @@ def hardware(device: torch.device) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
+        record["gpu"] = torch.cuda.get_device_name(device)
     if switches := [f"{name}={os.environ[name]}" for name in SWITCHES if os.environ.get(name)]:
-        found["switches"] = ", ".join(switches)
-    return found
+        record["switches"] = ", ".join(switches)
+    return record

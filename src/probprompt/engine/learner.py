@@ -168,33 +168,28 @@ class Learner:
         if task.classes > 1 or not self.learns_head(task):
             return
         if task.index == 0:
-            raise UserError(
-                "the first task has only one class, and nothing to tell it apart from: give it at least two"
-            )
+            raise UserError("The first task has only one class. It needs at least two.")
         if self.model.head.trained and self.model.method.masked and not self.aligns:
-            raise UserError(
-                f"task {task.index + 1} has only one class: it can be learned by the alignment alone, "
-                "which is switched off (alignment.enabled)"
-            )
+            raise UserError(f"Task {task.index + 1} has only one class, which needs alignment.enabled=true.")
 
     def _check_parts(self, task: TaskImages) -> None:
         """Reject what the processes cannot share, or would learn differently."""
         size, batch, settings = self.world.size, self.config.training.batch_size, self.config.method
         for mark in settings.marks():  # these published errors mix the images of a batch
-            raise UserError(f"{settings.name} cannot be trained by {size} processes, only by one: {mark}")
+            raise UserError(f"{settings.name} can be trained only by one process, not by {size}: {mark}.")
         if not self.epochs(task):
             return
         if batch % size:
             near = [str(number) for number in (batch - batch % size, batch - batch % size + size) if number]
             divisors = [str(number) for number in range(1, batch + 1) if batch % number == 0]
             raise UserError(
-                f"{size} processes cannot share a batch of {batch} equally: set training.batch_size to "
-                f"{' or '.join(near)}, or start {' or '.join(divisors)} process(es)"
+                f"{size} processes cannot split a batch of {batch} equally. Set training.batch_size to "
+                f"{' or '.join(near)}, or start {' or '.join(divisors)} process(es)."
             )
         if len(task) < size:
             raise UserError(
-                f"task {task.index + 1} has only {len(task)} training image(s), not one for each of {size} processes: "
-                f"start at most {len(task)}"
+                f"Task {task.index + 1} has only {len(task)} training image(s) for {size} processes. "
+                f"Start at most {len(task)}."
             )
 
     def epochs(self, task: TaskImages) -> int:
@@ -231,19 +226,19 @@ class Learner:
         )
         step = self._step(task, optimizer)
         step.tally.zero_()
-        queries, asked = self.loader.kept_queries(), list[Tensor]()
+        queries, computed = self.loader.kept_queries(), list[Tensor]()
         known = queries.get(task.index, epoch, steps * self.loader.batch(task)) if queries else None
         batches = step.ahead(self.loader.batches(task, epoch, known), known is not None)
         for number, batch in enumerate(batches, start=epoch * steps):
             if queries and known is None:
-                asked.append(batch[-1].clone())  # before the step, which releases it
+                computed.append(batch[-1].clone())  # before the step, which releases it
             rate = schedule.rate(number, settings.head_lr)
             for group in optimizer.param_groups:
                 set_rate(group, schedule.rate(number, group["base"]))
             step.learn(*batch)
             advance(1)
-        if queries and asked:
-            queries.keep(task.index, epoch, torch.cat(asked))
+        if queries and computed:
+            queries.keep(task.index, epoch, torch.cat(computed))
         self.world.average([step.tally])
         learned = [*self.model.adaptable(), *self.trained.parameters()]
         sound = torch.stack([parameter.isfinite().all() for parameter in learned]).all()
@@ -251,10 +246,9 @@ class Learner:
         loss = loss if finite else math.nan
         if not math.isfinite(loss):
             raise UserError(
-                f"training diverged: the loss became {loss} in task {task.index + 1}, epoch {epoch + 1}. "
-                f"Lower training.head_lr ({settings.head_lr}) or "
-                f"training.prompt_lr_scale ({settings.prompt_lr_scale}); "
-                "the checkpoint before this epoch is kept"
+                f"Training diverged: the loss is {loss} in task {task.index + 1}, epoch {epoch + 1}. Lower "
+                f"training.head_lr ({settings.head_lr}) or training.prompt_lr_scale ({settings.prompt_lr_scale}). "
+                "The checkpoint before this epoch is kept."
             )
         return EpochResult(loss, 100 * correct, rate)
 
@@ -279,20 +273,18 @@ class Learner:
         if isinstance(self.model.head, ClosedFormHead):
             seen = self.look(task, advance)[:, None]  # (n, V, D or more)
             if self.views > 1:  # the flipped image after the image itself
-                mirrored = self.model.head_input(*self.loader.compute(task, advance, mirrored=True))
-                seen = torch.cat([seen, mirrored[:, None]], dim=1)
+                flipped = self.model.head_input(*self.loader.compute(task, advance, flipped=True))
+                seen = torch.cat([seen, flipped[:, None]], dim=1)
             if self.before is not None:
-                self.model.head.follow(self.before, seen[:, 0], task.index)
+                self.model.head.compensate_drift(self.before, seen[:, 0], task.index)
                 self.before = None
             self.model.head.learn(seen, task.labels, task.classes, task.index)
         elif self.aligns:
             self._align(task, advance)
         self._agree()
         if not all(bool(value.isfinite().all()) for value in self.model.head.parameters()):
-            raise UserError(
-                f"the refit of the head diverged after task {task.index + 1}: lower alignment.lr "
-                f"({self.config.alignment.lr})"
-            )
+            rate = self.config.alignment.lr
+            raise UserError(f"The alignment diverged after task {task.index + 1}. Lower alignment.lr ({rate}).")
         return seen
 
     def _follows(self, task: TaskImages) -> bool:
@@ -327,8 +319,8 @@ class Learner:
     @property
     def aligns(self) -> bool:
         """True if the head is aligned after each task."""
-        wanted = self.config.alignment.enabled
-        return self.model.method.aligned if wanted is None else wanted
+        enabled = self.config.alignment.enabled
+        return self.model.method.aligned if enabled is None else enabled
 
     def parameters(self) -> int:
         """Return the number of trained parameters: prompts, head, and backbone if trained."""

@@ -65,8 +65,8 @@ class Queries:
 
     def get(self, task: int, epoch: int, count: int) -> Tensor | None:
         """Return the first ``count`` queries ``(count, D)`` of an epoch, if cached."""
-        found = self._held.get((task, epoch))
-        return None if found is None or len(found) < count else found[:count]
+        queries = self._held.get((task, epoch))
+        return None if queries is None or len(queries) < count else queries[:count]
 
     def keep(self, task: int, epoch: int, queries: Tensor) -> None:
         """Cache an epoch's queries ``(n, D)`` if memory allows."""
@@ -162,8 +162,8 @@ class TaskLoader:
 
     def kept_queries(self) -> Queries | None:
         """Return the query cache, if training needs queries."""
-        asks = self.model.method.needs_query and self.world.alone and self.model.embeds_first
-        return self.queries if asks else None
+        needed = self.model.method.needs_query and self.world.alone and self.model.embeds_first
+        return self.queries if needed else None
 
     def batches(self, task: TaskImages, epoch: int, queries: Tensor | None = None) -> Iterator[Inputs]:
         """Yield the batches of an epoch in random order; ``queries`` (n, D) are in that order."""
@@ -244,7 +244,7 @@ class TaskLoader:
         views: RandomViews | None = None,
         only_queries: bool = False,
         context: Context | None = None,
-        mirrored: bool = False,
+        flipped: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the head's features and the queries of all the task's images, or of their flips."""
         method = self.model.method
@@ -259,7 +259,7 @@ class TaskLoader:
                 images = self.viewer.evaluation(store, indices)
             else:
                 images = self.viewer.random(store, indices, views[rows])
-            images = images.flip(-1) if mirrored else images
+            images = images.flip(-1) if flipped else images
             seen = self.model.embed(images)
             query = self.model.query(seen)
             if query is not None:
@@ -268,9 +268,9 @@ class TaskLoader:
                 features.append(self.model.evaluated(images, seen, self.model.known(store, indices, context), query))
             advance(1)
         nothing = torch.empty(0, self.model.backbone.width, device=self.device)
-        found = torch.cat(features) if features else nothing.repeat(1, 1 + 2 * self.model.head.layers)
+        joined = torch.cat(features) if features else nothing.repeat(1, 1 + 2 * self.model.head.layers)
         asked = torch.cat(queries) if queries else nothing
         return (
-            nothing if only_queries else self.world.gather(found, len(task)),
+            nothing if only_queries else self.world.gather(joined, len(task)),
             self.world.gather(asked, len(task)) if method.needs_query else None,
         )

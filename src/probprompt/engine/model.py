@@ -22,10 +22,8 @@ class PromptedModel(nn.Module):
     def __init__(self, backbone: FrozenViT, method: Method, head: Head) -> None:
         super().__init__()
         if head.layers >= backbone.depth:
-            raise UserError(
-                f"head.layers is {head.layers}, but the backbone has {backbone.depth - 1} block(s) before the last: "
-                "set it to no more than these"
-            )
+            most = backbone.depth - 1
+            raise UserError(f"head.layers is {head.layers}, but the backbone supports at most {most}. Reduce it.")
         self.backbone, self.method, self.head = backbone, method, head
         self._mixed: Precision = "fp32"  # autocast precision of a trained backbone
         self._replays: Replays | None = None
@@ -112,8 +110,8 @@ class PromptedModel(nn.Module):
         if self.head.flip_average:
             mirrors = self.embed(images.flip(-1))
             views.append((mirrors, self.query(mirrors)))
-        found = [self.features(view, each, asked, self.head.layers)[0] for view, asked in views for each in contexts]
-        return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
+        parts = [self.features(view, each, query, self.head.layers)[0] for view, query in views for each in contexts]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).mean(dim=0)
 
     def head_input(self, features: Tensor, query: Tensor | None) -> Tensor:
         """Return the head's input: the feature, the query if used, then intermediate features."""

@@ -62,15 +62,15 @@ def load_model(folder: str | Path, device: torch.device | None = None) -> Loaded
     given = Path(folder)
     home = given if (given / "model.json").is_file() else given / "model"
     if not (home / "model.json").is_file():
-        raise UserError(f"{given} holds no model: neither it nor a folder 'model' in it has a model.json")
+        raise UserError(f"No model found in {given}: neither it nor its folder 'model' contains model.json.")
     note = read_json(home / "model.json")
     version = note.get("format") if isinstance(note, dict) else None
     if version != FORMAT:
-        raise UserError(f"{home} has model format {version!r}, this version reads {FORMAT}")
+        raise UserError(f"{home} has model format {version!r}, this version reads {FORMAT}. Update probprompt.")
     try:
         return _build(home, note, device or torch.device("cpu"))
     except (KeyError, TypeError, ValueError) as problem:  # an edited description
-        raise UserError(f"{home / 'model.json'} is damaged: it does not describe its tensors ({problem})") from problem
+        raise UserError(f"{home / 'model.json'} is corrupted: it does not match its tensors ({problem}).") from problem
 
 
 def _build(folder: Path, note: dict[str, Any], where: torch.device) -> LoadedModel:

@@ -35,10 +35,10 @@ class Scorer:
         return 100 * self.world.total(correct) / len(rows)
 
     def task_queries(self, rows: Tensor) -> Tensor:
-        """Return queries ``(n, D)`` of a task's images on every process, batched as in :meth:`accuracy`."""
+        """Return queries ``(n, D)`` of a task on every process, batched as in :meth:`accuracy`."""
         own = [self.queries(part) for part in self._batches(rows)]
-        found = torch.cat(own) if own else torch.empty(0, self.model.backbone.width, device=rows.device)
-        whole = self.world.gather(found, len(rows))
+        queries = torch.cat(own) if own else torch.empty(0, self.model.backbone.width, device=rows.device)
+        whole = self.world.gather(queries, len(rows))
         if not self.world.alone and not self.model.method.trains_backbone:
             self._queries.keep(rows, whole)
         return whole
@@ -101,8 +101,8 @@ class Cache:
         places = rows.cpu()
         missing = (~self._known[places]).nonzero().flatten()
         if len(missing) or self._table is None:
-            wanted = rows[missing.to(rows.device)]  # (m,)
-            return self.keep(wanted, compute(wanted))[rows]
+            new = rows[missing.to(rows.device)]  # (m,)
+            return self.keep(new, compute(new))[rows]
         return self._table[rows]
 
     def keep(self, rows: Tensor, values: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Step:
         return look_ahead(batches, self._glance if known else self._look, self.learn, self._pause)
 
     def _see(self, *views: Tensor) -> tuple[Tensor, ...]:
-        """Embed images and compute queries; return features and trained backbones' images unchanged."""
+        """Embed images and compute queries; features and inputs of trained backbones pass."""
         model, images = self.model, self.loader.show(*views)
         if images.ndim == 2 or model.backbone.learns:
             return (images,)
@@ -71,13 +71,13 @@ class Step:
         self.model.on_the_way_back = None
         logits = logits_from(self.head, features, self.first)  # (B, new), or (B, C) where old classes are compared with
         labels = labels - self.first  # (B,)
-        objective = self._weighed(nn.functional.cross_entropy(logits, labels))
+        objective = self._weighted(nn.functional.cross_entropy(logits, labels))
         self.optimizer.zero_grad()
         (objective if loss is None else objective + loss).backward()
         self._settle_gradients()
         self.model.method.before_step()
         self.optimizer.step()
-        right = self._weighed((logits.argmax(dim=1) == labels).float().mean())
+        right = self._weighted((logits.argmax(dim=1) == labels).float().mean())
         self.tally += torch.stack([objective.detach(), right])
         return ()
 
@@ -94,11 +94,11 @@ class Step:
             features, loss = model.features(seen[0], context)
         else:
             parts = iter(seen)
-            tokens, qkv, query = (next(parts) if there else None for there in self._parts)
+            tokens, qkv, query = (next(parts) if present else None for present in self._parts)
             assert tokens is not None
             features, loss = model.features(Embedded(tokens, qkv), context, query)
         if loss is not None:
-            loss = self.world.size * loss if model.method.sums_loss else self._weighed(loss)
+            loss = self.world.size * loss if model.method.sums_loss else self._weighted(loss)
         more = self._feature_loss(features, context)
         return features, loss if more is None else more if loss is None else loss + more
 
@@ -114,7 +114,7 @@ class Step:
         # Only local features have a gradient, and gradients are averaged, not added.
         return None if loss is None else world.size * loss
 
-    def _weighed(self, mean: Tensor) -> Tensor:
+    def _weighted(self, mean: Tensor) -> Tensor:
         """Weight a local mean by its part of the mean over all processes."""
         return mean if self.weight == 1 else self.weight * mean
 
@@ -168,11 +168,11 @@ def _side_by_side(
         with torch.cuda.stream(side):
             side.wait_event(learn.taken)
             waiting = _copied(seen, waiting)
-            there = side.record_event()
+            ready = side.record_event()
             if pause is not None:
                 side.wait_event(pause)
             following, seen = _look_at_next(batches, look)
-        main.wait_event(there)
+        main.wait_event(ready)
         yield inputs.labels, inputs.seed, *waiting, *inputs.query
         inputs = following
 
@@ -227,6 +227,6 @@ class Schedule:
         if 0 < step <= frozen:
             return self.final
         total = self.epochs * self.steps_per_epoch
-        begun = frozen + 1 if self.kind == "vq" else 0  # first step of the cosine
-        progress = max(0, step - begun) / max(1, total - frozen)
+        start = frozen + 1 if self.kind == "vq" else 0  # first step of the cosine
+        progress = max(0, step - start) / max(1, total - frozen)
         return self.final + (base - self.final) * (1 + math.cos(math.pi * min(1.0, progress))) / 2

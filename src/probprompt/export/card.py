@@ -77,7 +77,7 @@ def _of_run(record: Record) -> Story:
     keys = ", keys=pixel_keys" if note["method"].get("evaluation") == "image" else ""
     return Story(
         method=note["method"]["name"],
-        head=note["head"]["kind"] or "the method's own",
+        head=from_stored(note["head"], "head")["kind"] or "the method's own",
         classes=note["classes"],
         view=View.of(note["preprocessing"]),
         backbone=note["backbone"]["name"],
@@ -124,7 +124,7 @@ def _of_classifier(record: Record) -> Story:
     unknown = "`unknown` marks images farther from all classes than 95 % of held-out training images are."
     return Story(
         method=config["method"]["name"],
-        head=settings["head"],
+        head=from_stored({"kind": settings["head"]}, "head")["kind"],
         classes=[known["name"] for known in state["classes"]],
         view=View.of(settings["preprocessing"]),
         backbone=settings["backbone"]["name"],

@@ -36,26 +36,26 @@ class ClosedFormSettings(HeadSettings):
     """Image features that all closed-form heads can read."""
 
     with_query: bool = False
-    """Whether the head also reads the query, the feature without prompts, which is computed anyway."""
+    """Also read the query, the feature without prompts, which is computed anyway."""
     layers: int = Field(0, ge=0)
     """Number of intermediate blocks whose class token and mean patch token the head also reads, with prompts, each
     normalized."""
     intermediate: Literal["unprojected", "projected"] = "unprojected"
-    """Whether the ridge head reads intermediate features next to its projections, or projects them with the feature."""
+    """Read intermediate features next to the projections of the ridge head, or project them with the feature."""
     flip_average: bool = False
-    """Whether to average features over an image and its horizontal flip in training and prediction: twice the work,
+    """Average features over an image and its horizontal flip in training and prediction: twice the work,
     less noise. The query is the image's own."""
     flip_augment: bool = False
-    """Whether to learn the horizontal flip of every training image as one more image: twice the passes of training,
+    """Learn the horizontal flip of every training image as one more image: twice the passes of training,
     no more work at prediction."""
     compensate_drift: bool = False
-    """Whether to correct the statistics if several tasks train prompts (``training.adapt_tasks``), by the linear map
+    """Correct the statistics if several tasks train prompts (``training.adapt_tasks``), by the linear map
     from the features of the new task's images before training to those after it."""
 
     @model_validator(mode="after")
     def _check_views(self) -> Self:
         if self.flip_average and self.flip_augment:
-            raise ValueError("head.flip_average takes in mirror images already: set it or head.flip_augment, not both")
+            raise ValueError("head.flip_average cannot be combined with head.flip_augment.")
         return self
 
     def input_width(self, width: int) -> int:
@@ -139,10 +139,10 @@ class ClosedFormHead(Head):
 
     def saved(self) -> dict[str, Tensor]:
         """Return the tensors for :meth:`restore` by name; of second moments only the lower half."""
-        found = super().saved()
-        if self.moments in found:
-            found[self.moments] = _half(found[self.moments])
-        return found
+        tensors = super().saved()
+        if self.moments in tensors:
+            tensors[self.moments] = _half(tensors[self.moments])
+        return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Self:
         """Load saved tensors of any number of classes; second moments may be halved or whole."""
@@ -163,12 +163,12 @@ class ClosedFormHead(Head):
         self._check_complete()
         features = features if features.ndim == 3 else features[:, None]
         if not bool(features.isfinite().all()):
-            raise ValueError("features are not all finite: sums over them would be lost for good")
-        found = labels.unique().tolist()
-        absent = sorted(set(range(len(self), len(self) + classes)) - set(found))
-        if absent or (found and not 0 <= found[0] <= found[-1] < len(self) + classes):
+            raise ValueError("Features contain NaN or infinity, which would destroy the statistics.")
+        present = labels.unique().tolist()
+        absent = sorted(set(range(len(self), len(self) + classes)) - set(present))
+        if absent or (present and not 0 <= present[0] <= present[-1] < len(self) + classes):
             raise ValueError(
-                f"labels {found} do not fit {len(self)} known and {classes} new classes: without images {absent}"
+                f"Labels {present} do not match {len(self)} known and {classes} new classes; no images of {absent}."
             )
         self.grow(classes)
         self._add(features, labels, task_key)
@@ -196,7 +196,7 @@ class ClosedFormHead(Head):
         raise NotImplementedError
 
     @torch.no_grad()
-    def follow(self, before: Tensor, after: Tensor, task_key: randomness.Key) -> None:
+    def compensate_drift(self, before: Tensor, after: Tensor, task_key: randomness.Key) -> None:
         """Correct the statistics for features that drifted from (n, D) to (n, D), without solving.
 
         The drift of lifted features is taken as linear: a ridge regression of the change on the old ones, with a
@@ -211,7 +211,7 @@ class ClosedFormHead(Head):
         if bool(held_out.all()):
             return
         maps = _regressions(old[~held_out], change[~held_out], STRENGTHS)  # (L, L) each
-        errors = [(old[held_out] @ found - change[held_out]).square().sum(dim=1) for found in maps]
+        errors = [(old[held_out] @ linear - change[held_out]).square().sum(dim=1) for linear in maps]
         strength = STRENGTHS[int(torch.stack(errors).mean(dim=1).argmin())]
         (moved,) = _regressions(old, change, (strength,))
         moved.diagonal().add_(1)
@@ -222,7 +222,7 @@ class ClosedFormHead(Head):
 
     def _check_complete(self) -> None:
         if any(self._buffers.get(name, ...) is None for name in self.learning_only):
-            raise ValueError(f"this {type(self).__name__} was loaded without its sums: it predicts, but cannot learn")
+            raise ValueError(f"This {type(self).__name__} has no statistics: it predicts, but cannot learn.")
 
     def _take(self, tensors: Mapping[str, Tensor | None]) -> None:
         device = self.weight.device
@@ -373,8 +373,8 @@ class RidgeHead(ClosedFormHead):
         """Return the solutions ``(L, C)`` of only these images for each penalty."""
         if len(labels) < self.inner:
             projected = self._projected(features.double())  # (n, L)
-            wanted = nn.functional.one_hot(labels, len(self)).double()  # (n, C)
-            return list(_regressions(projected, wanted, STRENGTHS))
+            targets = nn.functional.one_hot(labels, len(self)).double()  # (n, C)
+            return list(_regressions(projected, targets, STRENGTHS))
         gram, correlation = torch.zeros_like(self.gram), torch.zeros_like(self.correlation)
         self._add_sums(gram, correlation, features, labels)
         return self._solutions(gram, correlation.T)
@@ -382,13 +382,13 @@ class RidgeHead(ClosedFormHead):
     def _solutions(self, gram: Tensor, targets: Tensor) -> list[Tensor]:
         """Return the solutions ``(L, C)`` for each penalty, equal below rounding."""
         shifts = [max(strength, _least(gram)) for strength in STRENGTHS]
-        found = {shift: _solve(gram, shift, targets) for shift in dict.fromkeys(shifts)}
-        return [found[shift] for shift in shifts]
+        solutions = {shift: _solve(gram, shift, targets) for shift in dict.fromkeys(shifts)}
+        return [solutions[shift] for shift in shifts]
 
     def _errors(self, features: Tensor, labels: Tensor, weights: list[Tensor]) -> Tensor:
         """Return squared errors of several solutions: (solutions, B)."""
-        projected, wanted = self._projected(features), nn.functional.one_hot(labels, len(self))  # (B, L), (B, C)
-        return torch.stack([(projected @ weight - wanted).square().sum(dim=1) for weight in weights])
+        projected, targets = self._projected(features), nn.functional.one_hot(labels, len(self))  # (B, L), (B, C)
+        return torch.stack([(projected @ weight - targets).square().sum(dim=1) for weight in weights])
 
     def _held_out(self, labels: Tensor, task_key: randomness.Key) -> Tensor:
         """Draw a mask (n,) of a fifth of the images of each class, at least one of two."""
@@ -521,7 +521,7 @@ def _whole(half: Tensor, size: int) -> Tensor:
     """
     areas = [(start, min(start + STRIP, size)) for start in range(0, size, STRIP)]
     if half.numel() != sum((stop - start) * stop for start, stop in areas):
-        raise ValueError(f"{half.numel()} numbers are not half a matrix of {size} rows")
+        raise ValueError(f"{half.numel()} numbers are not half a matrix of {size} rows.")
     square, strips = half.new_zeros(size, size), half.split([(stop - start) * stop for start, stop in areas])
     for (start, stop), strip in zip(areas, strips, strict=True):
         square[start:stop, :stop] = strip.view(stop - start, stop)
@@ -535,9 +535,9 @@ def symmetric(rows: Tensor) -> Tensor:
     tensor([[5, 1, 2],
             [6, 2, 3]])
     """
-    found, corner = rows.clone(), rows[:, rows.shape[1] - len(rows) :].tril()  # (n, L), (n, n)
-    found[:, rows.shape[1] - len(rows) :] = corner + corner.tril(-1).T
-    return found
+    result, corner = rows.clone(), rows[:, rows.shape[1] - len(rows) :].tril()  # (n, L), (n, n)
+    result[:, rows.shape[1] - len(rows) :] = corner + corner.tril(-1).T
+    return result
 
 
 def _one_by_one(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

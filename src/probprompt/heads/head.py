@@ -24,11 +24,11 @@ class Head(nn.Module):
 
     Settings: ClassVar[type[HeadSettings]]
     trained: ClassVar[bool]
-    """Whether it is trained by gradient."""
+    """True if trained by gradient."""
     layers: int = 0
     """Number of intermediate blocks that it reads."""
     flip_average: bool = False
-    """Whether its input is averaged over an image and its horizontal flip."""
+    """True if its input is averaged over an image and its horizontal flip."""
     learning_only: ClassVar[frozenset[str]] = frozenset()
     """Saved tensors that prediction does not need."""
 
@@ -68,10 +68,10 @@ class Head(nn.Module):
         missing = set(expected) - set(tensors) - self.learning_only
         unknown = set(tensors) - set(expected)
         if missing or unknown:
-            raise ValueError(f"a {type(self).__name__} misses {sorted(missing)} and has no {sorted(unknown)}")
+            raise ValueError(f"{type(self).__name__} misses tensors {sorted(missing)}, unknown: {sorted(unknown)}.")
         for name, value in tensors.items():
             if tuple(value.shape) != expected[name]:
-                raise ValueError(f"{name} of a {type(self).__name__} is {expected[name]}, not {tuple(value.shape)}")
+                raise ValueError(f"{type(self).__name__} needs {name} {expected[name]}, got {tuple(value.shape)}.")
         self._take({name: tensors.get(name) for name in expected})
         return self
 
@@ -119,7 +119,7 @@ def setting_names(kind: str) -> list[str]:
 
 
 def complete(given: Mapping[str, JsonValue], preferred: str, any_head: bool = False) -> dict[str, JsonValue]:
-    """Name the kind of head, and drop other kinds' settings: defaults, or with ``any_head`` all.
+    """Add the kind of head, and drop other kinds' defaults, or with ``any_head`` settings.
 
     Until version 0.1 every head recorded the settings of all kinds.
 
@@ -128,11 +128,11 @@ def complete(given: Mapping[str, JsonValue], preferred: str, any_head: bool = Fa
     """
     kind = str(given.get("kind") or preferred)
     if kind not in HEADS:
-        raise ValueError(f"head.kind must be one of {', '.join(HEADS)}, not {kind!r}")
+        raise ValueError(f"Unknown head.kind {kind!r}. Expected one of: {', '.join(HEADS)}.")
     defaults, own = default_settings(), setting_names(kind)
     foreign = [name for name in given if name in defaults and name not in own]
     for name in foreign:
         if not any_head and given[name] != defaults[name]:
             kinds = ", ".join(other for other in HEADS if name in setting_names(other))
-            raise ValueError(f"head.{name} does not apply to head.kind={kind}, only to {kinds}")
+            raise ValueError(f"head.{name} does not apply to head.kind={kind}, only to {kinds}.")
     return {**{name: value for name, value in given.items() if name not in foreign}, "kind": kind}

@@ -119,7 +119,7 @@ class AlignmentConfig(BaseModel):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """``sgd`` has a momentum of 0.9."""
     schedule: Literal["step", "epoch"] = "step"
-    """How often the learning rate follows its cosine."""
+    """Period after which the learning rate follows its cosine."""
     weight_decay: float = Field(5e-4, ge=0)
     batch_ratio: float = Field(4.0, gt=0)
     """Batch size of pseudo-features, as a multiple of the training batch size."""
@@ -127,7 +127,7 @@ class AlignmentConfig(BaseModel):
     """Gaussians per class, one per cluster of a k-means; a small class repeats its clusters."""
     variance_floor: float = Field(1e-4, gt=0)
     augmented_statistics: bool = True
-    """Whether class statistics come from augmented images (the paper's protocol) or from evaluation views. Without
+    """Take class statistics from augmented images (the paper's protocol), not from evaluation views. Without
     trainable prompts they always come from evaluation views."""
 
 
@@ -153,7 +153,7 @@ class ClassStatistics:
         return self.mean.shape[1]
 
     @property
-    def centre(self) -> Tensor:
+    def center(self) -> Tensor:
         """Mean of what is drawn for each class (C, D)."""
         return self.mean.mean(dim=1)
 
@@ -183,9 +183,9 @@ class ClassStatistics:
         if count == 1:
             return [group] * self.centroids
         cluster = k_means(group, count, *key)  # (n,)
-        found = [group[cluster == index] for index in range(count)]
-        found = [part for part in found if len(part) > 1] or [part for part in found if len(part)]
-        return [found[index % len(found)] for index in range(self.centroids)]
+        parts = [group[cluster == index] for index in range(count)]
+        parts = [part for part in parts if len(part) > 1] or [part for part in parts if len(part)]
+        return [parts[index % len(parts)] for index in range(self.centroids)]
 
     def draw(self, labels: Tensor, floor: float, generator: torch.Generator) -> Tensor:
         """Draw pseudo-features ``(n, D)`` of classes; ``floor`` is added to the variance."""
@@ -206,13 +206,13 @@ def k_means(points: Tensor, count: int, *key: randomness.Key) -> Tensor:
     True
     """
     wide = points.double().cpu()  # on one kind of device, so that rounding does not depend on the machine
-    centres = _spread_points(wide, count, key)  # (K, D)
-    cluster = torch.cdist(wide, centres).argmin(dim=1)  # (n,)
+    centers = _spread_points(wide, count, key)  # (K, D)
+    cluster = torch.cdist(wide, centers).argmin(dim=1)  # (n,)
     for _ in range(LLOYD_STEPS):
         members = nn.functional.one_hot(cluster, count).double()  # (n, K)
         size = members.sum(dim=0)[:, None]  # (K, 1)
-        centres = torch.where(size > 0, members.T @ wide / size.clamp(min=1), centres)
-        before, cluster = cluster, torch.cdist(wide, centres).argmin(dim=1)
+        centers = torch.where(size > 0, members.T @ wide / size.clamp(min=1), centers)
+        before, cluster = cluster, torch.cdist(wide, centers).argmin(dim=1)
         if torch.equal(before, cluster):
             break
     return cluster.to(points.device)
@@ -249,8 +249,7 @@ def align(
     size = max(1, round(batch * settings.batch_ratio))
     if new_classes == 1:
         own = {"lr": new_row_rate, "first_lr": None, "lr_delay": 0, "optimizer": "adamw", "schedule": "step"}
-        alone = settings.model_copy(update=own)
-        _refit(head, old_classes, old_classes, statistics, alone, size, (*key, "new row"))
+        _refit(head, old_classes, old_classes, statistics, settings.model_copy(update=own), size, (*key, "new row"))
     _refit(head, 0, old_classes, statistics, settings, size, key)
 
 
@@ -265,8 +264,8 @@ def _refit(
 ) -> None:
     """Train the rows from ``first_row`` on for ``steps`` steps per epoch; others stay fixed."""
     weight, bias = (nn.Parameter(rows[first_row:].detach(), rows.requires_grad) for rows in (head.weight, head.bias))
-    beside = [] if first_row else [part for name, part in head.named_parameters() if name not in ("weight", "bias")]
-    learning = [part for part in (weight, bias, *beside) if part.requires_grad]
+    others = [] if first_row else [part for name, part in head.named_parameters() if name not in ("weight", "bias")]
+    learning = [part for part in (weight, bias, *others) if part.requires_grad]
     if not learning:
         return
     device = head.weight.device

@@ -5,7 +5,7 @@ prefix of 4). The remainder, prefix included, is one small block, so that little
 masks. Exponentials and stored logarithms are to base 2, which the GPU computes natively.
 """
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from typing import NamedTuple
 
 import torch
@@ -85,17 +85,8 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def _head(
-    qkv: tl.tensor,
-    prefix_key: tl.tensor,
-    prefix_value: tl.tensor,
-    mixed: tl.tensor,
-    logsumexp: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    plan: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, Head]:
-    """Return block, column, image and pointers of this program; a head's programs are adjacent."""
+def _head(qkv, prefix_key, prefix_value, mixed, logsumexp, grad, delta, plan: tl.constexpr):
+    """Return block, column, image and pointers; programs of a head are adjacent."""
     width: tl.constexpr = plan.heads * plan.head
     program = tl.program_id(0)
     head = program // plan.programs % plan.heads
@@ -119,14 +110,7 @@ def _head(
 
 
 @triton.jit
-def _rows(
-    pointer: tl.tensor,
-    start: tl.tensor,
-    stride: tl.constexpr,
-    plan: tl.constexpr,
-    size: tl.constexpr,
-    whole: tl.constexpr,
-) -> tl.tensor:
+def _rows(pointer, start, stride: tl.constexpr, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr):
     """Load rows of a head (size, padded), zero beyond the sequence and the head's width."""
     row = start + tl.arange(0, size)
     column = tl.arange(0, plan.padded)
@@ -140,15 +124,7 @@ def _rows(
 
 
 @triton.jit
-def _keys(
-    own: tl.tensor,
-    prefix: tl.tensor,
-    start: tl.tensor,
-    stride: tl.constexpr,
-    plan: tl.constexpr,
-    size: tl.constexpr,
-    whole: tl.constexpr,
-) -> tl.tensor:
+def _keys(own, prefix, start, stride: tl.constexpr, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr):
     """Load keys or values of a head (size, padded): own ones, then the prefix, then zeros."""
     block = _rows(own, start, 3 * plan.heads * plan.head, plan, size, whole)
     if not whole and plan.prefix > 0:
@@ -161,15 +137,15 @@ def _keys(
 
 @triton.jit
 def _write(
-    pointer: tl.tensor,
-    values: tl.tensor,
-    start: tl.tensor,
+    pointer,
+    values,
+    start,
     first: tl.constexpr,
     last: tl.constexpr,
     stride: tl.constexpr,
     plan: tl.constexpr,
     size: tl.constexpr,
-) -> None:
+):
     """Write the rows of a block (size, padded) from first to last; the pointer is at first."""
     row = start + tl.arange(0, size)
     column = tl.arange(0, plan.padded)
@@ -179,9 +155,7 @@ def _write(
 
 
 @triton.jit
-def _logits(
-    query: tl.tensor, key: tl.tensor, start: tl.tensor, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
-) -> tl.tensor:
+def _logits(query, key, start, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr):
     """Return products (queries, size) with a block of keys, minus infinity beyond the keys."""
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if whole:
@@ -191,16 +165,7 @@ def _logits(
 
 
 @triton.jit
-def _attend(
-    where: Head,
-    query: tl.tensor,
-    start: tl.tensor,
-    scale: tl.tensor,
-    state: tl.tuple,
-    plan: tl.constexpr,
-    size: tl.constexpr,
-    whole: tl.constexpr,
-) -> tl.tuple:
+def _attend(where: Head, query, start, scale, state, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr):
     """Add a block of keys to the maximum logit, sum of weights and weighted sum of values."""
     peak, total, mixed = state
     key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
@@ -215,9 +180,7 @@ def _attend(
 
 
 @triton.jit
-def _mix(
-    where: Head, start: tl.tensor, scale: tl.tensor, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
-) -> None:
+def _mix(where: Head, start, scale, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr):
     """Attend from one block of queries to all keys."""
     padded: tl.constexpr = plan.padded
     query = _rows(where.query, start, 3 * plan.heads * plan.head, plan, size, whole)  # (size, padded)
@@ -234,15 +197,7 @@ def _mix(
 
 
 @triton.jit
-def _forward(
-    qkv: tl.tensor,
-    prefix_key: tl.tensor,
-    prefix_value: tl.tensor,
-    mixed: tl.tensor,
-    logsumexp: tl.tensor,
-    scale: tl.tensor,
-    plan: tl.constexpr,
-) -> None:
+def _forward(qkv, prefix_key, prefix_value, mixed, logsumexp, scale, plan: tl.constexpr):
     block, _, _, where = _head(qkv, prefix_key, prefix_value, mixed, logsumexp, mixed, logsumexp, plan)
     if plan.query_blocks > 0 and block < plan.query_blocks:
         _mix(where, block * plan.queries, scale * LOG2E, plan, plan.queries, True)
@@ -252,15 +207,8 @@ def _forward(
 
 @triton.jit
 def _query_step(
-    where: Head,
-    given: tl.tuple,
-    start: tl.tensor,
-    scale: tl.tensor,
-    gradient: tl.tensor,
-    plan: tl.constexpr,
-    size: tl.constexpr,
-    whole: tl.constexpr,
-) -> tl.tensor:
+    where: Head, given, start, scale, gradient, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
+):
     """Add the gradient of a block of queries that comes through one block of keys."""
     query, grad, logsumexp, delta = given
     key = _keys(where.key, where.prefix_key, start, plan.key_row, plan, size, whole)  # (size, padded)
@@ -272,15 +220,7 @@ def _query_step(
 
 
 @triton.jit
-def _query_gradient(
-    where: Head,
-    result: tl.tensor,
-    start: tl.tensor,
-    scale: tl.tensor,
-    plan: tl.constexpr,
-    size: tl.constexpr,
-    whole: tl.constexpr,
-) -> None:
+def _query_gradient(where: Head, result, start, scale, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr):
     """Compute the gradient of a block of queries, and store inner products for the keys."""
     width: tl.constexpr = plan.heads * plan.head
     padded: tl.constexpr = plan.padded
@@ -300,18 +240,7 @@ def _query_gradient(
 
 
 @triton.jit
-def _queries_backward(
-    qkv: tl.tensor,
-    prefix_key: tl.tensor,
-    prefix_value: tl.tensor,
-    mixed: tl.tensor,
-    logsumexp: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    result: tl.tensor,
-    scale: tl.tensor,
-    plan: tl.constexpr,
-) -> None:
+def _queries_backward(qkv, prefix_key, prefix_value, mixed, logsumexp, grad, delta, result, scale, plan: tl.constexpr):
     block, column, image, where = _head(qkv, prefix_key, prefix_value, mixed, logsumexp, grad, delta, plan)
     result += image * (plan.length * 3 * plan.heads * plan.head) + column
     if plan.query_blocks > 0 and block < plan.query_blocks:
@@ -323,15 +252,15 @@ def _queries_backward(
 @triton.jit
 def _key_step(
     where: Head,
-    given: tl.tuple,
-    start: tl.tensor,
-    scale: tl.tensor,
-    gradients: tl.tuple,
+    given,
+    start,
+    scale,
+    gradients,
     own: tl.constexpr,
     plan: tl.constexpr,
     size: tl.constexpr,
     whole: tl.constexpr,
-) -> tl.tuple:
+):
     """Add the gradients of a block of keys and values that come through a block of queries."""
     width: tl.constexpr = plan.heads * plan.head
     key, value = given
@@ -355,15 +284,8 @@ def _key_step(
 
 @triton.jit
 def _key_gradient(
-    where: Head,
-    results: tl.tuple,
-    start: tl.tensor,
-    scale: tl.tensor,
-    own: tl.constexpr,
-    plan: tl.constexpr,
-    size: tl.constexpr,
-    whole: tl.constexpr,
-) -> None:
+    where: Head, results, start, scale, own: tl.constexpr, plan: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
+):
     """Compute the gradients of one block of keys and values."""
     width: tl.constexpr = plan.heads * plan.head
     padded: tl.constexpr = plan.padded
@@ -388,20 +310,20 @@ def _key_gradient(
 
 @triton.jit
 def _keys_backward(
-    qkv: tl.tensor,
-    prefix_key: tl.tensor,
-    prefix_value: tl.tensor,
-    mixed: tl.tensor,
-    logsumexp: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    result: tl.tensor,
-    result_key: tl.tensor,
-    result_value: tl.tensor,
-    scale: tl.tensor,
+    qkv,
+    prefix_key,
+    prefix_value,
+    mixed,
+    logsumexp,
+    grad,
+    delta,
+    result,
+    result_key,
+    result_value,
+    scale,
     own: tl.constexpr,
     plan: tl.constexpr,
-) -> None:
+):
     block, column, image, where = _head(qkv, prefix_key, prefix_value, mixed, logsumexp, grad, delta, plan)
     place = image * (plan.prefix * plan.heads * plan.head) + column
     packed = result + image * (plan.length * 3 * plan.heads * plan.head) + column
@@ -467,13 +389,13 @@ def attention_backward(
 def _check(qkv: Tensor, heads: int, scale: float, *others: Tensor) -> None:
     if qkv.shape[2] % (3 * heads) or qkv.shape[2] > 3 * heads * WIDEST:
         raise UserError(
-            f"the attention's kernel cannot cut {qkv.shape[2]} columns into queries, keys and values of {heads} heads "
-            f"of at most {WIDEST}: switch the kernels off"
+            f"The attention kernel cannot split {qkv.shape[2]} columns into queries, keys and values of {heads} heads "
+            f"up to width {WIDEST}. Set PROBPROMPT_KERNELS=off."
         )
     if not all(tensor.is_contiguous() for tensor in (qkv, *others)):
-        raise UserError("the attention's kernel reads tensors that lie in order in memory: call contiguous() before it")
+        raise UserError("The attention kernel needs contiguous tensors. Call contiguous().")
     if scale <= 0:
-        raise UserError(f"attention's scale must be above 0, not {scale}")
+        raise UserError(f"The scale of attention must be positive, got {scale}.")
 
 
 def _fresh(part: Tensor) -> Tensor:
@@ -513,7 +435,7 @@ def _keys_plan(plan: Plan, own: bool) -> Plan:
 
 def _strides(key: Tensor, value: Tensor) -> tuple[int, int, int, int]:
     if key.stride(2) != 1 or value.stride(2) != 1:
-        raise UserError("the attention's kernel reads prefixes whose columns lie side by side: call contiguous()")
+        raise UserError("The attention kernel needs prefixes with contiguous columns. Call contiguous().")
     return key.stride(0), key.stride(1), value.stride(0), value.stride(1)
 
 
@@ -540,7 +462,7 @@ LONGEST = 512
 
 
 @triton.jit
-def _place(length: tl.constexpr, head: tl.constexpr, rows: tl.constexpr, wide: tl.constexpr) -> tl.tuple:
+def _place(length: tl.constexpr, head: tl.constexpr, rows: tl.constexpr, wide: tl.constexpr):
     """Return rows of the sequence, columns of the head, and their masks."""
     row = tl.arange(0, rows)
     column = tl.arange(0, wide)
@@ -549,17 +471,17 @@ def _place(length: tl.constexpr, head: tl.constexpr, rows: tl.constexpr, wide: t
 
 @triton.jit
 def _read(
-    query: tl.tensor,
-    packed: tl.tensor,
-    mixed: tl.tensor,
-    weights: tl.tensor,
-    scale: tl.tensor,
+    query,
+    packed,
+    mixed,
+    weights,
+    scale,
     heads: tl.constexpr,
     head: tl.constexpr,
     length: tl.constexpr,
     rows: tl.constexpr,
     wide: tl.constexpr,
-) -> None:
+):
     image, which = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0) % heads
     row, column, used, known = _place(length, head, rows, wide)
     width: tl.constexpr = heads * head
@@ -579,19 +501,19 @@ def _read(
 
 @triton.jit
 def _read_backward(
-    grad: tl.tensor,
-    query: tl.tensor,
-    packed: tl.tensor,
-    weights: tl.tensor,
-    grad_query: tl.tensor,
-    grad_packed: tl.tensor,
-    scale: tl.tensor,
+    grad,
+    query,
+    packed,
+    weights,
+    grad_query,
+    grad_packed,
+    scale,
     heads: tl.constexpr,
     head: tl.constexpr,
     length: tl.constexpr,
     rows: tl.constexpr,
     wide: tl.constexpr,
-) -> None:
+):
     image, which = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0) % heads
     row, column, used, known = _place(length, head, rows, wide)
     width: tl.constexpr = heads * head

@@ -107,7 +107,7 @@ class Captured:
                 self._outputs = self._function(*self._inputs)
         except RuntimeError as problem:
             self._wanted = False
-            warnings.warn(f"a step cannot be captured and runs slower: {problem}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"A step cannot be captured and runs slower: {problem}", RuntimeWarning, stacklevel=2)
             return None
         return graph
 
@@ -146,8 +146,8 @@ class Replays:
             key = tuple(number for part in batch for number in part.shape)
             if key not in self._captured:
                 self._captured[key] = Captured(self._one, True, 2)
-            (found,) = self._captured[key](*batch)
-            return found[:count].clone()
+            (result,) = self._captured[key](*batch)
+            return result[:count].clone()
 
     def _one(self, *batch: Tensor) -> tuple[Tensor, ...]:
         return (self._function(*batch),)
@@ -164,13 +164,13 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
     Called for every prediction: torch's own iterators build names and take more than twice as long.
     """
-    found, left = list[Tensor](), [module]
+    tensors, left = list[Tensor](), [module]
     while left:
         part = left.pop()
         for kind in (part._parameters, part._buffers):
-            found += [tensor for tensor in kind.values() if tensor is not None]
+            tensors += [tensor for tensor in kind.values() if tensor is not None]
         left += [inner for inner in part._modules.values() if inner is not None]
-    return found
+    return tensors
 
 
 def make_optimizer(

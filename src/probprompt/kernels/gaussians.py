@@ -1,6 +1,6 @@
 """Float64 sums over all Gaussians of all pools on a GPU, where (B, M, N, D) would be too large."""
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from typing import Any
 
 import torch
@@ -17,16 +17,16 @@ ROWS, COLUMNS, WARPS = 32, 64, 8
 
 @triton.jit
 def _distances(
-    query: tl.tensor,
-    mean: tl.tensor,
-    inverse: tl.tensor,
-    result: tl.tensor,
-    batch: tl.tensor,
+    query,
+    mean,
+    inverse,
+    result,
+    batch,
     gaussians: tl.constexpr,
     width: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     gaussian = tl.program_id(0)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     total = tl.zeros((rows, columns), tl.float64)
@@ -44,17 +44,7 @@ def _distances(
 
 
 @triton.jit
-def _centre(
-    weights: tl.tensor,
-    mean: tl.tensor,
-    row: tl.tensor,
-    feature: tl.tensor,
-    batch: tl.tensor,
-    pool: tl.tensor,
-    pools: tl.constexpr,
-    count: tl.constexpr,
-    width: tl.constexpr,
-) -> tl.tensor:
+def _centre(weights, mean, row, feature, batch, pool, pools: tl.constexpr, count: tl.constexpr, width: tl.constexpr):
     """Compute the mixture's mean for some rows and features of a pool."""
     total = tl.zeros((row.shape[0], feature.shape[0]), tl.float64)
     for number in range(count):
@@ -66,18 +56,18 @@ def _centre(
 
 @triton.jit
 def _moments(
-    weights: tl.tensor,
-    mean: tl.tensor,
-    variance: tl.tensor,
-    centre: tl.tensor,
-    std: tl.tensor,
-    batch: tl.tensor,
+    weights,
+    mean,
+    variance,
+    centre,
+    std,
+    batch,
     pools: tl.constexpr,
     count: tl.constexpr,
     width: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     pool = tl.program_id(0)
     row = (tl.program_id(1) * rows + tl.arange(0, rows)).to(tl.int64)
     feature = tl.program_id(2) * columns + tl.arange(0, columns)
@@ -97,22 +87,22 @@ def _moments(
 
 @triton.jit
 def _moments_backward(
-    grad_centre: tl.tensor,
-    grad_std: tl.tensor,
-    std: tl.tensor,
-    weights: tl.tensor,
-    mean: tl.tensor,
-    variance: tl.tensor,
-    grad_weights: tl.tensor,
-    grad_mean: tl.tensor,
-    grad_variance: tl.tensor,
-    batch: tl.tensor,
+    grad_centre,
+    grad_std,
+    std,
+    weights,
+    mean,
+    variance,
+    grad_weights,
+    grad_mean,
+    grad_variance,
+    batch,
     pools: tl.constexpr,
     count: tl.constexpr,
     width: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     pool, part, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (part * rows + tl.arange(0, rows)).to(tl.int64)
     feature = slab * columns + tl.arange(0, columns)
@@ -196,7 +186,7 @@ _SHORTEST = tl.constexpr(1e-8)  # a shorter vector counts as zero, as in probpro
 
 
 @triton.jit
-def _pair(one: tl.tensor, two: tl.tensor) -> tl.tensor:
+def _pair(one, two):
     """Return two normal numbers from two random words."""
     share = one.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # (word + 1/2) / 2**32
     turn = two.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-9  # from -π to π
@@ -211,9 +201,7 @@ def _pair(one: tl.tensor, two: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normals(
-    seed: tl.tensor, row: tl.tensor, pool: tl.tensor, group: tl.tensor, feature: tl.tensor, width: tl.constexpr
-) -> tl.tensor:
+def _normals(seed, row, pool, group, feature, width: tl.constexpr):
     """Return the noise of samples 4 group to 4 group + 3."""
     one, two, three, four = tl.philox(seed, row, pool, feature, group, _ROUNDS)
     noise0, noise1 = _pair(one, two)
@@ -229,41 +217,30 @@ def _normals(
 
 
 @triton.jit
-def _plus(
-    a0: tl.tensor,
-    a1: tl.tensor,
-    a2: tl.tensor,
-    a3: tl.tensor,
-    b0: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
-    b3: tl.tensor,
-) -> tl.tensor:
+def _plus(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def _sums(a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, a3: tl.tensor) -> tl.tensor:
+def _sums(a0, a1, a2, a3):
     """Compute four sums with one synchronization of threads."""
     return tl.reduce((a0, a1, a2, a3), 0, _plus)
 
 
 @triton.jit
-def _shrink(square: tl.tensor, short: tl.tensor) -> tl.tensor:
+def _shrink(square, short):
     """Return 1 / (|P| |q|) from |P|² and 1 / |q|, bounded if either is zero."""
     return tl.minimum(tl.rsqrt(tl.maximum(square, _SHORTEST * _SHORTEST)) * short, 1 / _SHORTEST)
 
 
 @triton.jit
-def _weight(along: tl.tensor, square: tl.tensor, short: tl.tensor, used: tl.tensor) -> tl.tensor:
+def _weight(along, square, short, used):
     """Return exp(cos(P, q)) from <P, q> and |P|²; cosines need no maximum subtracted."""
     return tl.where(used, tl.exp(along * _shrink(square, short)), 0.0)
 
 
 @triton.jit
-def _slopes(
-    along: tl.tensor, square: tl.tensor, slope: tl.tensor, short: tl.tensor, total: tl.tensor, used: tl.tensor
-) -> tl.tensor:
+def _slopes(along, square, slope, short, total, used):
     """Return the shares of q and of -P in the gradient of a sample P; slope: <G σ, ε - m>."""
     least = _SHORTEST * _SHORTEST
     shrink = _shrink(square, short)
@@ -277,21 +254,21 @@ def _slopes(
 # and moves each number between threads through shared memory.
 @triton.jit(do_not_specialize=["first", "step"])
 def _forward(
-    mean: tl.tensor,
-    std: tl.tensor,
-    query: tl.tensor,
-    seed: tl.tensor,
-    prompt: tl.tensor,
-    mixed: tl.tensor,
-    weight: tl.tensor,
-    first: tl.tensor,
-    step: tl.tensor,
+    mean,
+    std,
+    query,
+    seed,
+    prompt,
+    mixed,
+    weight,
+    first,
+    step,
     pools: tl.constexpr,
     count: tl.constexpr,
     width: tl.constexpr,
     columns: tl.constexpr,
     equal: tl.constexpr,
-) -> None:
+):
     program = tl.program_id(0)
     row, pool = program // pools, program % pools
     feature = tl.arange(0, columns)
@@ -330,22 +307,22 @@ def _forward(
 
 @triton.jit(do_not_specialize=["first", "step"])
 def _backward(
-    grad: tl.tensor,
-    mean: tl.tensor,
-    std: tl.tensor,
-    query: tl.tensor,
-    seed: tl.tensor,
-    mixed: tl.tensor,
-    weight: tl.tensor,
-    grad_mean: tl.tensor,
-    grad_std: tl.tensor,
-    first: tl.tensor,
-    step: tl.tensor,
+    grad,
+    mean,
+    std,
+    query,
+    seed,
+    mixed,
+    weight,
+    grad_mean,
+    grad_std,
+    first,
+    step,
     pools: tl.constexpr,
     count: tl.constexpr,
     width: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     program = tl.program_id(0)
     row, pool = program // pools, program % pools
     feature = tl.arange(0, columns)
@@ -386,15 +363,8 @@ def _backward(
 
 @triton.jit(do_not_specialize=["first", "place"])
 def _write_noise(
-    seed: tl.tensor,
-    result: tl.tensor,
-    first: tl.tensor,
-    place: tl.tensor,
-    pools: tl.constexpr,
-    count: tl.constexpr,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    seed, result, first, place, pools: tl.constexpr, count: tl.constexpr, width: tl.constexpr, columns: tl.constexpr
+):
     program, group = tl.program_id(0), tl.program_id(1)
     row, pool = program // pools, program % pools
     feature = tl.arange(0, columns)
@@ -416,11 +386,11 @@ def sampled_prompt(
     std.
     """
     if query.requires_grad:
-        raise ValueError("the sampling kernel has no gradient for the query: detach it")
+        raise ValueError("The sampling kernel has no gradient for the query. Detach it.")
     if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+        raise ValueError(f"count must be at least 1, got {count}.")
     if mean.dtype != torch.float32 or std.dtype != torch.float32:
-        raise ValueError(f"the sampling kernel takes mean and std in float32, not {mean.dtype} and {std.dtype}")
+        raise ValueError(f"The sampling kernel needs mean and std in float32, got {mean.dtype} and {std.dtype}.")
     result: Tensor = _Sampled.apply(mean, std, query, seed, count, first, equal)  # type: ignore[no-untyped-call]
     return result
 
@@ -471,6 +441,6 @@ class _Sampled(torch.autograd.Function):
 def _sizes(width: int) -> dict[str, int]:
     """Return compile-time constants and the number of warps."""
     if width > WIDEST:
-        raise UserError(f"the sampling kernel takes prompts of width {WIDEST} at most, not {width}: switch kernels off")
+        raise UserError(f"The sampling kernel supports widths up to {WIDEST}, got {width}. Set PROBPROMPT_KERNELS=off.")
     columns = 1 << (width - 1).bit_length()
     return {"width": width, "columns": columns, "num_warps": max(1, columns // FEATURES_PER_WARP)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from probprompt.kernels import usable
 
 Learning = Literal["full", "means", "none"]
-"""What the gradient of the weights reaches: means and log_std, only the means, or nothing."""
+"""Targets of the gradient of the weights: means and log_std, only the means, or nothing."""
 
 
 def mixture(
@@ -36,11 +36,11 @@ def mixture(
     (tensor([[[0.5000, 0.5000]]]), tensor([[[0.]]]), tensor([[[1.4142]]]))
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+        raise ValueError(f"temperature must be positive, got {temperature}.")
     if top_k is not None and not 1 <= top_k <= mean.shape[1]:
-        raise ValueError(f"top_k must be between 1 and {mean.shape[1]}, the size of a pool; got {top_k}")
+        raise ValueError(f"top_k must be between 1 and {mean.shape[1]}, the size of a pool, got {top_k}.")
     if query.requires_grad:
-        raise ValueError("mixture has no gradient for the query: detach it, or use probprompt.equations")
+        raise ValueError("mixture has no gradient for the query. Detach it, or use probprompt.equations.")
     result: tuple[Tensor, Tensor, Tensor] = _Mixture.apply(  # type: ignore[no-untyped-call]
         query, mean, log_std, temperature, top_k, density, gradient
     )

@@ -10,7 +10,7 @@ Blocks of a product are powers of two wide. Another width, such as 192, is split
 where it is summed over and where it is the result, so that no work is wasted.
 """
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def _gelu(x: tl.tensor) -> tl.tensor:
+def _gelu(x):
     """Compute the exact GELU: max(x, 0) - |x| times the normal tail beyond |x|.
 
     The polynomial is the base-2 logarithm of the tail: a minimax fit on [0, 6] with an error of at most 8e-9, far below
@@ -88,7 +88,7 @@ def _gelu(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gelu_slope(x: tl.tensor) -> tl.tensor:
+def _gelu_slope(x):
     """Compute the derivative of the GELU with a single exponential.
 
     Below 0 it is exp(-x²/2) times a function of |x| (Mills' ratio minus |x|, over sqrt(2 pi)): a minimax fit on [0, 6]
@@ -111,16 +111,14 @@ def _gelu_slope(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _block(
-    matrix: tl.tensor, row: tl.tensor, column: tl.tensor, stride: tl.constexpr, known: tl.tensor | None
-) -> tl.tensor:
+def _block(matrix, row, column, stride: tl.constexpr, known):
     """Load some rows and columns of a matrix, zero in unknown rows."""
     place = matrix + row[:, None] * stride + column[None, :]
     return tl.load(place) if known is None else tl.load(place, mask=known[:, None], other=0.0)
 
 
 @triton.jit
-def _rows(matrix: tl.tensor, row: tl.tensor, known: tl.tensor | None, plan: tl.constexpr) -> tl.tuple:
+def _rows(matrix, row, known, plan: tl.constexpr):
     """Load some rows of a matrix (any, width), in two parts."""
     low = _block(matrix, row, tl.arange(0, plan.low), plan.width, known)
     high = low
@@ -130,13 +128,13 @@ def _rows(matrix: tl.tensor, row: tl.tensor, known: tl.tensor | None, plan: tl.c
 
 
 @triton.jit
-def _first(weight: tl.tensor, start: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+def _first(weight, start, plan: tl.constexpr):
     """Load a chunk (chunk, width) of the first layer's weight, in two parts."""
     return _rows(weight, start + tl.arange(0, plan.chunk), None, plan)
 
 
 @triton.jit
-def _second(weight: tl.tensor, start: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+def _second(weight, start, plan: tl.constexpr):
     """Load a chunk (chunk, width) of the second layer's weight, transposed, in two parts."""
     column = start + tl.arange(0, plan.chunk)
     low = tl.trans(_block(weight, tl.arange(0, plan.low), column, plan.hidden, None))
@@ -147,7 +145,7 @@ def _second(weight: tl.tensor, start: tl.tensor, plan: tl.constexpr) -> tl.tuple
 
 
 @triton.jit
-def _shift(bias: tl.tensor | None, start: tl.tensor, plan: tl.constexpr) -> tl.tensor:
+def _shift(bias, start, plan: tl.constexpr):
     """Load the first layer's bias (chunk,); of the last chunk if the start is beyond it."""
     chunk: tl.constexpr = plan.chunk
     if bias is None:
@@ -158,7 +156,7 @@ def _shift(bias: tl.tensor | None, start: tl.tensor, plan: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def _into(rows: tl.tuple, weight: tl.tuple, plan: tl.constexpr) -> tl.tensor:
+def _into(rows, weight, plan: tl.constexpr):
     """Return products (rows, chunk) of rows and a chunk of a weight."""
     hidden = tl.dot(rows[0], tl.trans(weight[0]), input_precision="ieee")
     if plan.high > 0:
@@ -167,7 +165,7 @@ def _into(rows: tl.tuple, weight: tl.tuple, plan: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _onto(totals: tl.tuple, hidden: tl.tensor, weight: tl.tuple, plan: tl.constexpr) -> tl.tuple:
+def _onto(totals, hidden, weight, plan: tl.constexpr):
     """Add the product of a hidden part (rows, chunk) and a chunk of a weight to the sums."""
     low = tl.dot(hidden, weight[0], totals[0], input_precision="ieee")
     high = totals[1]
@@ -177,7 +175,7 @@ def _onto(totals: tl.tuple, hidden: tl.tensor, weight: tl.tuple, plan: tl.conste
 
 
 @triton.jit
-def _nothing(plan: tl.constexpr) -> tl.tuple:
+def _nothing(plan: tl.constexpr):
     """Return zero sums (rows, width), in two parts."""
     rows: tl.constexpr = plan.rows
     low: tl.constexpr = plan.low
@@ -186,7 +184,7 @@ def _nothing(plan: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _write(result: tl.tensor, values: tl.tuple, row: tl.tensor, known: tl.tensor, plan: tl.constexpr) -> None:
+def _write(result, values, row, known, plan: tl.constexpr):
     """Write the known rows of (rows, width)."""
     kind: tl.constexpr = result.dtype.element_ty
     place = result + row[:, None] * plan.width + tl.arange(0, plan.low)[None, :]
@@ -197,7 +195,7 @@ def _write(result: tl.tensor, values: tl.tuple, row: tl.tensor, known: tl.tensor
 
 
 @triton.jit
-def _again(matrix: tl.tensor, row: tl.tensor, known: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+def _again(matrix, row, known, plan: tl.constexpr):
     """Load rows again that were read or written before the loop, which had no registers left."""
     # Another thread may have written them, and without the barrier the compiler would not load them again.
     tl.debug_barrier()
@@ -205,13 +203,13 @@ def _again(matrix: tl.tensor, row: tl.tensor, known: tl.tensor, plan: tl.constex
 
 
 @triton.jit
-def _added(one: tl.tuple, two: tl.tuple) -> tl.tuple:
+def _added(one, two):
     """Return float32 sums of values in two parts."""
     return one[0].to(tl.float32) + two[0].to(tl.float32), one[1].to(tl.float32) + two[1].to(tl.float32)
 
 
 @triton.jit
-def _vector(vector: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+def _vector(vector, plan: tl.constexpr):
     """Load a vector (width,) as a float32 row (1, width), in two parts."""
     low = tl.load(vector + tl.arange(0, plan.low)).to(tl.float32)[None, :]
     high = low
@@ -221,7 +219,7 @@ def _vector(vector: tl.tensor, plan: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _mean(values: tl.tuple, plan: tl.constexpr) -> tl.tensor:
+def _mean(values, plan: tl.constexpr):
     """Return the means (rows, 1) of rows (rows, width)."""
     total = tl.sum(values[0], axis=1)
     if plan.high > 0:
@@ -230,7 +228,7 @@ def _mean(values: tl.tuple, plan: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _moments(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+def _moments(rows, eps, plan: tl.constexpr):
     """Return mean and reciprocal standard deviation of rows: (rows, 1) each."""
     low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
     mean = _mean((low, high), plan)
@@ -239,14 +237,14 @@ def _moments(rows: tl.tuple, eps: tl.tensor, plan: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _standard(rows: tl.tuple, moments: tl.tuple) -> tl.tuple:
+def _standard(rows, moments):
     """Standardize rows in float32, in two parts."""
     low, high = rows[0].to(tl.float32), rows[1].to(tl.float32)
     return (low - moments[0]) * moments[1], (high - moments[0]) * moments[1]
 
 
 @triton.jit
-def _norm(rows: tl.tuple, moments: tl.tuple, weight: tl.tensor, bias: tl.tensor, plan: tl.constexpr) -> tl.tuple:
+def _norm(rows, moments, weight, bias, plan: tl.constexpr):
     """Apply the layer norm to rows, in two parts, in their dtype."""
     low, high = _standard(rows, moments)
     weight_low, weight_high = _vector(weight, plan)
@@ -255,7 +253,7 @@ def _norm(rows: tl.tuple, moments: tl.tuple, weight: tl.tensor, bias: tl.tensor,
 
 
 @triton.jit
-def _norm_backward(slope: tl.tuple, rows: tl.tuple, moments: tl.tuple, plan: tl.constexpr) -> tl.tuple:
+def _norm_backward(slope, rows, moments, plan: tl.constexpr):
     """Return the gradient of rows for that of their weighted layer norm, in two parts."""
     low, high = _standard(rows, moments)
     offset = _mean(slope, plan)
@@ -265,7 +263,7 @@ def _norm_backward(slope: tl.tuple, rows: tl.tuple, moments: tl.tuple, plan: tl.
 
 
 @triton.jit
-def _held(values: tl.tensor, size: tl.constexpr, zero: tl.tensor) -> tl.tensor:
+def _held(values, size: tl.constexpr, zero):
     """Return values (rows, size) in float32, in the register layout of a product's result.
 
     The next product then needs no shared memory, and a sum with a product's result no other layout. A zero unknown to
@@ -277,14 +275,7 @@ def _held(values: tl.tensor, size: tl.constexpr, zero: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _through(
-    given: tl.tuple,
-    weight1: tl.tensor,
-    bias1: tl.tensor | None,
-    weight2: tl.tensor,
-    kind: tl.constexpr,
-    plan: tl.constexpr,
-) -> tl.tuple:
+def _through(given, weight1, bias1, weight2, kind: tl.constexpr, plan: tl.constexpr):
     """Apply both layers and the GELU to normalized rows, without the second bias."""
     size: tl.constexpr = plan.rows
     chunk: tl.constexpr = plan.chunk
@@ -304,26 +295,26 @@ def _through(
 
 @triton.jit
 def _forward(
-    before: tl.tensor,
-    update: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    eps: tl.tensor,
-    weight1: tl.tensor,
-    bias1: tl.tensor | None,
-    weight2: tl.tensor,
-    bias2: tl.tensor | None,
-    next_weight: tl.tensor | None,
-    next_bias: tl.tensor | None,
-    next_eps: tl.tensor,
-    middle: tl.tensor,
-    after: tl.tensor,
-    normed: tl.tensor | None,
-    mean: tl.tensor | None,
-    rstd: tl.tensor | None,
-    count: tl.tensor,
+    before,
+    update,
+    weight,
+    bias,
+    eps,
+    weight1,
+    bias1,
+    weight2,
+    bias2,
+    next_weight,
+    next_bias,
+    next_eps,
+    middle,
+    after,
+    normed,
+    mean,
+    rstd,
+    count,
     plan: tl.constexpr,
-) -> None:
+):
     kind: tl.constexpr = middle.dtype.element_ty
     top = tl.program_id(0) * plan.rows
     place = top.to(tl.int64) * plan.width
@@ -359,15 +350,7 @@ def _forward(
 
 
 @triton.jit
-def _back(
-    normed: tl.tuple,
-    grad: tl.tuple,
-    weight1: tl.tensor,
-    bias1: tl.tensor | None,
-    weight2: tl.tensor,
-    kind: tl.constexpr,
-    plan: tl.constexpr,
-) -> tl.tuple:
+def _back(normed, grad, weight1, bias1, weight2, kind: tl.constexpr, plan: tl.constexpr):
     """Return the gradient of normalized rows for that of the MLP's output."""
     totals = _nothing(plan)
     shift = _shift(bias1, 0, plan)
@@ -383,19 +366,7 @@ def _back(
 
 
 @triton.jit
-def _backward(
-    grad: tl.tensor,
-    middle: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    eps: tl.tensor,
-    weight1: tl.tensor,
-    bias1: tl.tensor | None,
-    weight2: tl.tensor,
-    result: tl.tensor,
-    count: tl.tensor,
-    plan: tl.constexpr,
-) -> None:
+def _backward(grad, middle, weight, bias, eps, weight1, bias1, weight2, result, count, plan: tl.constexpr):
     kind: tl.constexpr = middle.dtype.element_ty
     top = tl.program_id(0) * plan.rows
     place = top.to(tl.int64) * plan.width
@@ -479,25 +450,25 @@ def _check(rows: Tensor, other: Tensor, norm: Norm, weight1: Tensor, weight2: Te
     width, hidden = rows.shape[1], weight1.shape[0]
     if not fits(width) or hidden % LEAST:
         raise UserError(
-            f"the MLP's kernel takes widths up to {WIDEST} that are a power of two or the sum of two, from {LEAST} on, "
-            f"and hidden layers of a multiple of {LEAST}, not {width} and {hidden}: switch the kernels off"
+            f"The MLP kernel needs widths from {LEAST} to {WIDEST} that are the sum of one or two powers of two, and "
+            f"hidden layers of a multiple of {LEAST}, got {width} and {hidden}. Set PROBPROMPT_KERNELS=off."
         )
     if weight1.shape != (hidden, width) or weight2.shape != (width, hidden):
         shapes = [tuple(tensor.shape) for tensor in (rows, weight1, weight2)]
-        raise UserError(f"the MLP's kernel takes (R, D), (H, D) and (D, H), not {shapes[0]}, {shapes[1]}, {shapes[2]}")
+        raise UserError(f"The MLP kernel needs (R, D), (H, D) and (D, H), got {shapes[0]}, {shapes[1]}, {shapes[2]}.")
     _check_norm(norm, width)
     tensors = (rows, other, weight1, weight2)
     if not all(tensor.is_contiguous() and tensor.dtype == rows.dtype for tensor in tensors):
-        raise UserError("the MLP's kernel takes tensors of one dtype that lie in order in memory: call contiguous()")
+        raise UserError("The MLP kernel needs contiguous tensors of one dtype. Call contiguous().")
     if other.shape != rows.shape:
         given = f"{tuple(rows.shape)} and {tuple(other.shape)}"
-        raise UserError(f"the MLP's kernel takes an update or a gradient for every row, not {given}")
+        raise UserError(f"The MLP kernel needs an update or a gradient for every row, got {given}.")
 
 
 def _check_norm(norm: Norm, width: int) -> None:
     if norm[0].shape != (width,) or norm[1].shape != (width,):
         shapes = [tuple(tensor.shape) for tensor in norm[:2]]
-        raise UserError(f"the MLP's kernel takes a norm of {width} weights and biases, not of {shapes[0]}, {shapes[1]}")
+        raise UserError(f"The MLP kernel needs a norm of {width} weights and biases, got {shapes[0]} and {shapes[1]}.")
 
 
 def _launch(rows: Tensor, weight1: Tensor, table: dict[int, Tuning]) -> tuple[tuple[int], dict[str, object]]:

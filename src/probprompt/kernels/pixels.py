@@ -4,7 +4,7 @@
 stored one after another.
 """
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 from typing import Literal, Protocol
 
 import torch
@@ -23,9 +23,7 @@ PIXELS, WARPS = 256, 4
 
 
 @triton.jit
-def _start(
-    index: tl.tensor, begin: tl.tensor, length: tl.tensor, size: tl.constexpr, radius: tl.constexpr
-) -> tl.tensor:
+def _start(index, begin, length, size: tl.constexpr, radius: tl.constexpr):
     """Return first input pixel, its place in the kernel, step and number, by output pixel.
 
     Float64 for these few numbers; all others are relative to the kernel and small enough for float32.
@@ -39,13 +37,13 @@ def _start(
 
 
 @triton.jit
-def _limits(low: tl.tensor, high: tl.tensor, pixels: tl.tensor) -> tl.tensor:
+def _limits(low, high, pixels):
     """Return the first pixel whose center is between limits, and the one after the last."""
     return tl.maximum(tl.floor(low + 0.5).to(tl.int32), 0), tl.minimum(tl.ceil(high - 0.5).to(tl.int32), pixels)
 
 
 @triton.jit
-def _kernel(distance: tl.tensor, radius: tl.constexpr) -> tl.tensor:
+def _kernel(distance, radius: tl.constexpr):
     """Compute a triangle, or Keys' piecewise cubic with a = -1/2."""
     distance = tl.abs(distance)
     if radius == 1:
@@ -58,16 +56,7 @@ def _kernel(distance: tl.tensor, radius: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _tap(
-    first: tl.tensor,
-    along: tl.tensor,
-    step: tl.tensor,
-    tap: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    pixels: tl.tensor,
-    radius: tl.constexpr,
-) -> tl.tensor:
+def _tap(first, along, step, tap, low, high, pixels, radius: tl.constexpr):
     """Return the weight and the place of a pixel under the kernel; outside the weight is 0."""
     place = first + tap
     weight = tl.where((place >= low) & (place < high), _kernel(along + tap * step, radius), 0.0)
@@ -75,9 +64,7 @@ def _tap(
 
 
 @triton.jit
-def _put(
-    sums: tl.tensor, total: tl.tensor, mean: tl.tensor, std: tl.tensor, target: tl.tensor, mask: tl.tensor
-) -> None:
+def _put(sums, total, mean, std, target, mask):
     """Store a color of the output, clamped and normalized, from weighted sums of levels."""
     level = tl.minimum(tl.maximum(sums / (255 * total), 0.0), 1.0)
     tl.store(target, ((level - tl.load(mean)) / tl.load(std)).to(target.dtype.element_ty), mask=mask)
@@ -85,19 +72,19 @@ def _put(
 
 @triton.jit
 def _crop(
-    pixels: tl.tensor,
-    offsets: tl.tensor,
-    sizes: tl.tensor,
-    boxes: tl.tensor,
-    flip: tl.tensor,
-    mean: tl.tensor,
-    std: tl.tensor,
-    result: tl.tensor,
+    pixels,
+    offsets,
+    sizes,
+    boxes,
+    flip,
+    mean,
+    std,
+    result,
     size: tl.constexpr,
     radius: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     image = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     column = tl.program_id(2) * columns + tl.arange(0, columns)
@@ -120,10 +107,10 @@ def _crop(
             for across in tl.static_range(2 * radius):
                 weight_x, place = _tap(x, along_x, step_x, across, left, right, width, radius)  # (columns,)
                 weight = weight_y[:, None] * weight_x[None, :]
-                colours = source + (start[:, None] * width + place[None, :]) * 3  # (rows, columns)
-                red += weight * tl.load(colours).to(tl.float32)
-                green += weight * tl.load(colours + 1).to(tl.float32)
-                blue += weight * tl.load(colours + 2).to(tl.float32)
+                colors = source + (start[:, None] * width + place[None, :]) * 3  # (rows, columns)
+                red += weight * tl.load(colors).to(tl.float32)
+                green += weight * tl.load(colors + 1).to(tl.float32)
+                blue += weight * tl.load(colors + 2).to(tl.float32)
                 total += weight
     else:
         down = 0
@@ -134,10 +121,10 @@ def _crop(
             across = 0
             while across < taps_x:
                 weight_x, place = _tap(x, along_x, step_x, across, left, right, width, radius)  # (columns,)
-                colours = source + (start[:, None] * width + place[None, :]) * 3  # (rows, columns)
-                reds += weight_x[None, :] * tl.load(colours).to(tl.float32)
-                greens += weight_x[None, :] * tl.load(colours + 1).to(tl.float32)
-                blues += weight_x[None, :] * tl.load(colours + 2).to(tl.float32)
+                colors = source + (start[:, None] * width + place[None, :]) * 3  # (rows, columns)
+                reds += weight_x[None, :] * tl.load(colors).to(tl.float32)
+                greens += weight_x[None, :] * tl.load(colors + 1).to(tl.float32)
+                blues += weight_x[None, :] * tl.load(colors + 2).to(tl.float32)
                 sums += weight_x
                 across += 1
             red += weight_y[:, None] * reds
@@ -178,19 +165,19 @@ def crop(
     (B, 2) in int64: height and width; mean and std (3, 1, 1) of values in [0, 1].
     """
     if kernel not in RADIUS:
-        raise UserError(f"unknown kernel {kernel!r}: {suggest(kernel, RADIUS)}")
+        raise UserError(f"Unknown kernel {kernel!r}. {suggest(kernel, RADIUS)}")
     if pixels.dtype != torch.uint8 or offsets.dtype != torch.int64 or sizes.dtype != torch.int64:
         given = f"{pixels.dtype}, {offsets.dtype} and {sizes.dtype}"
-        raise ValueError(f"pixels must be uint8, offsets and sizes int64; got {given}")
+        raise ValueError(f"Expected uint8 pixels and int64 offsets and sizes, got {given}.")
     places = boxes.places.contiguous()  # (B, 8)
     flip = None if boxes.flip is None else boxes.flip.contiguous()  # (B,)
-    colour = (mean.float().contiguous(), std.float().contiguous())  # (3, 1, 1)
+    color = (mean.float().contiguous(), std.float().contiguous())  # (3, 1, 1)
     result = torch.empty(len(places), 3, size, size, dtype=dtype, device=pixels.device)
     columns = min(PIXELS, triton.next_power_of_2(size))
     rows = PIXELS // columns
     grid = (len(places), triton.cdiv(size, rows), triton.cdiv(size, columns))
     tiles = {"size": size, "radius": RADIUS[kernel], "rows": rows, "columns": columns, "num_warps": WARPS}
-    _crop[grid](pixels, offsets.contiguous(), sizes.contiguous(), places, flip, *colour, result, **tiles)
+    _crop[grid](pixels, offsets.contiguous(), sizes.contiguous(), places, flip, *color, result, **tiles)
     return result
 
 
@@ -200,25 +187,25 @@ COLUMNS, WARPS = 256, 4
 
 @triton.jit
 def _patches(
-    images: tl.tensor,
-    result: tl.tensor,
+    images,
+    result,
     height: tl.constexpr,
     width: tl.constexpr,
-    colours: tl.constexpr,
+    colors: tl.constexpr,
     high: tl.constexpr,
     wide: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     """Copy one color of a row of patches: a band of ``high`` lines."""
-    band, colour = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    band, color = tl.program_id(0).to(tl.int64), tl.program_id(1)
     down = tl.arange(0, rows)  # lines of the band
     across = tl.program_id(2) * columns + tl.arange(0, columns)
     known = (down[:, None] < high) & (across[None, :] < width)
     image, line = band // (height // high), (band % (height // high)) * high
-    source = images + (image * colours + colour) * height * width + (line + down)[:, None] * width + across[None, :]
+    source = images + (image * colors + color) * height * width + (line + down)[:, None] * width + across[None, :]
     patch = band * (width // wide) + across // wide  # (columns,)
-    place = patch[None, :] * (colours * high * wide) + colour * high * wide + down[:, None] * wide + across % wide
+    place = patch[None, :] * (colors * high * wide) + color * high * wide + down[:, None] * wide + across % wide
     tl.store(result + place, tl.load(source, mask=known), mask=known)
 
 
@@ -227,13 +214,13 @@ def patches(images: Tensor, high: int, wide: int) -> Tensor:
 
     Equals ``images.unfold`` and ``permute``, in one pass over memory; both edges must be whole numbers of patches.
     """
-    batch, colours, height, width = images.shape
+    batch, colors, height, width = images.shape
     if height % high or width % wide:
-        raise ValueError(f"images of {height} x {width} pixels are no whole number of {high} x {wide} patches")
-    result = images.new_empty(batch * (height // high) * (width // wide), colours * high * wide)
+        raise ValueError(f"Images of {height}x{width} pixels cannot be cut into patches of {high}x{wide}.")
+    result = images.new_empty(batch * (height // high) * (width // wide), colors * high * wide)
     columns = min(COLUMNS, triton.next_power_of_2(width))
-    grid = (batch * (height // high), colours, triton.cdiv(width, columns))
-    sizes = {"height": height, "width": width, "colours": colours, "high": high, "wide": wide}
+    grid = (batch * (height // high), colors, triton.cdiv(width, columns))
+    sizes = {"height": height, "width": width, "colors": colors, "high": high, "wide": wide}
     tiles = {"rows": triton.next_power_of_2(high), "columns": columns, "num_warps": WARPS}
     _patches[grid](images.contiguous(), result, **sizes, **tiles)
     return result

@@ -3,7 +3,7 @@
 Each is one pass over memory: a program holds a few whole rows, so that nothing is read twice.
 """
 
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 import torch
 import triton
 import triton.language as tl
@@ -21,20 +21,20 @@ BACKWARD = {"elements": 2048, "warps": 4}
 
 @triton.jit
 def _add_norm(
-    inputs: tl.tensor,
-    update: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    total: tl.tensor,
-    normed: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    count: tl.tensor,
-    eps: tl.tensor,
+    inputs,
+    update,
+    weight,
+    bias,
+    total,
+    normed,
+    mean,
+    rstd,
+    count,
+    eps,
     width: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)
     inside = column[None, :] < width
@@ -60,18 +60,18 @@ def _add_norm(
 
 @triton.jit
 def _norm_backward(
-    grad: tl.tensor,
-    total: tl.tensor,
-    weight: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    residual: tl.tensor,
-    result: tl.tensor,
-    count: tl.tensor,
+    grad,
+    total,
+    weight,
+    mean,
+    rstd,
+    residual,
+    result,
+    count,
     width: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)
     mask = (row[:, None] < count) & (column[None, :] < width)
@@ -123,7 +123,7 @@ def _launch(x: Tensor, tuning: dict[str, int]) -> tuple[tuple[int], dict[str, in
     """Return the grid, and compile-time constants."""
     count, width = x.shape
     if width > WIDEST:
-        raise UserError(f"the norm's kernel takes rows of at most {WIDEST}, not of {width}: switch the kernels off")
+        raise UserError(f"The norm kernel supports widths up to {WIDEST}, got {width}. Set PROBPROMPT_KERNELS=off.")
     columns = 1 << (width - 1).bit_length()
     rows = max(1, tuning["elements"] // columns)
     sizes = {"width": width, "rows": rows, "columns": columns, "num_warps": tuning["warps"]}
@@ -135,7 +135,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _normal(x: tl.tensor) -> tl.tuple:
+def _normal(x):
     """Return the normal CDF and sqrt(2 pi) times its density, to 1e-7 (A&S 7.1.26)."""
     bell = tl.exp2(x * x * -0.7213475204444817)  # exp(-x^2 / 2)
     part = 1.0 / (1.0 + 0.23164189 * tl.abs(x))  # 0.3275911 / sqrt(2)
@@ -145,7 +145,7 @@ def _normal(x: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _gelu(x: tl.tensor, result: tl.tensor, count: tl.tensor, block: tl.constexpr) -> None:
+def _gelu(x, result, count, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     share, _ = _normal(value)
@@ -153,7 +153,7 @@ def _gelu(x: tl.tensor, result: tl.tensor, count: tl.tensor, block: tl.constexpr
 
 
 @triton.jit
-def _gelu_backward(grad: tl.tensor, x: tl.tensor, result: tl.tensor, count: tl.tensor, block: tl.constexpr) -> None:
+def _gelu_backward(grad, x, result, count, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     given = tl.load(grad + place, mask=place < count, other=0.0).to(tl.float32)

@@ -247,7 +247,7 @@ def run(
     qkv: Tensor | None = None,
     last: FusedBlock | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run blocks on tokens (B, T, D), each with its prefix; ``qkv`` is the first one's, if known.
+    """Run blocks with prefixes on tokens (B, T, D); ``qkv`` is the first one's, if known.
 
     Returns the tokens. With the model's last block, of which only the first token is read, returns that token (B, D)
     before the block, and the block's attention output for it (B, W).

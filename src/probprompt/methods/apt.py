@@ -82,7 +82,7 @@ class APT(Method):
         self.has_merged.fill_(True)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
-        """Shift the class token of every image: by running shifts in training, else by merged ones."""
+        """Shift the class token by the running shifts in training, else by the merged ones."""
         # During a task, evaluation uses the merge of the tasks before it.
         merged = torch.where(self.has_merged, self.merged, self.running)
         shifts = self.running if context.training else merged  # (blocks, 2, D)

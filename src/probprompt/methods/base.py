@@ -18,7 +18,7 @@ from probprompt.randomness import Noise
 
 def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(blocks)) != len(blocks) or not blocks:
-        raise ValueError(f"blocks must be different and at least one, not {blocks}")
+        raise ValueError(f"Expected at least one block, each only once, got {blocks}.")
     return blocks
 
 
@@ -49,10 +49,7 @@ class Shape:
         """Reject blocks that the backbone does not have; the error names the setting."""
         outside = [block for block in blocks if not 0 <= block < self.depth]
         if outside:
-            raise UserError(
-                f"the backbone has blocks 0 to {self.depth - 1}, but {setting} names {outside}: "
-                f"set {setting} within that range"
-            )
+            raise UserError(f"{setting} contains {outside}, but the backbone has only blocks 0 to {self.depth - 1}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class Context:
     """Input of a method besides queries; at evaluation nothing that depends on other images."""
 
     training: bool = False
-    """Whether the prompts are for a training step."""
+    """True if the prompts are for a training step."""
     task: int | None = None
     """Task of the images, counted from 0: training images only."""
     labels: Tensor | None = None
@@ -74,7 +71,7 @@ class Context:
     keys: Tensor | None = None
     """Number computed from each image's pixels (B,): at evaluation, if the method needs it."""
     sampled: bool | None = None
-    """Whether diagnostics request noise, different for each image. None: as configured."""
+    """True if diagnostics request noise, different for each image. None: as configured."""
 
 
 EVALUATION = Context()
@@ -111,7 +108,7 @@ class Method(nn.Module):
     Config: ClassVar[type[MethodConfig]]
     summary: ClassVar[str]
     needs_query: ClassVar[bool] = True
-    """Whether prompts depend on the image, through its query: the feature of the frozen backbone."""
+    """True if prompts depend on the image, through its query: the feature of the frozen backbone."""
     query_readout: ClassVar[Readout] = "class"
     """Output of the frozen pass that is the query."""
     readout: Readout = "class"
@@ -119,22 +116,22 @@ class Method(nn.Module):
     preferred_head: ClassVar[str] = "linear"
     """Default kind of head."""
     aligned: ClassVar[bool] = True
-    """Whether a trained head is aligned after each task by default."""
+    """True if a trained head is aligned after each task by default."""
     masked: ClassVar[bool] = True
-    """Whether training compares only the classes of the task (else all classes seen)."""
+    """True if training compares only the classes of the task (else all classes seen)."""
     learns: ClassVar[bool] = True
-    """Whether anything except the head learns."""
+    """True if anything except the head learns."""
     trains_backbone: ClassVar[bool] = False
     joint: ClassVar[bool] = False
-    """Whether all tasks are learned jointly: an upper bound, not continual learning."""
+    """True if all tasks are learned jointly: an upper bound, not continual learning."""
     needs_summary: ClassVar[bool] = False
-    """Whether :meth:`end_task` needs the task's training images."""
+    """True if :meth:`end_task` needs the task's training images."""
     needs_prototypes: ClassVar[bool] = False
-    """Whether :meth:`initial_rows` is called."""
+    """True if :meth:`initial_rows` is called."""
     step_key: object = None
     """Key, besides tensors, of the operations of a training step; it may change between epochs."""
     needs_keys: bool = False
-    """Whether prompts at evaluation depend on the keys of the images."""
+    """True if prompts at evaluation depend on the keys of the images."""
     statistics: tuple[str, ...] = ()
     """Buffers that :meth:`see_queries` fills."""
     draws: int = 1
@@ -143,7 +140,7 @@ class Method(nn.Module):
     matched_rate: ClassVar[float] = 5e-5
     """Best learning rate of the backbone on emoji-r: of 5e-5, 2e-4, 5e-4 and 1e-3, in the same way."""
     sums_loss: bool = False
-    """Whether the method's loss is a sum over the batch (else a mean, or independent of it)."""
+    """True if the method's loss is a sum over the batch (else a mean, or independent of it)."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
@@ -239,7 +236,7 @@ def register(method: type[Method]) -> type[Method]:
     """Register a method under the name in its settings."""
     name = method_name(method)
     if name in _REGISTRY:
-        raise ValueError(f"two methods are called {name!r}: {_REGISTRY[name]} and {method}")
+        raise ValueError(f"Two methods are named {name!r}: {_REGISTRY[name]} and {method}.")
     _REGISTRY[name] = method
     return method
 
@@ -261,7 +258,7 @@ def find(name: str) -> type[Method]:
     if name not in _REGISTRY:
         _load_plugins()
     if name not in _REGISTRY:
-        raise UserError(f"no method is called {name!r}: {suggest(name, _REGISTRY)}")
+        raise UserError(f"Unknown method {name!r}. {suggest(name, _REGISTRY)} List all with 'probprompt list methods'.")
     return _REGISTRY[name]
 
 

@@ -148,6 +148,6 @@ class Joint(FineTuning):
     """Fine-tuning of the backbone on all tasks jointly: not continual learning."""
 
     Config = JointConfig
-    summary = "the whole backbone learns all tasks at once (upper bound)"
+    summary = "the whole backbone learns all tasks jointly (upper bound)"
     matched_rate = 5e-4
     joint = True

@@ -44,7 +44,7 @@ class CodaPrompt(Method):
     """Decomposed attention-based prompts."""
 
     Config = CodaPromptConfig
-    summary = "a sum of components weighed by attention, new ones for every task (CODA-Prompt)"
+    summary = "a sum of components weighted by attention, new ones for every task (CODA-Prompt)"
     tuned_rates = TunedRates(matched=0.1, ridge=0.5)
 
     anchor: Tensor
@@ -158,5 +158,5 @@ def orthonormal(drawn: Tensor, earlier: Tensor) -> Tensor:
     fitting, rest = drawn[:room], drawn[room:]  # (fit, F), (n - fit, F)
     basis, triangle = torch.linalg.qr(torch.cat([spanned, fitting]).mT)  # (F, R + fit), (R + fit, R + fit)
     upright = basis * torch.where(triangle.diagonal() < 0, -1, 1)  # the sign is free in QR, not in Gram-Schmidt
-    found = upright.mT[len(spanned) :]  # (fit, F)
-    return torch.cat([found, orthonormal(rest, found)]) if len(rest) else found
+    fitting = upright.mT[len(spanned) :]  # (fit, F)
+    return torch.cat([fitting, orthonormal(rest, fitting)]) if len(rest) else fitting

@@ -38,7 +38,7 @@ class DualPromptConfig(MethodConfig):
     pull: float = Field(1.0, ge=0)
     """Weight of the loss that pulls a task's keys towards its queries."""
     key_loss: Literal["sum", "mean"] = "sum"
-    """How the loss, summed over keys, reduces the batch: CODA-Prompt sums, the original averages. This only scales
+    """Reduction of the loss over the batch: CODA-Prompt sums, the original averages. This only scales
     the keys' gradient: it hardly changes Adam, but it does change clipping by the common norm of all gradients."""
     initial: Literal["uniform", "symmetric"] = "uniform"
     """Distribution of prompts and keys: U[0, 1) or U(-1, 1), times ``initial_scale``."""
@@ -46,7 +46,7 @@ class DualPromptConfig(MethodConfig):
     shared_keys: bool = False
     """One key per task, and thus one choice of expert, for all blocks."""
     copy_previous: bool = False
-    """Whether a new task's expert, but not its key, starts as a copy of the previous one."""
+    """Start a new task's expert, but not its key, as a copy of the previous one."""
     batchwise: bool = False
     """Published error: at evaluation a batch shares the expert that most of its images match."""
     legacy_reshape: bool = False
@@ -58,14 +58,14 @@ class DualPromptConfig(MethodConfig):
         if len(set(both)) != len(both) or not self.expert_blocks:
             raise ValueError(
                 "general_blocks and expert_blocks must all be different, with at least one expert block, "
-                f"not {self.general_blocks} and {self.expert_blocks}"
+                f"got {self.general_blocks} and {self.expert_blocks}."
             )
         return self
 
     def marks(self) -> tuple[str, ...]:
         """Return the published errors that are switched on."""
-        vote = "batchwise: the images of a minibatch vote on their expert, so predictions depend on batch mates"
-        mixed = "legacy_reshape: images get experts of their batch mates, so predictions depend on batch mates"
+        vote = "batchwise: the images of a batch vote on their expert, so predictions depend on other images"
+        mixed = "legacy_reshape: images get experts of others in the batch, so predictions depend on other images"
         return (vote,) * self.batchwise + (mixed,) * self.legacy_reshape
 
 
@@ -74,7 +74,7 @@ class DualPrompt(Method):
     """General prompts for all tasks, and an expert per task."""
 
     Config = DualPromptConfig
-    summary = "a general prefix for all tasks and an expert prefix per task, found by its key"
+    summary = "a general prefix for all tasks and an expert prefix per task, selected by key"
     tuned_rates = TunedRates(matched=0.5, ridge=8.0)
 
     anchor: Tensor

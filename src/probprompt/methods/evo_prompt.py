@@ -46,13 +46,13 @@ class EvoPromptConfig(MethodConfig):
     hidden: int = Field(16, ge=1)
     """Neurons in the bottleneck."""
     fusion: float = Field(0.5, ge=0, le=1)
-    """How far the reference moves towards the trained weights, and the factor on the attributions."""
+    """Distance that the reference moves towards the trained weights, and the factor on the attributions."""
     transport: bool = True
-    """Whether hidden neurons are matched before fusion."""
+    """Match hidden neurons before fusion."""
     attribution: bool = True
-    """Whether neurons that a task uses move further; otherwise all move by ``fusion``."""
+    """Move neurons that a task uses further; otherwise all move by ``fusion``."""
     compositional: bool = True
-    """Whether new rows of the head start from the old ones."""
+    """Start new rows of the head from the old ones."""
     part: int = Field(4, ge=1)
     """Minimum features of a sub-head, rounded up to a divisor of the width: 4 splits 768 features in 192."""
     temperature: Positive = 0.05
@@ -183,8 +183,8 @@ def match_neurons(new: Tensor, old: Tensor) -> Tensor:
     """Return a matching ``(H, H)`` of two layers' neurons ``(H, D)``, columns summing to 1."""
     start, end = (functional.normalize(weights.double(), dim=1) for weights in (new, old))  # (H, D) each
     cost = 2 - 2 * start @ end.T  # (H, H), squared distances of directions
-    share, wanted = (weights.double().abs().sum(dim=1) + 1e-9 for weights in (new, old))  # (H,) each
-    plan = optimal_transport(cost, share, wanted)
+    source, target = (weights.double().abs().sum(dim=1) + 1e-9 for weights in (new, old))  # (H,) each
+    plan = optimal_transport(cost, source, target)
     return plan / plan.sum(dim=0).clamp(min=1e-12)
 
 
@@ -200,7 +200,7 @@ def _scaled(attribution: Tensor) -> Tensor:
 
 
 def optimal_transport(cost: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """Return the plan (n, m) that moves weights (n,) to weights (m,) at the lowest cost (n, m).
+    """Return the cheapest plan (n, m) that moves weights (n,) to (m,) at costs (n, m).
 
     Both weights are normalized to 1: the plan's rows sum to the source's, its columns to the target's. It solves ``min
     <cost, plan>`` as a linear program in float64, and is a corner of the polytope of plans: between equally many points
@@ -223,7 +223,7 @@ def optimal_transport(cost: Tensor, source: Tensor, target: Tensor) -> Tensor:
     sums = torch.cat([rows, columns])[:-1].numpy()
     answer = linprog(wide.flatten().numpy(), A_eq=equations, b_eq=sums, method="highs-ds")
     if answer.x is None:
-        raise ValueError(f"no transport plan was found: {answer.message}")
+        raise ValueError(f"Optimal transport failed: {answer.message}.")
     return torch.from_numpy(answer.x).double().clamp(min=0).view_as(wide)
 
 
@@ -231,5 +231,5 @@ def _shares(name: str, weights: Tensor, count: int) -> Tensor:
     """Normalize weights to a sum of 1."""
     wide = weights.detach().double().cpu()
     if wide.shape != (count,) or not bool(wide.isfinite().all()) or bool((wide < 0).any()) or not float(wide.sum()):
-        raise ValueError(f"{name} needs {count} weights, none negative and not all zero, got {weights.tolist()}")
+        raise ValueError(f"{name} needs {count} weights, none negative and not all zero, got {weights.tolist()}.")
     return wide / wide.sum()

@@ -58,7 +58,7 @@ class HiDePromptConfig(MethodConfig):
     momentum: float = Field(0.01, ge=0, lt=1)
     """Share of the mean of earlier tasks' prompts in a task's prompt."""
     copy_previous: bool = True
-    """Whether a task's prompt starts as a copy of the previous one; otherwise it is drawn."""
+    """Start a task's prompt as a copy of the previous one; otherwise it is drawn."""
     contrast: float = Field(0.5, ge=0)
     """Weight of the contrastive loss (CIFAR-100: 0.1, CUB: 0.01)."""
     contrast_temperature: Positive = 0.8
@@ -78,7 +78,7 @@ class HiDePromptConfig(MethodConfig):
 
     def marks(self) -> tuple[str, ...]:
         """Return a warning if predictions depend on other images in the batch."""
-        mixed = "legacy_reshape: images get keys and values of their batch mates, so predictions depend on them"
+        mixed = "legacy_reshape: images get keys and values of others in the batch, so predictions depend on them"
         return (mixed,) if self.legacy_reshape else ()
 
 
@@ -204,13 +204,13 @@ class HiDePrompt(Method):
 
         Always mixing equals mixing in training, and once more permanently when the task ends.
         """
-        found: list[Tensor] = []
+        prompts: list[Tensor] = []
         total = torch.zeros_like(self.pool[0])  # (blocks, M, D)
         for task, prompt in enumerate(self.pool):
             mixed = torch.lerp(prompt, total / task, self.config.momentum) if task else prompt
             total = total + mixed.detach()
-            found.append(mixed)
-        return torch.stack(found)
+            prompts.append(mixed)
+        return torch.stack(prompts)
 
     def prompts(self, query: Tensor | None, context: Context) -> Prompted:
         """Inject the prompt of the task, known in training and predicted from each query (B, D)."""

@@ -42,12 +42,12 @@ class PoolConfig(MethodConfig):
     @model_validator(mode="after")
     def _enough_entries(self) -> "PoolConfig":
         if self.top_k > self.components:
-            raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components")
+            raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components.")
         return self
 
     def marks(self) -> tuple[str, ...]:
         """Return a warning if predictions depend on other images in the batch."""
-        vote = "batchwise: the images of a minibatch vote on their prompts, so predictions depend on batch mates"
+        vote = "batchwise: the images of a batch vote on their prompts, so predictions depend on other images"
         return (vote,) if self.batchwise else ()
 
 
@@ -72,8 +72,8 @@ class PrefixPoolConfig(PoolConfig):
 
     def marks(self) -> tuple[str, ...]:
         """Return the published errors that are switched on."""
-        mistake = "legacy_key_loss: in training each query also pulls the keys that its batch mates chose"
-        return super().marks() + ((mistake,) if self.legacy_key_loss else ())
+        loss = "legacy_key_loss: in training each query also pulls keys chosen by other images in the batch"
+        return super().marks() + ((loss,) if self.legacy_key_loss else ())
 
 
 class L2PPlusConfig(PrefixPoolConfig):
@@ -115,13 +115,13 @@ class PooledPrompts(Method):
 
     def relevance(self, query: Tensor) -> dict[int, Tensor]:
         """Return the share 1/k of each chosen entry per prompted block: (B, 1, N)."""
-        shown = {}
+        shares = {}
         for slot, block in enumerate(self.blocks):
             cosine = cosines(query, self.keys[slot])  # (B, N)
             chosen = self._choose(cosine)  # (B, k)
             share = torch.zeros_like(cosine, dtype=query.dtype).scatter(1, chosen, 1 / self.config.top_k)  # (B, N)
-            shown[block] = share[:, None]
-        return shown
+            shares[block] = share[:, None]
+        return shares
 
     def _choose(self, cosine: Tensor) -> Tensor:
         """Return the k nearest entries of each image, by index: (B, N) -> (B, k)."""
@@ -213,5 +213,5 @@ class DeepL2PPlus(PrefixPools):
     """Deep L2P++: the first five blocks have a pool of prefixes each."""
 
     Config = DeepL2PPlusConfig
-    summary = "prefixes of the first five blocks, each chosen from a pool of its own (Deep L2P++)"
+    summary = "prefixes of the first five blocks, each chosen from a separate pool (Deep L2P++)"
     tuned_rates = TunedRates(matched=0.5, ridge=0.5)

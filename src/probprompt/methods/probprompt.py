@@ -42,7 +42,7 @@ class ProbPromptConfig(MethodConfig):
     relevance: Literal["distance", "density"] = "distance"
     """``distance`` is Eq. 3; ``density`` adds the log-determinant, without which wider Gaussians are always nearer."""
     relevance_gradient: mixtures.Learning = "full"
-    """What the relevance trains: means and standard deviations (``full``), only ``means``, or ``none``."""
+    """Parameters that the relevance trains: means and standard deviations (``full``), only ``means``, or ``none``."""
     relevance_temperature: Literal["sqrt_dim", "dim", "initial_std"] | Positive = 1.0
     """Divisor of S² before the softmax of Eq. 2; 1 follows the paper's wording. ``initial_std`` divides by
     1/initial_std²: distances start as with a standard deviation of 1, and ``initial_std`` only scales the noise."""
@@ -60,10 +60,10 @@ class ProbPromptConfig(MethodConfig):
     """Beyond the paper: number of draws over which features are averaged at evaluation, each with N_s samples and a
     pass."""
     injection: Literal["prefix", "projected", "tokens", "read-tokens"] = "prefix"
-    """Where prompts go: before the block's keys and values, before the input of their projection, or into the
+    """Place of the prompts: before the block's keys and values, before the input of their projection, or into the
     sequence, where their outputs may replace the class token as feature, as in L2P."""
     halves: bool = True
-    """Whether half the M tokens of a prefix are keys and half values; otherwise each token is both."""
+    """Use half the M tokens of a prefix as keys and half as values; otherwise each token is both."""
     regularization: float = Field(1e-6, ge=0)
     """λ: weight of the distribution regularization loss."""
     reference: Literal["step", "epoch", "task"] = "step"
@@ -80,7 +80,7 @@ class ProbPromptConfig(MethodConfig):
     @model_validator(mode="after")
     def _enough_components(self) -> "ProbPromptConfig":
         if self.top_k is not None and self.top_k > self.components:
-            raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components")
+            raise ValueError(f"top_k is {self.top_k}, but a pool has only {self.components} components.")
         return self
 
 
@@ -244,9 +244,9 @@ class ProbPrompt(Method):
 
     def _samples(self, context: Context) -> int:
         config, other = self.config, None if context.training else self.config.evaluation_samples
-        wanted = context.training or (config.evaluation != "mean" if context.sampled is None else context.sampled)
+        sampled = context.training or (config.evaluation != "mean" if context.sampled is None else context.sampled)
         count = config.samples if other is None else other
-        return count if wanted and config.variant != "deterministic" else 0
+        return count if sampled and config.variant != "deterministic" else 0
 
     def _drawn(self, kind: randomness.Start, count: tuple[int, int], *key: randomness.Key) -> Tensor:
         shape = (*count, self.shape.width)

@@ -18,9 +18,9 @@ class Experiment:
     protocol: str
     """Benchmark with published settings: this one, or ImageNet-R if the authors did not run it."""
     exact: bool
-    """Whether these settings were made for this benchmark."""
+    """True if these settings were made for this benchmark."""
     known: bool
-    """Whether it is one of the published benchmarks."""
+    """True if it is one of the published benchmarks."""
     batch: int
     """Default batch size on this benchmark."""
     tasks: int
@@ -73,7 +73,7 @@ def coda_protocol(experiment: Experiment, head_lr: float = 1e-3, **method: Setti
 
 
 def google_protocol(rate: float, batch: int, epochs: int, **method: Setting) -> Settings:
-    """Return common settings of L2P, DualPrompt, HiDe-Prompt: 21k weights, constant rate, clip."""
+    """Return common settings of L2P, DualPrompt and HiDe-Prompt: 21k weights, clipping."""
     return {
         **NO_ALIGNMENT,
         "method": method,

@@ -40,7 +40,7 @@ class VQPromptConfig(MethodConfig):
     pool_weight: float = Field(0.1, ge=0)
     """Weight of the loss that moves the chosen prompt to the soft prompt."""
     quantize: bool = True
-    """Whether a prompt of the pool is chosen; otherwise the soft prompt is injected without losses."""
+    """Choose a prompt of the pool; otherwise the soft prompt is injected without losses."""
     initial: Literal["uniform", "symmetric", "normal"] = "uniform"
     """Distribution of pool and keys: U[0, 1), U(-1, 1) or N(0, 1)."""
     initial_scale: Positive = 1.0
