@@ -59,10 +59,10 @@ def write_results(
             f"{folder} is not a folder. Record runs with 'python -m reproduction results add RUN', or pass --results."
         )
     screen = Screen()
-    screen.say(f"{count(len(results.read_entries(folder)), 'run')} in {folder}.")
+    screen.print(f"{count(len(results.read_entries(folder)), 'run')} in {folder}.")
     tables = [write(path, text.encode()) for path, text in page_tables.fill_pages(folder).items()]
     for path in [*results_page.write_page(folder, page), *tables]:
-        screen.say(f"Wrote {path}.")
+        screen.print(f"Wrote {path}.")
 
 
 @results_app.command("add")
@@ -78,13 +78,13 @@ def add_results(
     """Record finished runs, without paths of this machine."""
     screen = Screen()
     if file:
-        screen.say(f"Wrote {write_book(file, gather_runs(runs).recorded)}.")
+        screen.print(f"Wrote {write_book(file, gather_runs(runs).recorded)}.")
         return
     added, skipped = results.add_runs(runs, folder, replace, skip_unfinished)
     for path, change in added.items():
-        screen.say(f"{change}: {path}")
+        screen.print(f"{change}: {path}")
     if skipped:
-        screen.say(f"Skipped {count(len(skipped), 'unfinished run')}.")
+        screen.print(f"Skipped {count(len(skipped), 'unfinished run')}.")
 
 
 @app.command("run")
@@ -115,7 +115,7 @@ def run_table(
     if plan.problems:
         raise UserError(f"Nothing was started. Resolve {count(len(plan.problems), 'problem')} first (see above).")
     if (plan.to_run or plan.measure) and not yes:
-        screen.say("Nothing was started. To start or to resume, add --yes.")
+        screen.print("Nothing was started. To start or to resume, add --yes.")
         return
     try:
         cells = bool(plan.grid.cells)
@@ -123,12 +123,12 @@ def run_table(
     except KeyboardInterrupt:
         raise Interrupted("Interrupted. Finished runs are recorded; resume with the same command.") from None
     if plan.measure:
-        screen.say(f"Wrote {reproduce.measure_costs(chosen, folder, picked, screen)}.")
+        screen.print(f"Wrote {reproduce.measure_costs(chosen, folder, picked, screen)}.")
     screen.title(f"\n{chosen.heading}")
-    screen.say(results_page.paper_table(chosen, results.read_entries(folder), results_page.read_benches(folder)))
+    screen.print(results_page.paper_table(chosen, results.read_entries(folder), results_page.read_benches(folder)))
     if assignments:
-        screen.say("\nRuns with --set that differ from the paper's are in RESULTS.md under every run.")
-    screen.say("\nUpdate RESULTS.md with 'python -m reproduction results'.")
+        screen.print("\nRuns with --set that differ from the paper's are in RESULTS.md under every run.")
+    screen.print("\nUpdate RESULTS.md with 'python -m reproduction results'.")
     _report_failures(screen, outcomes)
 
 
@@ -157,48 +157,48 @@ def _show_plan(screen: Screen, plan: reproduce.Plan, bench: Path, device: torch.
         rows.append((run.row.label, run.row.method, run.setup, recorded, str(row.total - row.recorded)))
     first = table.first.lower() if len(table.first) > 1 and table.first.isalpha() else table.first  # not of symbols
     screen.listing((first, "method", "setup", "recorded", "missing"), rows, (0, 2))
-    screen.say(
+    screen.print(
         f"{count(plan.total, 'run')}, {plan.missing} missing{'; costs will be measured' if plan.measure else ''}"
     )
     if plan.deviating:
-        screen.say(
+        screen.print(
             f"{plan.deviating} of the missing were run on this machine's images or weights, which differ from the "
             "paper's. They are flagged in RESULTS.md and are not run again."
         )
     if plan.to_run:
         _show_estimate(screen, plan, bench, device)
     for difference in plan.differences:
-        screen.say(f"Differs from the published images: {difference}")
+        screen.print(f"Differs from the published images: {difference}")
     if plan.differences:
-        screen.say("Runs on these images do not count as the paper's. Check them with 'probprompt data check'.")
+        screen.print("Runs on these images do not count as the paper's. Check them with 'probprompt data check'.")
     for name in plan.downloads:
-        screen.say(f"Will be downloaded before the first run: weights {name}, from the Hugging Face Hub.")
+        screen.print(f"Will be downloaded before the first run: weights {name}, from the Hugging Face Hub.")
     for problem in plan.problems:
-        screen.say(f"Problem: {problem}")
+        screen.print(f"Problem: {problem}")
 
 
 def _show_estimate(screen: Screen, plan: reproduce.Plan, bench: Path, device: torch.device) -> None:
     cost = reproduce.estimate(plan, bench)
     if not cost:
-        screen.say(
+        screen.print(
             f"No estimate of GPU hours: {bench} does not exist. Measure it: probprompt bench --methods all --out FILE"
         )
         return
     rest = f", without {count(cost.unknown, 'run')} of unknown speed" if cost.unknown else ""
-    screen.say(f"Estimate: {cost.hours:.1f} GPU hours on one {cost.machine}{rest}.")
+    screen.print(f"Estimate: {cost.hours:.1f} GPU hours on one {cost.machine}{rest}.")
     machine = machine_name(hardware(device))
     if device.type == "cpu":
-        screen.say(f"The runs will use the CPU ({machine}), which takes many times as long.")
+        screen.print(f"The runs will use the CPU ({machine}), which takes many times as long.")
     elif machine != cost.machine:
-        screen.say(f"The estimate does not hold for the GPU of this machine ({machine}).")
+        screen.print(f"The estimate does not hold for the GPU of this machine ({machine}).")
 
 
 def _report_failures(screen: Screen, outcomes: Sequence[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if outcome.problem]
     if failed:
-        screen.say(f"Failed: {len(failed)} of {len(outcomes)} runs. Run the same command to try them again.")
+        screen.print(f"Failed: {len(failed)} of {len(outcomes)} runs. Run the same command to try them again.")
         for outcome in failed:
-            screen.say(f"  {outcome.cell.folder}: {outcome.reason}")
+            screen.print(f"  {outcome.cell.folder}: {outcome.reason}")
         raise SystemExit(1)
 
 
@@ -236,10 +236,10 @@ def scaling(
     if earlier:
         show_ratios(screen, earlier, record, list(curve_ratios(earlier, record)))
     if out:
-        screen.say(f"Wrote {out}.")
+        screen.print(f"Wrote {out}.")
     if plot:
         write_bytes(plot, draw_growth(record))
-        screen.say(f"Wrote {plot}.")
+        screen.print(f"Wrote {plot}.")
 
 
 def _show_curve(screen: Screen, record: BenchRecord, curve: Curve) -> None:
@@ -258,7 +258,7 @@ def _show_curve(screen: Screen, record: BenchRecord, curve: Curve) -> None:
     screen.figures(("", "training", "inference", "memory", "end of task"), rows)
     for name, exponent in curve["exponents"].items():
         worse = "  WORSE THAN LINEAR" if name in curve["worse_than_linear"] else ""
-        screen.say(f"{COSTS[name]}: exponent {exponent['whole']:.2f}, at the end {exponent['end']:.2f}{worse}")
+        screen.print(f"{COSTS[name]}: exponent {exponent['whole']:.2f}, at the end {exponent['end']:.2f}{worse}")
 
 
 @app.command()
@@ -275,10 +275,10 @@ def pages(
     screen = Screen()
     if plot:
         write_bytes(plot, bench_pages.draw(records))
-        screen.say(f"Wrote {plot}.")
+        screen.print(f"Wrote {plot}.")
     if page:
         bench_pages.write_page(page, records)
-        screen.say(f"Wrote {page}.")
+        screen.print(f"Wrote {page}.")
 
 
 @app.command("fidelity")
@@ -288,7 +288,7 @@ def write_fidelity(folder: Results = _FOLDER) -> None:
     for name, table in fidelity.tables(folder).items():
         page = Path("docs") / name
         write_bytes(page, fidelity.fill(page.read_text(encoding="utf-8"), table).encode())
-        Screen().say(f"Wrote {page}.")
+        Screen().print(f"Wrote {page}.")
 
 
 def main() -> None:

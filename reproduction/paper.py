@@ -129,5 +129,5 @@ def find(name: str) -> Table:
     """Return a table by its name."""
     known = {table.name: table for table in tables()}
     if name not in known:
-        raise UserError(f"Unknown table of the paper {name!r}: {suggest(name, known)}")
+        raise UserError(f"Unknown table of the paper {name!r}. {suggest(name, known)}")
     return known[name]

@@ -94,7 +94,7 @@ def requested_runs(
     known = dict.fromkeys(row.method for row in table.rows)
     for method in methods:
         if method not in known:
-            raise UserError(f"{table.name} has no method {method!r}: {suggest(method, known)}")
+            raise UserError(f"{table.name} has no method {method!r}. {suggest(method, known)}")
     files = {name: {"backbone.weights": file} for name, file in (weights or {}).items()}
     runs = []
     for row, column in table.cells():

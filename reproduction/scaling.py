@@ -92,7 +92,7 @@ def find_axes(names: Iterable[str], config: RunConfig) -> list[Axis]:
         if name == "all":
             axes |= {axis.name: axis for axis in AXES.values() if not axis.fields or axis.field(config)}
         elif name not in AXES:
-            raise UserError(f"Unknown setting {name!r}: {suggest(name, [*AXES, 'all'])}")
+            raise UserError(f"Unknown setting {name!r}. {suggest(name, [*AXES, 'all'])}")
         elif AXES[name].fields and not AXES[name].field(config):
             raise UserError(f"{config.method.name} has no setting {name}. Remove it from the command.")
         else:

@@ -497,8 +497,8 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--method", "prob-prompt"), "did you mean 'probprompt'"),
-        (("--methods", "apt,vqprompt"), "did you mean 'vq-prompt'"),
+        (("--method", "prob-prompt"), "Did you mean 'probprompt'"),
+        (("--methods", "apt,vqprompt"), "Did you mean 'vq-prompt'"),
         (("--methods", "all", "--method", "apt"), "--methods and --method cannot be combined"),
         (("--backbone", "vit_bse_patch16_224"), "vit_base_patch16_224"),
         (("--out", "nowhere/bench.json"), "there is no folder"),
@@ -506,7 +506,7 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
         (("--against", "other.json"), "is no record of probprompt bench"),
         (("--against", "later.json"), "has format 99"),
         (("--against", "changed.json"), "was changed by hand"),
-        (("--set", "sample=3"), "did you mean"),
+        (("--set", "sample=3"), "Did you mean"),
         (("--preset", "flagship", "--method", "apt"), "for probprompt alone"),
     ],
 )

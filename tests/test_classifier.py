@@ -591,13 +591,13 @@ def test_few_epochs_for_many_images_unless_they_are_set() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "probpromt"}, "did you mean 'probprompt'"),
+        ({"method": "probpromt"}, "Did you mean 'probprompt'"),
         ({"preset": "best"}, "'best'"),
         ({"method": "l2p", "preset": "flagship"}, "'flagship'"),
         ({"method": "joint"}, "'joint'"),
         ({"tasks": 5}, "data.tasks is for runs"),
         ({"compensate_drift": True}, "head.compensate_drift is for runs"),
-        ({"sample": 5}, "did you mean 'method.samples'"),
+        ({"sample": 5}, "Did you mean 'method.samples'"),
         ({"device": "tpu"}, "[Dd]evice 'tpu'"),
     ],
 )

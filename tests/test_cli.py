@@ -357,7 +357,7 @@ def test_mistakes_are_answered_in_words(
 
 
 def test_an_unknown_benchmark_is_answered_with_the_nearest(probprompt: Command) -> None:
-    for name, hint in (("emojir", "did you mean 'emoji-r'?"), ("xyz", "allowed: cifar100, cub200, emoji-r")):
+    for name, hint in (("emojir", "Did you mean 'emoji-r'?"), ("xyz", "Expected one of: cifar100, cub200, emoji-r")):
         message = mistake(probprompt("train", name))
         assert repr(name) in message and hint in message
 
@@ -434,7 +434,7 @@ def test_runs_are_compared_in_one_table() -> None:
 def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     shown_on = Screen()
     for text in ("runs/[bold]x[/bold]", "runs/:cat:", "a" * 200):
-        shown_on.say(text)
+        shown_on.print(text)
         assert capsys.readouterr().out == f"{text}\n"
     shown_on.listing(("name",), [("[red]:cat:",)])
     assert "[red]:cat:" in capsys.readouterr().out

@@ -173,7 +173,7 @@ def test_incomplete_and_missing_datasets(tmp_path: Path, check: Check) -> None:
     "arguments, problem",
     [
         (("/no/such/place",), "is no folder"),
-        ((".", "--benchmark", "cifar10"), "no published dataset is called 'cifar10': did you mean 'cifar100'?"),
+        ((".", "--benchmark", "cifar10"), "no published dataset is called 'cifar10'. Did you mean 'cifar100'?"),
         ((".", "--benchmark", "emoji-r"), "no published dataset is called 'emoji-r'"),
     ],
 )
@@ -294,7 +294,7 @@ def test_get_of_wrong_data(tmp_path: Path, probprompt: Command, small: None, mon
     assert code == 2 and "eb9058c3a382ffc7106e4002c42a8d85" in err
     assert hashlib.md5((tmp_path / "a.zip").read_bytes()).hexdigest() in err
     code, _, err = probprompt("data", "get", "cub")
-    assert code == 2 and "did you mean 'cub200'?" in err
+    assert code == 2 and "Did you mean 'cub200'?" in err
 
 
 def test_benchmarks_are_listed(home: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
     [
         (
             {"methods": ["probpromt"], "benchmarks": ["emojir"], "presets": ["mached"]},
-            ["'probpromt'. did you mean 'probprompt'", "'emoji-r'?", "'mached': did you mean 'matched'?"],
+            ["'probpromt'. Did you mean 'probprompt'", "'emoji-r'?", "'mached'. Did you mean 'matched'?"],
         ),
         ({"settings": {"training": {"epoch": 1}, "smaples": 2}}, ["'training.epochs'", "'smaples'"]),
         ({"vary": {"rates": [1]}, "settings": {}}, ["Unknown setting 'rates'"]),
@@ -176,7 +176,7 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
             [f"pictures/custom/{name},epochs=0: training.epochs: " for name in ("probprompt", "linear-probe")],
         ),
         ({"vary": {"training.epochs": [2, 2]}}, ["would lie in pictures/custom/probprompt,epochs=2/seed-0: name a"]),
-        ({"method": []}, ["'method': did you mean 'methods'?"]),
+        ({"method": []}, ["'method'. Did you mean 'methods'?"]),
         ({"methods": []}, ["the grid names no methods"]),
         ({"seeds": [-1]}, ["seeds.0: "]),
         ({"vary": {"training": {"epochs": 3}}}, ["vary.training.epochs: "]),

@@ -203,7 +203,7 @@ def test_sample_is_a_folder_of_images(tmp_path: Path, probprompt: Command) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("new", "--classes", "cats"), "'cats': did you mean 'cat'"),
+        (("new", "--classes", "cats"), "'cats'. Did you mean 'cat'"),
         (("new", "--classes", "21"), "there are 20 classes of pictures"),
         ((".",), "exists already"),
     ],

@@ -473,7 +473,7 @@ def test_numbers_go_to_hosted_trackers(tmp_path: Path, name: str, monkeypatch: p
     ]
 
 
-@pytest.mark.parametrize(("name", "message"), [("wandb", r"probprompt\[wandb\]"), ("wanb", "did you mean 'wandb'")])
+@pytest.mark.parametrize(("name", "message"), [("wandb", r"probprompt\[wandb\]"), ("wanb", "Did you mean 'wandb'")])
 def test_missing_trackers_are_named_before_any_work(
     pictures: Path, tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

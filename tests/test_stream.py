@@ -89,7 +89,7 @@ def test_impossible_splits(count: int, tasks: int) -> None:
         ([5, ["ant"]], "cannot be"),
         ([4, 4], r"\[4, 4\] add up to 8"),
         ([10, 0], "at least 1 class"),
-        ([["ant"], ["bee", "kat"]], "task 2 .*'kat': did you mean 'cat'"),
+        ([["ant"], ["bee", "kat"]], "task 2 .*'kat'. Did you mean 'cat'"),
         ([["ant", "bee"], ["cat"], ["ant"]], "'ant' is in task 1 and in task 3"),
         ([["ant"]], "bee, cat, dog, elk, fox and 4 more"),
         ([list(ANIMALS), []], "task 2"),
@@ -170,7 +170,7 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path, "cannot be read as a text file"),
         (tmp_path / "tasks.txt" / "below", "cannot be read as a text file"),
-        (tmp_path / "task.txt", r"did you mean '.*tasks.txt'\?"),
+        (tmp_path / "task.txt", r"Did you mean '.*tasks.txt'\?"),
         (tmp_path / "nowhere" / "tasks.txt", "no such file exists: allowed"),
     ):
         with pytest.raises(UserError, match=message):

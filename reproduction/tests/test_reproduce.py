@@ -316,7 +316,7 @@ def test_missing_weights_are_reported_with_a_remedy(backbone: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("tabel2",), "did you mean 'table2'"),
+        (("tabel2",), "Did you mean 'table2'"),
         (("table3", "--weights", "sup1k=file"), "ibot1k, dino1k"),
         (("table2", "--set", "method.nonsense=1"), "nonsense"),
     ],

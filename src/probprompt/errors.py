@@ -1,30 +1,29 @@
-"""What goes wrong by a user's mistake, and how it is said."""
+"""Errors that a user can correct, and the parts of their messages."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: the message says what was given, what is allowed, what to do next."""
+    """Error that the user can correct: the message states the value given, what is expected, and what to do."""
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
-    """The user stopped a command; the message says how to continue."""
+    """Interruption of a command by the user; the message states how to continue."""
 
 
 def suggest(value: str, options: Iterable[str]) -> str:
-    """Say the nearest valid names, or list them all where none is near.
+    """Return a sentence with the closest valid names, or with all names if none is close.
 
     >>> suggest("epoch", ["epochs", "batch"])
-    "did you mean 'epochs'?"
+    "Did you mean 'epochs'?"
     >>> suggest("zzz", ["b", "a"])
-    'allowed: a, b'
+    'Expected one of: a, b.'
     """
     names = sorted(set(options))
-    near = get_close_matches(value, names, n=3, cutoff=0.6)
-    if near:
-        return "did you mean " + " or ".join(repr(name) for name in near) + "?"
-    return "allowed: " + ", ".join(names)
+    if close := get_close_matches(value, names, n=3, cutoff=0.6):
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    return f"Expected one of: {', '.join(names)}."
 
 
 def shorten(items: Iterable[object], limit: int = 5) -> str:
@@ -33,13 +32,13 @@ def shorten(items: Iterable[object], limit: int = 5) -> str:
     >>> shorten(range(8), 3)
     '0, 1, 2 and 5 more'
     """
-    listed = [str(item) for item in items]
-    shown = ", ".join(listed[:limit])
-    return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+    texts = [str(item) for item in items]
+    first = ", ".join(texts[:limit])
+    return first if len(texts) <= limit else f"{first} and {len(texts) - limit} more"
 
 
 def one_line(problem: BaseException, limit: int = 300) -> str:
-    """What an error of another package says, on one line of so many letters at most.
+    """Return the message of an error of another package on one line of at most ``limit`` characters.
 
     >>> one_line(ValueError("no such split.\\n  choose train"))
     'no such split. choose train'
@@ -52,12 +51,12 @@ def one_line(problem: BaseException, limit: int = 300) -> str:
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "can't start new thread", "std::bad_alloc")
 
 
-def says_out_of_memory(problem: BaseException) -> bool:
-    """Whether an error means that memory was not enough: Python's own, the system's or PyTorch's.
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Return True if Python, PyTorch or the system reports that memory ran out.
 
-    >>> says_out_of_memory(MemoryError()), says_out_of_memory(RuntimeError("shapes differ"))
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
-    >>> says_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
     True
     """
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":

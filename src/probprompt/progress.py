@@ -1,11 +1,11 @@
-"""How long work reports its progress; the command line draws bars from it."""
+"""Progress of long work; the command line draws bars from it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class ProgressCallback:
-    """Receives stages, steps and messages; this one ignores them."""
+    """Receiver of stages, steps and messages; this one ignores them."""
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[None]:
@@ -14,7 +14,7 @@ class ProgressCallback:
 
     @contextmanager
     def transfer(self, name: str, total: int | None, done: int = 0) -> Iterator[None]:
-        """Start moving ``total`` bytes, of which some are done; None if unknown."""
+        """Start a transfer of ``total`` bytes, ``done`` of them finished; None if unknown."""
         yield
 
     def advance(self, steps: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from probprompt.backbones import weights_file
-from probprompt.errors import UserError, says_out_of_memory, shorten
+from probprompt.errors import UserError, is_out_of_memory, shorten
 from probprompt.hub import TIMEOUT, failures
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ def _build(checkpoint: Checkpoint, device: str) -> Any:
     except UserError as error:
         raise UserError(f"{checkpoint.name!r} cannot be prompted: {error}") from None
     except (NotImplementedError, RuntimeError) as error:
-        if says_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         # Some architectures read values while they are built, which "meta" lacks: no plain ViT does.
         raise UserError(f"{checkpoint.name!r} cannot be prompted: it is no plain ViT; {SUPPORTED}") from error

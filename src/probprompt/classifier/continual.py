@@ -262,7 +262,7 @@ class ContinualClassifier:
         if not self._kept:
             raise UserError("nothing is learned yet: call learn first")
         if name not in self.classes:
-            raise UserError(f"no class is called {name!r}: {suggest(str(name), self.classes)}")
+            raise UserError(f"no class is called {name!r}. {suggest(str(name), self.classes)}")
 
     def _append(
         self, what: str, classes: tuple[str, ...], images: int, note: str, state: State, ready: Predictor | None = None

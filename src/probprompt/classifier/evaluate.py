@@ -46,7 +46,7 @@ def evaluate(
     foreign = [name for name in given.classes if name not in names]
     if foreign:
         raise UserError(
-            f"{len(foreign)} class(es) are not known: {shorten(foreign)} ({suggest(foreign[0], names)}). Leave them "
+            f"{len(foreign)} class(es) are not known: {shorten(foreign)}. {suggest(foreign[0], names)} Leave them "
             "out, or give them as images of no known class (unknown, --unknown)"
         )
     rows = [names.index(name) for name in given.classes]

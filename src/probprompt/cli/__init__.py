@@ -8,7 +8,7 @@ import typer
 
 from probprompt import __version__
 from probprompt.cli import cmd_audit, cmd_bench, cmd_compare, cmd_data, cmd_model, cmd_share, cmd_train
-from probprompt.errors import Interrupted, UserError, says_out_of_memory
+from probprompt.errors import Interrupted, UserError, is_out_of_memory
 
 _INTERRUPTED = 130  # the exit code of a process that was interrupted
 _OUT_OF_MEMORY = (
@@ -73,7 +73,7 @@ def main(run: Callable[[], object] = _run_app) -> None:
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, "interrupted")
     except (MemoryError, RuntimeError, OSError) as problem:
-        if not says_out_of_memory(problem):
+        if not is_out_of_memory(problem):
             raise
         _exit(1, _OUT_OF_MEMORY)
 

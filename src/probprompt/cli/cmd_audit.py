@@ -74,14 +74,14 @@ def audit(
     _show_overview(screen, proofs) if len(proofs) > 1 else _show_checks(screen, proofs[0])
     for proof in proofs:
         for mark in proof.about["marks"]:
-            screen.say(f"{proof.subject}: {mark}")
-    screen.say(_statement(proofs[0].audit))
+            screen.print(f"{proof.subject}: {mark}")
+    screen.print(_statement(proofs[0].audit))
     for proof in proofs:
         if proof.written:
-            screen.say(f"proof: {proof.written}")
+            screen.print(f"proof: {proof.written}")
     if out:
         write_json(out, [proof.to_json() for proof in proofs] if len(proofs) > 1 else proofs[0].to_json())
-        screen.say(f"proof: {out}")
+        screen.print(f"proof: {out}")
     if not all(proof.audit.passed for proof in proofs):
         raise typer.Exit(1)
 
@@ -94,7 +94,7 @@ def _show_checks(screen: Screen, proof: "AuditReport") -> None:
     header = ("check", "compared", "worst", "allowed", "beyond", "changed", "")
     screen.listing(header, [_line(check) for check in outcome.checks])
     verdict = "predictions depend on their own image alone" if outcome.passed else f"LEAK: {', '.join(outcome.leaks)}"
-    screen.say(f"\n{verdict}")
+    screen.print(f"\n{verdict}")
 
 
 def _line(check: "Check") -> tuple[str, ...]:
@@ -116,11 +116,11 @@ def _show_overview(screen: Screen, proofs: "Sequence[AuditReport]") -> None:
         table.add_column(_WORDS.get(check.name, check.name), overflow="fold")
     for proof in proofs:
         table.add_row(proof.subject, *map(_verdict, proof.audit.checks))
-    screen.say("")
+    screen.print("")
     screen.console.print(table)
     leaking = [proof.subject for proof in proofs if not proof.audit.passed]
     verdict = f"LEAK: {', '.join(leaking)}" if leaking else "predictions of all depend on their own image alone"
-    screen.say(f"\n{verdict}\nThe columns in full, with numbers: probprompt audit --method NAME")
+    screen.print(f"\n{verdict}\nThe columns in full, with numbers: probprompt audit --method NAME")
 
 
 def _verdict(check: "Check") -> str:

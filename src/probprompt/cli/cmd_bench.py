@@ -75,7 +75,7 @@ def bench(
     if before:
         show_ratios(screen, before, record, ratios(before, record))
     if out:
-        screen.say(f"record: {out}")
+        screen.print(f"record: {out}")
 
 
 def bench_config(
@@ -107,7 +107,7 @@ def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
     from rich.table import Table
 
     screen.title(f"\n{entry['method']} on {entry['backbone']}, {entry['precision']}, {_machine(record)}")
-    screen.say(
+    screen.print(
         f"images of {entry['image_size']} px in batches of {entry['batch']}, task {entry['task']}, "
         f"{entry['classes']} classes seen\n"
     )
@@ -119,12 +119,12 @@ def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
     screen.console.print(table)
     if entry["stages"]:
         shares = ", ".join(f"{stage} {100 * share:.0f} %" for stage, share in entry["stages"].items())
-        screen.say(f"\na training step (slower steps of their own, stage by stage): {shares}")
+        screen.print(f"\na training step (slower steps of their own, stage by stage): {shares}")
     if entry["static"] and entry["training"]:
-        screen.say("\nFeatures that never change are computed once: training is that of the head alone.")
+        screen.print("\nFeatures that never change are computed once: training is that of the head alone.")
     rates = {"training": entry["training"], "inference": entry["inference"], "frozen pass": entry["frozen_pass"]}
     warm = ", ".join(f"{name} {_time(rate['warm_up_s'])}" for name, rate in rates.items() if rate)
-    screen.say(f"warm-up with whatever is compiled in it, not counted: {warm}")
+    screen.print(f"warm-up with whatever is compiled in it, not counted: {warm}")
 
 
 def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
@@ -167,13 +167,13 @@ def _show_costs(screen: Screen, record: "BenchRecord") -> None:
         training, memory = f"{trained['images_per_s']:,.0f}" if trained else DASH, entry["memory"]["training_peak"]
         rows.append((entry["method"], *figures, training, speed, _size(memory)))
     screen.figures(("", "prompts", "epoch", "FPS", "training", "inference", "memory"), rows)
-    screen.say(
+    screen.print(
         f"\nprompts: MB that a method adds to the backbone ({first['memory']['backbone'] / 1e6:.1f} MB); epoch: of "
         f"{EPOCH_IMAGES:,} images; FPS: one image at a time; training and inference: images/s in batches of "
         f"{first['batch']}; memory: peak in training without the images; -: nothing is trained"
     )
     if any(entry["static"] and entry["training"] for entry in record["results"]):
-        screen.say("Where features never change they are computed once: training is then that of the head alone.")
+        screen.print("Where features never change they are computed once: training is then that of the head alone.")
 
 
 def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord", found: "Sequence[Ratio]") -> None:
@@ -185,15 +185,15 @@ def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord", found
         for r in found
     ]
     if not rows:
-        screen.say("\nnothing in the earlier record can be compared with this one: other methods were measured")
+        screen.print("\nnothing in the earlier record can be compared with this one: other methods were measured")
         return
     screen.title(f"\nnow over {before['created']}")
     screen.figures(("", "before", "now", "ratio", ""), rows)
     for old, new in matched(before, now):
         for difference in differences(old, new):
-            screen.say(f"not the same, {new['method']}: {difference}")
+            screen.print(f"not the same, {new['method']}: {difference}")
     if _machine(before) != _machine(now):
-        screen.say(f"not the same machine: {_machine(before)} before, {_machine(now)} now")
+        screen.print(f"not the same machine: {_machine(before)} before, {_machine(now)} now")
 
 
 def _size(count: float | None) -> str:

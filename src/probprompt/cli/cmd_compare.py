@@ -76,7 +76,7 @@ def compare(
     spec = read_spec(grid, given, assignments or [], vary or [], options)
     whole = Grid(spec, out or Path("runs") / (grid.stem if grid else "compare"))
     if whole.left_out:
-        screen.say(f"left out, not offered: {whole.left_out}")
+        screen.print(f"left out, not offered: {whole.left_out}")
     try:
         actions = RunActions(api.start, api.resume, device)
         outcomes = whole.outcomes() if show_only else run_grid(whole, actions, screen, where)
@@ -102,12 +102,12 @@ def _present(screen: Screen, comparison: "Comparison", out: Path, book: Path | N
     for table in comparison.tables():
         screen.title(f"\n{table.caption}")
         if not show_table(screen, table):
-            screen.say("Without the standard deviations, for which this window is too narrow.")
+            screen.print("Without the standard deviations, for which this window is too narrow.")
         for note in table.notes:
-            screen.say(note)
-    screen.say("")
+            screen.print(note)
+    screen.print("")
     for path in files:
-        screen.say(f"written: {path}")
+        screen.print(f"written: {path}")
 
 
 def _conclude(screen: Screen, outcomes: "Sequence[Outcome]") -> None:
@@ -115,11 +115,11 @@ def _conclude(screen: Screen, outcomes: "Sequence[Outcome]") -> None:
     failed = [outcome for outcome in outcomes if outcome.problem]
     missing = [outcome for outcome in outcomes if not outcome.run and not outcome.problem]
     if missing:
-        screen.say(f"not run yet: {len(missing)} of {len(outcomes)} cells")
+        screen.print(f"not run yet: {len(missing)} of {len(outcomes)} cells")
     if failed:
-        screen.say(f"failed: {len(failed)} of {len(outcomes)} cells (the same command tries them again)")
+        screen.print(f"failed: {len(failed)} of {len(outcomes)} cells (the same command tries them again)")
         for outcome in failed:
-            screen.say(f"  {outcome.cell.folder}: {outcome.reason}")
+            screen.print(f"  {outcome.cell.folder}: {outcome.reason}")
         raise SystemExit(1)
 
 

@@ -37,9 +37,9 @@ def get_dataset(
         dataset = get(kind, to, url, file, screen)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command goes on from here") from None
-    screen.say(f"{name}: {dataset.place}")
+    screen.print(f"{name}: {dataset.place}")
     if to is not None and dataset.place.parent != data_folder():
-        screen.say(f"for it to be found there: export {PLACE}={quote(str(dataset.place.parent))}")
+        screen.print(f"for it to be found there: export {PLACE}={quote(str(dataset.place.parent))}")
     _check(dataset, quick, screen)
 
 
@@ -68,7 +68,7 @@ def write_pictures(
 
     named = int(classes) if classes.isdecimal() else [name.strip() for name in classes.split(",")]
     root = write_sample(folder, named, images, test)
-    Screen().say(f"written: {root} ({', '.join(path.name for path in subfolders(root))})")
+    Screen().print(f"written: {root} ({', '.join(path.name for path in subfolders(root))})")
 
 
 def list_benchmarks(screen: Screen) -> None:
@@ -85,7 +85,7 @@ def list_benchmarks(screen: Screen) -> None:
     for form, other in (("FOLDER", datasets.Folder), ("hf:OWNER/NAME", HubDataset)):
         rows.append((form, other.summary, f"{other.tasks} tasks", ""))
     screen.listing(("benchmark", "what it is", "usually", "here"), rows)
-    screen.say(f"{place}; what is not there is fetched with: probprompt data get NAME")
+    screen.print(f"{place}; what is not there is fetched with: probprompt data get NAME")
 
 
 def _here(kind: "type[Benchmark]") -> str:
@@ -118,7 +118,7 @@ def _published(name: str) -> "type[Dataset]":
 
     known = {key: source for key, source in datasets.registered().items() if issubclass(source, Dataset)}
     if name not in known:
-        raise UserError(f"no published dataset is called {name!r}: {suggest(name, known)}")
+        raise UserError(f"no published dataset is called {name!r}. {suggest(name, known)}")
     return known[name]
 
 
@@ -127,12 +127,12 @@ def _check(dataset: "Benchmark", quick: bool, screen: Screen) -> None:
 
     report = check(dataset, screen, quick)
     for line in report.facts:
-        screen.say(line)
+        screen.print(line)
     for line in report.notes:
-        screen.say(f"note: {line}")
+        screen.print(f"note: {line}")
     for line in report.problems:
-        screen.say(f"TROUBLE: {line}")
+        screen.print(f"TROUBLE: {line}")
     if report.problems:
-        screen.say(f"{len(report.problems)} kind(s) of trouble")
+        screen.print(f"{len(report.problems)} kind(s) of trouble")
         raise typer.Exit(1)
-    screen.say("all is well")
+    screen.print("all is well")

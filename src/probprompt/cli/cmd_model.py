@@ -82,23 +82,25 @@ def learn(
 
 def _show_lesson(screen: Screen, model: Path, classifier: "ContinualClassifier", report: "LearnReport") -> None:
     for warning in report.warnings:
-        screen.say(warning)
+        screen.print(warning)
     new = f"{len(report.classes)} new class(es)" if report.classes else ""
     more = f"more images of {shorten(report.refined)}" if report.refined else ""
     what = " and ".join(part for part in (new, more) if part)
-    screen.say(f"{report.images} images in {report.seconds:.1f} s: {what}; {len(classifier.classes)} classes are known")
+    screen.print(
+        f"{report.images} images in {report.seconds:.1f} s: {what}; {len(classifier.classes)} classes are known"
+    )
     if report.calibration_error is not None:
         error = 100 * report.calibration_error
-        screen.say(f"probabilities are off by {error:.1f} % on average, on images held out")
+        screen.print(f"probabilities are off by {error:.1f} % on average, on images held out")
     else:
-        screen.say("too few images were held out to say how far probabilities are off")
+        screen.print("too few images were held out to say how far probabilities are off")
     if report.retention:
-        screen.say("old classes that may now be taken for new ones, by their stored statistics:")
+        screen.print("old classes that may now be taken for new ones, by their stored statistics:")
         rows = [(risk.old, risk.new, f"{100 * risk.share:.0f} %") for risk in report.retention[:_MOST_RISKS]]
         screen.listing(("class", "taken for", "how often"), rows)
     elif classifier.task_count > 1 and report.classes:
-        screen.say("no old class is at risk of being taken for a new one, by their stored statistics")
-    screen.say(f"version {report.version} saved: {model}")
+        screen.print("no old class is at risk of being taken for a new one, by their stored statistics")
+    screen.print(f"version {report.version} saved: {model}")
 
 
 def forget(model: Model, name: Annotated[str, Argument(metavar="CLASS", help="The class to forget.")]) -> None:
@@ -106,8 +108,8 @@ def forget(model: Model, name: Annotated[str, Argument(metavar="CLASS", help="Th
     with _changing(model) as classifier:
         classifier.forget(name)
     screen = Screen()
-    screen.say(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
-    screen.say(
+    screen.print(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
+    screen.print(
         f"versions before it still know the class until {classifier.keep_versions} newer ones have taken their place; "
         "prompts that adapted to it in the first lesson stay as they are"
     )
@@ -121,7 +123,7 @@ def rename(
     """Give a class another name."""
     with _changing(model) as classifier:
         classifier.rename(old, new)
-    Screen().say(f"{old!r} is now called {new!r}; version {classifier.version}")
+    Screen().print(f"{old!r} is now called {new!r}; version {classifier.version}")
 
 
 def rollback(
@@ -130,7 +132,7 @@ def rollback(
     """Make an earlier version the current one again; no version is lost by it."""
     with _changing(model) as classifier:
         classifier.rollback(to)
-    Screen().say(f"version {classifier.version} is version {to} again: {len(classifier.classes)} classes")
+    Screen().print(f"version {classifier.version} is version {to} again: {len(classifier.classes)} classes")
 
 
 @contextmanager
@@ -200,7 +202,7 @@ def predict(
     if failed == total:
         raise UserError(f"none of {total} file(s) could be read")
     if failed:
-        screen.say(f"{failed} of {total} file(s) could not be read")
+        screen.print(f"{failed} of {total} file(s) could not be read")
 
 
 def _write_text(answer: "Prediction") -> None:
@@ -269,19 +271,19 @@ def _show_evaluation(screen: Screen, found: "Evaluation") -> None:
     screen.title("\naccuracy in %")
     screen.figures(("task", "classes", "images", "when learned", "now"), tasks)
     screen.figures(("class", "now"), [(name, _percent(score)) for name, score in found.per_class.items()])
-    screen.say(f"\noverall: {found.accuracy:.1f} % of {found.images} images")
+    screen.print(f"\noverall: {found.accuracy:.1f} % of {found.images} images")
     if found.forgetting is not None:
-        screen.say(f"forgotten since it was learned: {found.forgetting:.1f} points, on average over earlier tasks")
-    screen.say(f"probabilities are off by {100 * found.calibration_error:.1f} % on average")
-    screen.say(f"marked as none of these: {found.flagged:.1f} % of these images")
+        screen.print(f"forgotten since it was learned: {found.forgetting:.1f} points, on average over earlier tasks")
+    screen.print(f"probabilities are off by {100 * found.calibration_error:.1f} % on average")
+    screen.print(f"marked as none of these: {found.flagged:.1f} % of these images")
     if found.auroc is not None and found.fpr_at_95 is not None and found.unknown_flagged is not None:
-        screen.say(f"and {found.unknown_flagged:.1f} % of the {found.unknown_images} of no known class")
-        screen.say(
+        screen.print(f"and {found.unknown_flagged:.1f} % of the {found.unknown_images} of no known class")
+        screen.print(
             f"AUROC {found.auroc:.3f}; at a threshold that 95 % of these known images pass, "
             f"{100 * found.fpr_at_95:.1f} % of the others would pass, too"
         )
     for name, reason in found.unreadable:
-        screen.say(f"not read: {_printable(name)}: {reason}")
+        screen.print(f"not read: {_printable(name)}: {reason}")
 
 
 def _percent(value: float | None) -> str:

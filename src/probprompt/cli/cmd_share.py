@@ -37,9 +37,9 @@ def export(
         done = export_onnx(model, out or Path(f"{model.resolve().name}.onnx"))
         screen.advance(1)
     size, outputs = f"{len(done.classes)} classes, {done.bytes / 1e6:.1f} MB", " and ".join(done.outputs)
-    screen.say(f"{done.path}: {size}; answers {outputs}")
+    screen.print(f"{done.path}: {size}; answers {outputs}")
     batches, difference = ", ".join(map(str, BATCHES)), f"{done.difference:.0e}"
-    screen.say(f"checked with onnxruntime on batches of {batches}: probabilities differ by {difference} from torch's")
+    screen.print(f"checked with onnxruntime on batches of {batches}: probabilities differ by {difference} from torch's")
 
 
 def push(
@@ -57,8 +57,8 @@ def push(
     done = push_pull.push(model, repository, private=private, with_statistics=with_statistics, progress=screen)
     _show_transfer(screen, done)
     if not done.statistics:
-        screen.say("without what further learning needs: add it with --with-statistics")
-    screen.say(f"to fetch it: probprompt pull {quote(repository)} FOLDER")
+        screen.print("without what further learning needs: add it with --with-statistics")
+    screen.print(f"to fetch it: probprompt pull {quote(repository)} FOLDER")
 
 
 def pull(
@@ -76,11 +76,11 @@ def pull(
     done = push_pull.pull(repository, model, revision=revision, weights=weights, progress=screen)
     _show_transfer(screen, done)
     without = "predicts, but was published without what learning needs"
-    screen.say(f"{model}: {'can learn further classes' if done.statistics else without}")
+    screen.print(f"{model}: {'can learn further classes' if done.statistics else without}")
 
 
 def _show_transfer(screen: Screen, done: "Moved") -> None:
-    screen.say(f"{done.url} at {done.commit[:12]}: {done.files} files, {done.bytes / 1e6:.1f} MB, all verified")
+    screen.print(f"{done.url} at {done.commit[:12]}: {done.files} files, {done.bytes / 1e6:.1f} MB, all verified")
 
 
 def serve(
@@ -125,14 +125,14 @@ def serve(
 
         def ready(service: object) -> None:
             page = address if token else f"{address}/#token={access.token}"
-            screen.say(f"serving {model} at {address}")
-            screen.say(f"open {page}")
+            screen.print(f"serving {model} at {address}")
+            screen.print(f"open {page}")
             if not access.loopback:
-                screen.say("every request needs the token; the connection is not encrypted: put TLS before it")
-            screen.say("stop with Ctrl-C: lessons that were accepted are kept and taken up at the next start")
+                screen.print("every request needs the token; the connection is not encrypted: put TLS before it")
+            screen.print("stop with Ctrl-C: lessons that were accepted are kept and taken up at the next start")
 
         routes.serve(model, listening, access, limits, device, ready)
-    screen.say("stopped")
+    screen.print("stopped")
 
 
 def _read_token(file: Path | None) -> str | None:

@@ -42,8 +42,8 @@ def demo(
     folder = out or api.free_folder(Path("runs"), "demo")
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another folder with --out")
-    screen.say("20 classes of emoji arrive in 5 tasks; old images are never seen again.")
-    screen.say("The test images are drawn in styles that training never shows.\n")
+    screen.print("20 classes of emoji arrive in 5 tasks; old images are never seen again.")
+    screen.print("The test images are drawn in styles that training never shows.\n")
     runs = []
     for method, preset, settings in presets.DEMO:
         screen.title(f"{method}: {methods.find(method).summary}")
@@ -57,10 +57,10 @@ def demo(
     picture = save_overview(folders, folder / "overview.png")
     page = write_report(folders, folder / "report.html")
     screen.compare(runs)
-    screen.say("All three heads read the same blocks of the backbone. RanPAC has no prompts.")
-    screen.say("docs/demo.md explains what this shows and what it does not.\n")
-    screen.say(f"picture: {picture}")
-    screen.say(f"report: {page}")
+    screen.print("All three heads read the same blocks of the backbone. RanPAC has no prompts.")
+    screen.print("docs/demo.md explains what this shows and what it does not.\n")
+    screen.print(f"picture: {picture}")
+    screen.print(f"report: {page}")
 
 
 def train(
@@ -212,7 +212,7 @@ def report(
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     for folder in runs:
         Run.open(folder)
-    Screen().say(f"report: {write_report(runs, target)}")
+    Screen().print(f"report: {write_report(runs, target)}")
 
 
 def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
@@ -235,7 +235,7 @@ def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
             for one in pretrained.known()
         ]
         screen.listing(("backbone", "what it is", "on this machine"), listed)
-        screen.say(
+        screen.print(
             "Any other plain timm ViT by its arch.tag, fetched unless it is in the cache of the hub or of torch.hub; a "
             "local file with --weights FILE (safetensors, npz, pth)."
         )
@@ -252,8 +252,8 @@ def cache(
 
     screen, images = Screen(), ImageCache.usual()
     if images is None:
-        screen.say("Decoded images are not kept: the cache is switched off.")
+        screen.print("Decoded images are not kept: the cache is switched off.")
         return
     if keep is not None:
-        screen.say(f"removed: {images.clean(round(keep * 1e9)) / 1e9:.2f} GB")
-    screen.say(f"{images.folder}: {images.size() / 1e9:.2f} GB of decoded images")
+        screen.print(f"removed: {images.clean(round(keep * 1e9)) / 1e9:.2f} GB")
+    screen.print(f"{images.folder}: {images.size() / 1e9:.2f} GB of decoded images")

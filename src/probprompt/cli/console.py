@@ -80,7 +80,7 @@ class Screen(ProgressCallback):
         self._progress: Progress | None = None
         self._remark = ""
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line as it is."""
         self.console.print(text, soft_wrap=True)
 
@@ -105,7 +105,7 @@ class Screen(ProgressCallback):
             finally:
                 self._progress = None
         if not self.console.is_terminal:
-            self.say(f"{description}: done{', ' + self._remark if self._remark else ''}")
+            self.print(f"{description}: done{', ' + self._remark if self._remark else ''}")
 
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
@@ -136,7 +136,7 @@ class Screen(ProgressCallback):
         if self._progress:
             self._progress.update(self._bar, remark=text)
 
-    note = say
+    note = print
 
     def figures(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table of names and numbers."""
@@ -174,7 +174,7 @@ class Screen(ProgressCallback):
         """A row that is too wide for one line: its name, and under it what the columns say."""
         from rich.padding import Padding
 
-        self.say(name)
+        self.print(name)
         for heading, text in parts:
             told = f"{heading}: {text}" if heading else text
             self.console.print(Padding(told, (0, 0, 0, 2), expand=False))
@@ -183,10 +183,10 @@ class Screen(ProgressCallback):
         """The outcome of a run."""
         self.compare([run])
         for mark in run.record.marks:
-            self.say(f"not to be compared: {mark}")
+            self.print(f"not to be compared: {mark}")
         for name in run.record.skipped:
-            self.say(f"skipped, unreadable: {name}")
-        self.say(f"report: {run.report}")
+            self.print(f"skipped, unreadable: {name}")
+        self.print(f"report: {run.report}")
 
     def compare(self, runs: Sequence[Run]) -> None:
         """The outcomes of several runs."""
@@ -194,9 +194,9 @@ class Screen(ProgressCallback):
             self._matrix(run)
         keys = ("FAA", "CAA", "forgetting")
         rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
-        self.say("")
+        self.print("")
         self.figures(("", *keys), rows)
-        self.say("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
+        self.print("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
 
     def _matrix(self, run: Run) -> None:
         record, matrix = run.record, run.matrix

@@ -37,7 +37,7 @@ class GridScreen(Screen, GridCallback):
         """A bar for the whole grid."""
         self._number, self._total = finished, total
         if finished:
-            self.say(f"{finished} of {total} cells are finished already")
+            self.print(f"{finished} of {total} cells are finished already")
         with self._bars(14, MofNCompleteColumn(), _Left(), REMARK) as progress:
             self._cells = progress.add_task("cells", total=total, completed=finished, remark="", left=self._told_left)
             self._whole = progress
@@ -60,7 +60,7 @@ class GridScreen(Screen, GridCallback):
         else:
             told = f"failed: {outcome.reason}"
         left = self._told_left()
-        self.say(f"[{self._number}/{self._total}] {outcome.cell.name}: {told}{left and f'; {left}'}")
+        self.print(f"[{self._number}/{self._total}] {outcome.cell.name}: {told}{left and f'; {left}'}")
         if self._whole:
             self._whole.advance(self._cells)
 
@@ -98,7 +98,7 @@ def show_table(screen: Screen, table: Table) -> bool:
         columns = [table.columns[index] for index in chosen]
         part = Table(place.label, columns, [(row, cells) for row, cells in rows if _has_runs(columns, cells)])
         if len(table.places) > 1:
-            screen.say(place.label)
+            screen.print(place.label)
         whole &= _show_place(screen, part)
     return whole
 

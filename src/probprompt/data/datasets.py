@@ -173,7 +173,7 @@ def find(name: str, test: str | None = None, test_fraction: float = 0.2, root: s
     if path.is_dir():
         return Folder(path, Path(test).expanduser() if test else None, test_fraction)
     problem = "is a file, not a folder" if path.exists() else "is neither a benchmark nor a folder"
-    raise UserError(f"{name!r} {problem}: {suggest(name, registered())}, or the path of a folder of class folders")
+    raise UserError(f"{name!r} {problem}. Pass a benchmark or a folder of class folders. {suggest(name, registered())}")
 
 
 def stratified_split(

@@ -171,7 +171,7 @@ def _named(ids: dict[str, int], groups: Sequence[Sequence[object]]) -> list[int]
                 raise UserError(f"task {task} has {name!r} where the name of a class is due")
             name = spelled.get(unicodedata.normalize("NFC", name), name)
             if name not in ids:
-                raise UserError(f"task {task} has an unknown class {name!r}: {suggest(name, ids)}")
+                raise UserError(f"task {task} has an unknown class {name!r}. {suggest(name, ids)}")
             if name in home:
                 raise UserError(f"the class {name!r} is in task {home[name]} and in task {task}: keep one")
             home[name] = task
@@ -205,7 +205,7 @@ def _nearest_file(path: Path) -> str:
     except OSError:  # no such folder either
         return ""
     near = get_close_matches(path.name, names, n=1)
-    return f" (did you mean {str(path.with_name(near[0]))!r}?)" if near else ""
+    return f" (Did you mean {str(path.with_name(near[0]))!r}?)" if near else ""
 
 
 def _parse_json(content: str, source: str) -> tuple[tuple[str, ...], ...]:

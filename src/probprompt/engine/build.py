@@ -14,7 +14,7 @@ from probprompt.backbones.vit import DTYPES, Precision
 from probprompt.config import BackboneConfig, RunConfig
 from probprompt.data.transforms import Preprocessor
 from probprompt.engine.model import PromptedModel
-from probprompt.errors import UserError, says_out_of_memory, suggest
+from probprompt.errors import UserError, is_out_of_memory, suggest
 from probprompt.heads import make_head
 from probprompt.heads.closed_form import ClosedFormSettings
 from probprompt.methods import Method, Shape
@@ -118,7 +118,7 @@ def fill(model: PromptedModel, tensors: Mapping[str, Tensor]) -> None:
         if model.method.trains_backbone:
             model.backbone.load_state_dict(group(tensors, "backbone"))
     except RuntimeError as problem:
-        if says_out_of_memory(problem):  # load_state_dict wraps this error
+        if is_out_of_memory(problem):  # load_state_dict wraps this error
             raise torch.OutOfMemoryError(problem) from problem
         raise ValueError(problem) from problem
     model.head.restore(group(tensors, "head"))

@@ -99,7 +99,7 @@ def parse_spec(given: Mapping[str, Any]) -> GridSpec:
 def _explain(error: Any) -> str:
     where = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        return f"a grid has no entry {where!r}: {suggest(where, GridSpec.model_fields)}"
+        return f"a grid has no entry {where!r}. {suggest(where, GridSpec.model_fields)}"
     if error["type"] in ("missing", "too_short"):
         return f"the grid names no {where}: give at least one"
     return f"{'.'.join(map(str, error['loc']))}: {error['msg']}, not {error['input']!r}"
@@ -332,7 +332,7 @@ class Grid:
 def _check_preset(name: str) -> None:
     known = (*presets.NAMES, CUSTOM)
     if name not in known:
-        raise UserError(f"no preset is called {name!r}: {suggest(name, known)}")
+        raise UserError(f"no preset is called {name!r}. {suggest(name, known)}")
 
 
 def _check_names(spec: GridSpec) -> None:

@@ -54,7 +54,7 @@ TRACKERS = {"tensorboard": ("torch.utils.tensorboard", "track"), "trackio": ("tr
 def check_tracker(name: str) -> ModuleType:
     """Refuse a tracker that is not known or not installed, before any work is done."""
     if name not in TRACKERS:
-        raise UserError(f"no tracker is called {name!r}: {suggest(name, TRACKERS)}")
+        raise UserError(f"no tracker is called {name!r}. {suggest(name, TRACKERS)}")
     module, extra = TRACKERS[name]
     try:
         return import_module(module)

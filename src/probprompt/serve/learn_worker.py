@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from probprompt.classifier import changing
 from probprompt.classifier.lesson import Known
 from probprompt.classifier.outputs import LearnReport
-from probprompt.errors import UserError, says_out_of_memory
+from probprompt.errors import UserError, is_out_of_memory
 from probprompt.progress import ProgressCallback
 from probprompt.serve.schemas import Progress
 
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     except UserError as problem:
         write(Message(error=str(problem)))
     except (MemoryError, RuntimeError, OSError) as problem:
-        if not says_out_of_memory(problem):
+        if not is_out_of_memory(problem):
             raise
         reason = "there is not enough memory to learn this; the model is as it was. Teach fewer images at a time"
         write(Message(error=reason))

@@ -151,5 +151,5 @@ def _chosen(wanted: Sequence[str] | int) -> tuple[str, ...]:
         return known[:wanted]
     for name in wanted:
         if name not in known:
-            raise UserError(f"there are no pictures of {name!r}: {suggest(name, known)}")
+            raise UserError(f"there are no pictures of {name!r}. {suggest(name, known)}")
     return tuple(dict.fromkeys(wanted))
