@@ -1,4 +1,4 @@
-# Two commands: `make demo` shows what it does, `make test` checks everything. Both install what they need first.
+# `make demo` runs the demo, `make test` checks everything. Both install what they need first.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -20,9 +20,9 @@ docs: .venv/installed-dev
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "probprompt needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
+		|| { echo "probprompt needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing into .venv (PyTorch is several GB: some minutes the first time) ..."
+	@echo "Installing into .venv (PyTorch is several GB; this takes a few minutes the first time) ..."
 	@$(PIP) --editable .
 	@touch $@
 
@@ -31,12 +31,12 @@ docs: .venv/installed-dev
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-browser:  # for the tests of the served page; elsewhere they are skipped and say why
+browser:  # for the tests of the served page; elsewhere they are skipped
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium for the tests ..." \
 			&& apt-get -qq update >/dev/null \
 			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } \
-		|| echo "There is no Chromium, and it cannot be installed here: the tests of the served page are skipped."
+		|| echo "Chromium not found and cannot be installed: the tests of the served page are skipped."
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
-"""Runs the command line for many callers: importing torch takes seconds, so it is done once and then forked.
+"""Run the command line for many callers in forks of one process, since importing torch takes seconds.
 
-Started with the path of a socket, it answers each caller's working folder, environment, arguments and open files
-with the exit code of the real command.
+The argument is the path of a socket. Callers send their working folder, environment, arguments and open files, and get
+the exit code of the command.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 CLIENT = """#!{python}
 import json, os, socket, sys
 program = os.path.basename(sys.argv[0])
-if sys.argv[1:2] == ["serve"]:  # is stopped by a signal, and so a process of its own
+if sys.argv[1:2] == ["serve"]:  # is stopped by a signal, so it needs a separate process
     os.execv(sys.executable, [sys.executable, "-m", "probprompt", *sys.argv[1:]])
 if program == "python":
     if sys.argv[1:3] != ["-m", "reproduction"]:
@@ -22,28 +22,28 @@ if program == "python":
     program, sys.argv = "reproduction", sys.argv[2:]
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({path!r})
-    asked = {{"arguments": [program, *sys.argv[1:]], "folder": os.getcwd(), "environment": dict(os.environ)}}
-    told = json.dumps(asked).encode()
-    socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
-    server.sendall(told)
+    request = {{"arguments": [program, *sys.argv[1:]], "folder": os.getcwd(), "environment": dict(os.environ)}}
+    message = json.dumps(request).encode()
+    socket.send_fds(server, [len(message).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(message)
     sys.exit(int(server.recv(16) or b"70"))
 """
 
 
 def _serve(connection: socket.socket) -> None:
     head, files, _, _ = socket.recv_fds(connection, 8, 3)
-    told = b""
-    while len(told) < int.from_bytes(head, "big"):
-        told += connection.recv(1 << 16)
-    asked = json.loads(told)
+    message = b""
+    while len(message) < int.from_bytes(head, "big"):
+        message += connection.recv(1 << 16)
+    request = json.loads(message)
     child = os.fork()
     if child == 0:
         for number, file in enumerate(files):
             os.dup2(file, number)
-        os.chdir(asked["folder"])
+        os.chdir(request["folder"])
         os.environ.clear()
-        os.environ.update(asked["environment"])
-        sys.argv = asked["arguments"]
+        os.environ.update(request["environment"])
+        sys.argv = request["arguments"]
         code = 70  # of an exception that the program does not handle
         try:
             PROGRAMS[sys.argv[0]]()

@@ -430,7 +430,7 @@ def test_the_most_similar_entry_is_compared_with_and_what_differs_is_said() -> N
 
 # The command ----------------------------------------------------------------------------------------------------
 
-QUICK = ("--backbone", "test_vit", "--image-size", "32", "--batch", "4", "--seconds", "0.01", "--set", "tasks=[3, 2]")
+QUICK = ("--backbone=test_vit", "--image-size=32", "--batch-size=4", "--seconds=0.01", "--set", "tasks=[3, 2]")
 
 
 @pytest.fixture
@@ -443,23 +443,23 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_method_is_measured_recorded_and_compared(probprompt: Command, here: Path) -> None:
     answer = probprompt("bench", *QUICK, "--out", "first.json")
     assert answer.code == 0, answer.err
-    assert "probprompt on test_vit, fp32" in answer.out and "images of 32 px in batches of 4" in answer.out
-    for words in ("training", "inference, two passes", "one image alone", "of the peak", "warm-up", "backward"):
+    assert "probprompt on test_vit, fp32" in answer.out and "Batches of 4 images of 32 px" in answer.out
+    for words in ("training", "inference, two passes", "one image", "of the peak", "Warm-up", "backward"):
         assert words in answer.out
     (found,) = results.read_record(here / "first.json")["results"]
     assert found["config"]["data"]["tasks"] == [3, 2] and found["classes"] == 5
-    again = probprompt("bench", *QUICK, "--batch", "6", "--against", "first.json")
+    again = probprompt("bench", *QUICK, "--batch-size", "6", "--compare-to", "first.json")
     assert again.code == 0, again.err
-    assert "ratio" in again.out and "not the same, probprompt: batch 4 before, 6 now" in again.out
+    assert "ratio" in again.out and "Different settings, probprompt: batch 4 before, 6 now" in again.out
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     (
-        (("--method", "ranpac"), "inference  "),
-        (("--method", "ranpac", "--set", "head.flip_average=true"), "inference, two passes"),
+        (("--methods", "ranpac"), "inference  "),
+        (("--methods", "ranpac", "--set", "head.flip_average=true"), "inference, two passes"),
         (("--set", "evaluation_draws=5"), "inference, 6 passes"),
-        (("--method", "l2p", "--set", "head.kind=ridge", "--set", "head.flip_average=true"), "inference, four passes"),
+        (("--methods", "l2p", "--set", "head.kind=ridge", "--set", "head.flip_average=true"), "inference, four passes"),
     ),
 )
 def test_it_is_told_how_many_passes_a_prediction_takes(
@@ -474,7 +474,7 @@ def test_a_cost_table_of_several_methods(probprompt: Command, here: Path) -> Non
     assert answer.code == 0, answer.err
     lines = {line.split()[0]: line.split() for line in answer.out.splitlines() if line.strip()}
     assert lines["apt"][1] == "0.00" and lines["lda"].count("-") == 3
-    assert "24,000 images" in answer.out and "head alone" in answer.out
+    assert "24,000 images" in answer.out and "only the head" in answer.out
 
 
 def test_what_was_measured_stays_where_the_rest_is_cut_off(
@@ -497,17 +497,16 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--method", "prob-prompt"), "Did you mean 'probprompt'"),
+        (("--methods", "prob-prompt"), "Did you mean 'probprompt'"),
         (("--methods", "apt,vqprompt"), "Did you mean 'vq-prompt'"),
-        (("--methods", "all", "--method", "apt"), "--methods and --method cannot be combined"),
         (("--backbone", "vit_bse_patch16_224"), "vit_base_patch16_224"),
         (("--out", "nowhere/bench.json"), "there is no folder"),
-        (("--against", "absent.json"), "cannot be read"),
-        (("--against", "other.json"), "is no record of probprompt bench"),
-        (("--against", "later.json"), "has format 99"),
-        (("--against", "changed.json"), "was changed by hand"),
+        (("--compare-to", "absent.json"), "cannot be read"),
+        (("--compare-to", "other.json"), "is no record of probprompt bench"),
+        (("--compare-to", "later.json"), "has format 99"),
+        (("--compare-to", "changed.json"), "was changed by hand"),
         (("--set", "sample=3"), "Did you mean"),
-        (("--preset", "flagship", "--method", "apt"), "for probprompt alone"),
+        (("--preset", "flagship", "--methods", "apt"), "for probprompt alone"),
     ],
 )
 def test_mistakes_are_answered_in_words(

@@ -458,8 +458,8 @@ def test_cache_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probprom
     (tmp_path / "images" / "old").mkdir(parents=True)
     with (tmp_path / "images" / "old" / "pixels.u8").open("wb") as stream:
         stream.truncate(50_000_000)
-    assert "0.05 GB" in probprompt("cache").out
-    printed = probprompt("cache", "--keep", "0").out
-    assert "removed: 0.05 GB" in printed and "0.00 GB of decoded images" in " ".join(printed.split())
+    assert "0.05 GB" in probprompt("data", "cache").out
+    printed = probprompt("data", "cache", "--max-size", "0").out
+    assert "Deleted 0.05 GB" in printed and "0.00 GB of decoded images" in " ".join(printed.split())
     monkeypatch.setenv("PROBPROMPT_CACHE", "off")
-    assert "switched off" in probprompt("cache").out
+    assert "switched off" in probprompt("data", "cache").out

@@ -1,24 +1,27 @@
-"""The command line as a user meets it: what it prints, what it leaves, and how it answers mistakes."""
+"""The command line: help, output, files, and errors."""
 
 import io
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 
 import probprompt as package
-from probprompt import api, methods, presets
+from probprompt import api, cli, methods, presets
 from probprompt.backbones import pretrained
+from probprompt.cli import app, console
 from probprompt.cli.console import Screen
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.data import emoji_r
@@ -27,7 +30,7 @@ from probprompt.heads.closed_form import RidgeSettings
 from probprompt.runs import train
 from probprompt.runs.run import Run, RunRecord
 
-TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32", "--batch", "8", "--epochs", "1")
+TINY = ("--backbone", "test_vit", "--weights", "random", "--set", "image_size=32", "--batch-size", "8", "--epochs", "1")
 PROBE = ("--method", "linear-probe", *TINY)
 
 Command = Callable[..., Any]  # arguments to (exit code, output, errors)
@@ -35,7 +38,7 @@ Command = Callable[..., Any]  # arguments to (exit code, output, errors)
 
 @pytest.fixture
 def probprompt(probprompt: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """The command line, in an empty folder of its own."""
+    """The command line in an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("COLUMNS", "80")
@@ -44,19 +47,19 @@ def probprompt(probprompt: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Settings of runs that a command would carry out; none is."""
-    found: list[RunConfig] = []
+    """Settings of runs that a command would start; none is started."""
+    configs: list[RunConfig] = []
 
     def start(config: RunConfig, *_: object) -> None:
-        found.append(config)
+        configs.append(config)
         raise SystemExit(0)
 
     monkeypatch.setattr(api, "start", start)
-    return found
+    return configs
 
 
-def mistake(answer: Any) -> str:
-    """The message of a command that was refused."""
+def error(answer: Any) -> str:
+    """The message of a command with wrong input."""
     assert answer.code == 2, answer
     assert answer.err.startswith("error: ") and "Traceback" not in answer.err
     return str(answer.err)
@@ -68,13 +71,81 @@ def has_row(output: str, run: Run) -> bool:
     return re.search(rf"^{run.config.method.name} +{values}$", output, re.MULTILINE) is not None
 
 
-def test_help_names_commands_and_options(probprompt: Command) -> None:
-    answer, training = probprompt("--help"), probprompt("train", "--help")
-    assert answer.code == training.code == 0 and answer.err == "" and probprompt("-h").out == answer.out
-    assert all(name in answer.out for name in ("demo", "train", "compare", "list", "report", "learn", "rollback"))
-    options = "preset tasks test backbone weights seed order-seed validate set config resume track"
-    assert all(f"--{option}" in training.out for option in options.split())
+def commands(command: Any, words: str = "probprompt") -> Iterator[tuple[str, Any]]:
+    """All commands and groups, by what a user types."""
+    yield words, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, f"{words} {name}")
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def test_help_shows_panels_hint_and_exit_codes(probprompt: Command) -> None:
+    answer = probprompt("--help")
+    assert answer.code == 0 and answer.err == "" and probprompt("-h").out == answer.out
+    parts = ["New here? Run 'probprompt demo'", "Use a model", "Run experiments", "Project", "Exit codes"]
+    assert sorted(parts, key=answer.out.index) == parts
     assert probprompt("--version") == (0, f"probprompt {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_is_short(words: str) -> None:
+    command = COMMANDS[words]
+    for line in command.help.split("\n\n"):
+        assert len(line) <= 110 and line == line.strip() and "\n" not in line
+    assert len(command.help.split("\n")[0]) <= 70 or words == "probprompt"
+    for param in command.params:
+        assert param.name.endswith("_completion") or re.fullmatch(r".{5,74}\.", param.help), (param.name, param.help)
+        assert param.param_type_name == "argument" or all(name.islower() for name in param.opts)
+
+
+def test_names_of_presets_are_those_of_presets() -> None:
+    assert tuple(console.PRESETS) == presets.NAMES
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("train --method l2", ["l2p", "l2p++"]),
+        ("compare --methods apt,l2", ["apt,l2p", "apt,l2p++"]),
+        ("learn --preset m", ["matched"]),
+        ("train --backbone de", ["demo"]),
+        ("predict --format c", ["csv"]),
+        ("data get cu", ["cub200"]),
+    ],
+)
+def test_names_are_completed(line: str, completions: list[str]) -> None:
+    environment = os.environ | {"_PROBPROMPT_COMPLETE": "complete_bash", "COMP_WORDS": f"probprompt {line}"}
+    environment["COMP_CWORD"] = str(len(line.split()))
+    code = "from probprompt.cli import app; app(prog_name='probprompt')"
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert answer.stdout.split() == completions
+
+
+OLD_NAMES = [(old, old, f"'{new}'") for old, new in cli._REMOVED_COMMANDS.items()]
+OLD_NAMES += [
+    (f"{name} {old}", old, f"'{new}'")
+    for name, old_options in cli._REMOVED_OPTIONS.items()
+    for old, new in old_options.items()
+]
+
+
+@pytest.mark.parametrize(("line", "old", "new"), OLD_NAMES)
+def test_old_name_is_answered_with_the_new_one(probprompt: Command, line: str, old: str, new: str) -> None:
+    message = error(probprompt(*line.split()))
+    assert f"{old}' is now {new}." in message
+    if new.startswith("'probprompt"):  # the new name exists
+        assert " ".join(new.strip("'").split()[:3]) in COMMANDS or " ".join(new.split()[:2]).strip("'") in COMMANDS
+    elif new.startswith("'--"):
+        command = COMMANDS[f"probprompt {line.removesuffix(old).strip()}"]
+        assert new.strip("'").split()[0] in {name for param in command.params for name in param.opts}
+
+
+def test_old_command_with_old_option_names_both(probprompt: Command) -> None:
+    message = error(probprompt("rollback", "my-model", "--to=2"))
+    assert "'probprompt model rollback'" in message and "'probprompt model rollback MODEL VERSION'" in message
+    assert "--to" not in error(probprompt("model", "rollback", "absent", "2"))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +153,23 @@ def test_help_names_commands_and_options(probprompt: Command) -> None:
     [
         ("methods", list(methods.registered())),
         ("benchmarks", ["emoji-r", "FOLDER", "5 tasks"]),
-        ("backbones", ["demo", "sup1k", "sup21k", "dino1k", "on this machine"]),
+        ("backbones", ["demo", "sup1k", "sup21k", "dino1k", "local"]),
+        ("presets", list(presets.NAMES)),
     ],
 )
-def test_what_there_is_can_be_listed(probprompt: Command, what: str, listed: list[str]) -> None:
+def test_names_are_listed(probprompt: Command, what: str, listed: list[str]) -> None:
     answer = probprompt("list", what)
     assert answer.code == 0 and all(name in answer.out for name in listed)
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
 
 
-def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_are_listed_with_counts(probprompt: Command) -> None:
+    assert "'methods'" in error(probprompt("list", "method"))
+    rows = [line.split() for line in probprompt("list").out.splitlines()]
+    assert ["methods", str(len(methods.registered()))] in rows and ["presets", "4"] in rows
+
+
+def test_name_in_a_narrow_listing_is_never_truncated(probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     names = "a", "vit_small_patch14_reg4_dinov2.lvd142m_and_a_tag_that_goes_on_and_on"
     words = "what it is, in more words than a narrow terminal has room for next to such a name"
     items = [pretrained.Listing(name, words, "hub:x", "mit", True, "the cache", 10**8) for name in names]
@@ -101,13 +179,14 @@ def test_a_name_to_be_typed_is_never_cut(probprompt: Command, monkeypatch: pytes
     assert max(map(len, answer.out.splitlines()[:-1])) <= 80
 
 
-def test_a_folder_of_pictures_is_learned(probprompt: Command, pictures: Path) -> None:
+def test_train_learns_a_folder_of_images(probprompt: Command, pictures: Path) -> None:
     answer = probprompt("train", pictures, "--tasks", 3, *TINY, "--set", "samples=2", "--set", "blocks=[0]")
     assert answer.code == 0 and answer.err == ""
     run = Run.open(Path("runs/pictures-probprompt-s0"))
-    assert run.finished and f"report: {run.report}" in answer.out and run.report.exists()
+    assert run.finished and f"Wrote {run.report}." in answer.out and run.report.exists()
     lines = answer.out.splitlines()
-    assert lines[:2] == ["reading images: done", f"task 1 of 3: done, average accuracy {run.matrix[0, 0]:.1f} %"]
+    assert lines[0] == "reading images: done"
+    assert re.match(rf"task 1 of 3: done, average accuracy {run.matrix[0, 0]:.1f} ?%", lines[1])
     assert re.search(rf"^task 3 +{run.matrix[2, 2]:.1f}$", answer.out, re.MULTILINE) and has_row(answer.out, run)
 
 
@@ -123,11 +202,11 @@ def test_tasks_by_number_sizes_or_file(
     assert [config.data.tasks for config in asked] == [3, (2, 2, 2), named, named]
 
 
-def test_one_seed_sets_all_three_and_each_can_be_set_alone(probprompt: Command, asked: list[RunConfig]) -> None:
-    for options in ("--seed 7", "--order-seed 1", "--init-seed 2", "--data-seed 3", "--seed 7 --init-seed 2"):
+def test_one_seed_sets_all_three_and_each_can_be_set(probprompt: Command, asked: list[RunConfig]) -> None:
+    for options in ("--seed 7", "--set seeds.order=1", "--seed 7 --set seeds.init=2"):
         assert probprompt("train", *options.split()).code == 0
-    found = [(config.seeds.order, config.seeds.init, config.seeds.data) for config in asked]
-    assert found == [(7, 7, 7), (1, 0, 0), (0, 2, 0), (0, 0, 3), (7, 2, 7)]
+    seeds = [(config.seeds.order, config.seeds.init, config.seeds.data) for config in asked]
+    assert seeds == [(7, 7, 7), (1, 0, 0), (7, 2, 7)]
 
 
 def test_settings_go_over_options_over_the_file(probprompt: Command, asked: list[RunConfig], tmp_path: Path) -> None:
@@ -136,7 +215,7 @@ def test_settings_go_over_options_over_the_file(probprompt: Command, asked: list
         'evaluation_batch_size = 5\n[training]\nepochs = 3\nbatch_size = 4\nhead_lr = 0.5\n[data]\ntasks = "2,2,2"\n'
         '[method]\nname = "probprompt"\nsamples = 9\n'
     )
-    assert probprompt("train", "--config", config, "--epochs", 6, "--batch", 7, "--set", "batch_size=8").code == 0
+    assert probprompt("train", "--config", config, "--epochs", 6, "--batch-size", 7, "--set", "batch_size=8").code == 0
     assert probprompt("train", "--config", config, "--method", "linear-probe", "--set", "flip=false").code == 0
     first, second = asked
     assert (first.training.epochs, first.training.batch_size, first.training.head_lr) == (6, 8, 0.5)
@@ -231,12 +310,12 @@ def test_a_grid_is_run_and_its_runs_are_tabulated_again(probprompt: Command, pic
     runs = sorted(path.parent for path in Path("grid").rglob("run.json"))
     assert len(runs) == 2 and all(Run.open(run).finished for run in runs)
     table = answer.out[answer.out.rindex("method ") :]
-    again = probprompt("compare", *grid, *named, "--out", "grid", "--no-run")
+    again = probprompt("compare", *grid, *named, "--out", "grid", "--tables-only")
     assert again.code == 0 and again.out.endswith(table) and "[2/2]" not in again.out
-    tables = probprompt("compare", "--from", runs[0], "--from", runs[1], "--out", "tables")
-    assert tables.code == 0 and "written: tables" in tables.out
+    tables = probprompt("compare", "--runs", runs[0], "--runs", runs[1], "--out", "tables")
+    assert tables.code == 0 and "Wrote tables" in tables.out
     wrong = probprompt("compare", "--methods", "apd", "--benchmarks", pictures, "--out", "other")
-    assert "'apt'" in mistake(wrong) and not Path("other").exists()
+    assert "'apt'" in error(wrong) and not Path("other").exists()
 
 
 def test_unreadable_images_are_found_or_skipped(probprompt: Command, pictures: Path, tmp_path: Path) -> None:
@@ -246,12 +325,12 @@ def test_unreadable_images_are_found_or_skipped(probprompt: Command, pictures: P
     (images / "class2" / "4.png").write_bytes((images / "class2" / "4.png").read_bytes()[:60])
     (images / "class0" / "note.jpg").write_text("no image")
     arguments = ("train", images, "--test", broken, "--validate", "--tasks", 2, *PROBE, "--out", "run")
-    message = mistake(probprompt(*arguments))
+    message = error(probprompt(*arguments))
     assert all(part in message for part in ("--skip-unreadable", "class2/4.png: ", "class0/note.jpg: "))
     assert not Path("run").exists()
     answer = probprompt(*arguments, "--skip-unreadable")
     assert answer.code == 0 and "held-out training images" in answer.out
-    assert "skipped, unreadable: class2/4.png" in answer.out
+    assert "Skipped class2/4.png (unreadable)." in answer.out
     record = Run.open(Path("run")).record
     assert sorted(record.skipped) == ["class0/note.jpg", "class2/4.png"] and record.evaluated_on == "validation"
 
@@ -261,7 +340,7 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
     (tmp_path / "tasks.txt").write_text("class5,class1\nclass0,class2,class3,class4\n")
     arguments = ("--tasks", tmp_path / "tasks.txt", "--seed", 3, "--track", "tensorboard", "--preset", "matched")
     answer = probprompt("train", pictures, *arguments, *PROBE, "--out", "one")
-    assert answer.code == 0 and answer.err == "" and "not to be compared" not in answer.out
+    assert answer.code == 0 and answer.err == "" and "Not comparable" not in answer.out
     run = Run.open(Path("one"))
     assert run.record.stream.tasks == [["class5", "class1"], ["class0", "class2", "class3", "class4"]]
     assert run.config.preset == "matched" and run.config.training.epochs == 1 and run.config.training.batch_size == 8
@@ -271,17 +350,17 @@ def test_options_are_recorded_and_runs_are_reported(probprompt: Command, picture
     batchwise = ("--method", "l2p", *TINY, "--set", "batchwise=true", "--out", "two")
     answer = probprompt("train", pictures, "--tasks", 2, *batchwise)
     (mark,) = Run.open(Path("two")).record.marks
-    assert answer.code == 0 and f"not to be compared: {mark}\n" in answer.out and mark.startswith("batchwise: ")
+    assert answer.code == 0 and f"Not comparable: {mark}\n" in answer.out and mark.startswith("batchwise: ")
 
     Path("one/report.html").unlink()
-    assert probprompt("report", "one") == (0, "report: one/report.html\n", "")
+    assert probprompt("report", "one") == (0, "Wrote one/report.html.\n", "")
     assert Path("one/report.html").exists()
-    assert probprompt("report", "one", "two") == (0, "report: report.html\n", "")
+    assert probprompt("report", "one", "two") == (0, "Wrote report.html.\n", "")
     page = Path("report.html").read_text(encoding="utf-8")
     assert "linear-probe" in page and "l2p" in page and "preset=matched" in page
     assert probprompt("report", "two", "--out", "deep/page.html").code == 0
     assert Path("deep/page.html").exists()
-    assert "run.json" in mistake(probprompt("report", Path("deep")))
+    assert "run.json" in error(probprompt("report", Path("deep")))
 
 
 @pytest.fixture
@@ -314,9 +393,9 @@ def test_the_demo_compares_without_a_network(
     assert all(run.finished and run.config.seeds.data == 2 for run in runs)
     assert [(run.config.method.name, run.config.preset) for run in runs] == [row[:2] for row in presets.DEMO]
     assert "docs/demo.md" in answer.out and all(has_row(answer.out, run) for run in runs)
-    assert "report: runs/demo/report.html" in answer.out and (home / "report.html").exists()
-    message = mistake(probprompt("demo", "--out", home))
-    assert "runs/demo exists" in message and "--out" in message
+    assert "Wrote runs/demo/report.html." in answer.out and (home / "report.html").exists()
+    message = error(probprompt("demo", "--out", home))
+    assert "runs/demo already exists" in message and "--out" in message
 
 
 @pytest.mark.parametrize(
@@ -325,7 +404,7 @@ def test_the_demo_compares_without_a_network(
         ("--method probpromt", "'probprompt'"),
         ("--set training.epoch=3", "'training.epochs'"),
         ("--set smaples=3", "'method.samples'"),
-        ("--set epochs", "key=value"),
+        ("--set epochs", "=value"),
         ("--set training.epochs=many", "training.epochs: "),
         ("--track tensorbord", "'tensorboard'"),
         ("--track wandb", "pip install 'probprompt[wandb]'"),
@@ -345,25 +424,25 @@ def test_the_demo_compares_without_a_network(
         ("--resume run --preset matched", "--preset"),
     ],
 )
-def test_mistakes_are_answered_in_words(
+def test_wrong_values_give_a_clear_message(
     probprompt: Command, pictures: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     Path("taken").mkdir()
     Path("taken/thesis.tex").write_text("mine")
     answer = probprompt("train", pictures, "--tasks", 3, *TINY, "--out", "run", *arguments.split())
-    assert message in mistake(answer)
+    assert message in error(answer)
     assert sorted(str(path) for path in Path().rglob("*")) == ["taken", "taken/thesis.tex"]
 
 
 def test_an_unknown_benchmark_is_answered_with_the_nearest(probprompt: Command) -> None:
     for name, hint in (("emojir", "Did you mean 'emoji-r'?"), ("xyz", "Expected one of: cifar100, cub200, emoji-r")):
-        message = mistake(probprompt("train", name))
+        message = error(probprompt("train", name))
         assert repr(name) in message and hint in message
 
 
 def test_wrong_options_are_answered_with_the_usage(probprompt: Command) -> None:
-    for arguments in (("train", "--epochs", "0"), ("train", "--epoks", "3"), ("list", "nothing"), ("trian",)):
+    for arguments in (("train", "--epochs", "0"), ("train", "--epoks", "3"), ("trian",)):
         answer = probprompt(*arguments)
         assert answer.code == 2 and "Usage" in answer.err and "Traceback" not in answer.err
 
@@ -375,7 +454,7 @@ def test_a_mistake_in_a_process_ends_without_a_traceback(tmp_path: Path) -> None
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_interrupts_are_told(
+def test_interrupt_shows_how_to_continue(
     probprompt: Command, pictures: Path, small_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -383,7 +462,7 @@ def test_interrupts_are_told(
 
     prepare = train.prepare
     monkeypatch.setattr(train, "prepare", interrupt)
-    assert probprompt("train", pictures, "--out", "run") == (130, "", "interrupted; nothing was written yet\n")
+    assert probprompt("train", pictures, "--out", "run") == (130, "", "Interrupted. Nothing was written yet.\n")
     monkeypatch.setattr(train, "prepare", prepare)
     monkeypatch.setattr(train.RunLoop, "run_all", interrupt)
     for arguments in ((pictures, "--tasks", 2, *TINY, "--out", "my run"), ("--resume", "my run")):
@@ -393,14 +472,16 @@ def test_interrupts_are_told(
 
 
 def screen(terminal: bool = False) -> tuple[Screen, io.StringIO]:
-    """A screen of 80 columns, and what is printed on it."""
-    shown, made = io.StringIO(), Screen()
-    made.console = Console(file=shown, width=80, force_terminal=terminal, highlight=False, legacy_windows=False)
-    return made, shown
+    """A screen of 80 columns, and its output."""
+    output, terminal_screen = io.StringIO(), Screen()
+    terminal_screen.console = Console(
+        file=output, width=80, force_terminal=terminal, highlight=False, legacy_windows=False
+    )
+    return terminal_screen, output
 
 
 def pretended(tasks: int, name: str = "probprompt") -> Run:
-    """A run of so many tasks, as far as the screen is concerned."""
+    """The parts of a run that a screen reads."""
     matrix = np.full((tasks, tasks), np.nan)
     for task in range(tasks):
         matrix[task, task:] = 100.0 - np.arange(tasks - task)
@@ -417,36 +498,36 @@ def pretended(tasks: int, name: str = "probprompt") -> Run:
     ],
 )
 def test_the_matrix_fits_on_a_screen_of_eighty_columns(tasks: int, rows: list[list[str]]) -> None:
-    shown_on, shown = screen()
-    shown_on.show(pretended(tasks))
-    lines = shown.getvalue().splitlines()
+    display, output = screen()
+    display.show(pretended(tasks))
+    lines = output.getvalue().splitlines()
     assert all(row in map(str.split, lines) for row in rows)
-    assert max(map(len, lines)) <= 80 and "…" not in shown.getvalue()
+    assert max(map(len, lines)) <= 80 and "…" not in output.getvalue()
 
 
 def test_runs_are_compared_in_one_table() -> None:
-    shown_on, shown = screen()
-    shown_on.compare([pretended(3), pretended(3, "linear-probe")])
-    assert shown.getvalue().count("FAA  ") == 1
-    assert re.search(r"probprompt +99\.00 .*\nlinear-probe +99\.00 ", shown.getvalue())
+    display, output = screen()
+    display.compare([pretended(3), pretended(3, "linear-probe")])
+    assert output.getvalue().count("FAA  ") == 1
+    assert re.search(r"probprompt +99\.00 .*\nlinear-probe +99\.00 ", output.getvalue())
 
 
-def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    shown_on = Screen()
+def test_names_are_printed_as_is(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Screen()
     for text in ("runs/[bold]x[/bold]", "runs/:cat:", "a" * 200):
-        shown_on.print(text)
+        display.print(text)
         assert capsys.readouterr().out == f"{text}\n"
-    shown_on.listing(("name",), [("[red]:cat:",)])
+    display.listing(("name",), [("[red]:cat:",)])
     assert "[red]:cat:" in capsys.readouterr().out
 
 
 def test_every_stage_keeps_its_bar_on_a_terminal() -> None:
-    shown_on, shown = screen(terminal=True)
+    display, output = screen(terminal=True)
     for task in (1, 2):
-        with shown_on.stage(f"task {task} of 2", 4):
-            shown_on.advance(4)
-            shown_on.describe(f"average accuracy {task}0.0 %")
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+        with display.stage(f"task {task} of 2", 4):
+            display.advance(4)
+            display.describe(f"average accuracy {task}0.0 %")
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
     final = [line.rpartition("\r")[2] for line in plain.splitlines()]
     for task in (1, 2):
         assert any(re.search(rf"^task {task} of 2 +━+ 4/4 .* average accuracy {task}0\.0 %$", line) for line in final)

@@ -673,8 +673,8 @@ def test_command_prints_the_tables(
         compare(runs=some, out=tmp_path / "out")
         printed = capsys.readouterr().out
         assert bool(re.search(row, printed, re.MULTILINE)) is deviations
-        assert ("Without the standard deviations" in printed.partition("Prompts and cost")[0]) is not deviations
-        assert f"written: {tmp_path / 'out'}" in printed
+        assert ("Standard deviations are hidden" in printed.partition("Prompts and cost")[0]) is not deviations
+        assert f"Wrote {tmp_path / 'out'}" in printed
 
 
 def console(width: int) -> tuple[Screen, io.StringIO]:

@@ -322,8 +322,8 @@ def test_time_left_of_concurrent_runs(spec: Spec, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"gpus_per_cell": 0.5}, "--on ray"),
-        ({"cpus_per_cell": 2}, "--on ray"),
+        ({"gpus_per_cell": 0.5}, "--ray local"),
+        ({"cpus_per_cell": 2}, "--ray local"),
         ({"on": "ray", "workers": 2}, "leave --workers away"),
     ],
 )
@@ -358,10 +358,10 @@ def test_options_override_the_file(tmp_path: Path, pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "assignments", "vary", "message"),
     [
-        ({"seeds": ["a"]}, [], [], "not 'a'"),
-        ({"seeds": ["4-1"]}, [], [], "not '4-1'"),
-        ({}, ["epochs"], [], "--set takes key=value, not 'epochs'"),
-        ({}, [], ["epochs="], "--vary takes key=value, not 'epochs='"),
+        ({"seeds": ["a"]}, [], [], "got 'a'"),
+        ({"seeds": ["4-1"]}, [], [], "got '4-1'"),
+        ({}, ["epochs"], [], "--set expects KEY=VALUE, got 'epochs'"),
+        ({}, [], ["epochs="], "--vary expects KEY=VALUE, got 'epochs='"),
         ({}, [], [], "the grid names no methods: give at least one\nthe grid names no benchmarks"),
     ],
 )
@@ -376,11 +376,11 @@ def test_example_is_a_grid(tmp_path: Path) -> None:
     assert set(read.labels) <= {*read.methods, *read.benchmarks}
 
 
-def compare(out: Path, pictures: Path, *, show_only: bool = False, **given: Any) -> None:
+def compare(out: Path, pictures: Path, *, tables_only: bool = False, **given: Any) -> None:
     """Run the command on a grid of which one run diverges."""
     assignments = [f"{name}={json.dumps(value)}" for name, value in flatten(TINY).items()]
     chosen = options(methods=["probprompt,linear-probe"], benchmarks=[str(pictures)], seeds=["0"], presets=["custom"])
-    settings = {"assignments": assignments, "vary": ["head_lr=0.01,1e30"], "show_only": show_only}
+    settings = {"assignments": assignments, "vary": ["head_lr=0.01,1e30"], "tables_only": tables_only}
     cmd_compare.compare(**{**chosen, **settings, **given}, out=out, device="cpu")
 
 
@@ -403,22 +403,22 @@ def test_grid_is_run_once_and_failures_are_reported(
     good, bad = (tmp_path / "pictures" / "custom" / f"probprompt,head_rate={rate}" / "seed-0" for rate in (0.01, 1e30))
     run = Run.open(good)
     assert run.finished and run.report.exists() and (bad / "failed.json").exists()
-    assert re.search(rf"\[1/2\] .*: FAA {run.metrics['FAA']:.2f} %, .* s; about .* s left", printed)
-    assert "[2/2]" in printed and f"{bad}: Training diverged" in printed and "failed: 1 of 2 cells" in printed
+    assert re.search(rf"\[1/2\] .*: FAA {run.metrics['FAA']:.2f}%, .* s; about .* s left", printed)
+    assert "[2/2]" in printed and f"{bad}: Training diverged" in printed and "Failed: 1 of 2 runs" in printed
     assert all((tmp_path / name).exists() for name in ("table.md", "table.tex", "table.csv", "comparison.html"))
     before = config_hash(run.config)
     with pytest.raises(SystemExit):
         compare(tmp_path, pictures, methods=["probprompt"])
     assert began[2:] == [] and config_hash(Run.open(good).config) == before  # the failed run was begun: resumed
-    compare(tmp_path, pictures, methods=["linear-probe"], show_only=True)
-    assert "not run yet: 2 of 2 cells" in capsys.readouterr().out and len(began) == 2
+    compare(tmp_path, pictures, methods=["linear-probe"], tables_only=True)
+    assert "Not run yet: 2 of 2 runs" in capsys.readouterr().out and len(began) == 2
 
 
 def test_interrupted_command(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "start", Worker(interrupt="linear-probe,").start)
-    with pytest.raises(Interrupted, match=r"2 of 4 cells are finished; go on with the same command"):
+    with pytest.raises(Interrupted, match=r"2 of 4 runs are finished. Run the same command"):
         compare(tmp_path, pictures)
-    with pytest.raises(UserError, match="--from takes runs that are there"):
+    with pytest.raises(UserError, match="--runs tabulates existing runs"):
         cmd_compare.compare(methods=["apt"], runs=[tmp_path])
 
 
@@ -438,15 +438,15 @@ def test_terminal_shows_grid_and_stage(screen: tuple[GridScreen, io.StringIO], s
             with progress.stage("task 1 of 2", 4):
                 progress.advance(3)
                 progress.describe("loss 1.25")
-                assert isinstance(progress, GridScreen) and progress._whole
-                progress._whole.refresh()
+                assert isinstance(progress, GridScreen) and progress._bars_of_grid
+                progress._bars_of_grid.refresh()
             return super().start(config, out, device, progress)
 
     Staged(seconds=90.0).run(Grid(spec(), tmp_path), progress)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
-    assert re.search(r"cells +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
+    assert re.search(r"runs +[━╺╸]+ 1/4 about 4 min \d+ s left +pictures/custom/linear-probe/seed-0", plain)
     assert re.search(r"task 1 of 2 +[━╺╸]+ 3/4 .* loss 1\.25", plain)
-    assert "[1/4] pictures/custom/probprompt/seed-0: FAA 65.00 %, 1 min 30 s; about 4 min 30 s left" in plain
+    assert "[1/4] pictures/custom/probprompt/seed-0: FAA 65.00%, 1 min 30 s; about 4 min 30 s left" in plain
     final = plain.splitlines()[-1].rpartition("\r")[2]
     assert "4/4" in final and "left" not in final and "[4/4]" in plain and "0.0 s" not in plain
 

@@ -139,8 +139,8 @@ def test_compare_command(photos: Path, tmp_path: Path, probprompt: Command, sett
     assert record.config["data"]["validation"] == 0.2 and record.config["data"]["test"] == str(photos)
     wrong = probprompt(*grid, "--tasks", "nowhere.txt")
     assert wrong.code == 2 and "'nowhere.txt'" in wrong.err
-    late = probprompt("compare", "--from", tmp_path, "--tasks", "3")
-    assert late.code == 2 and "--from" in late.err
+    late = probprompt("compare", "--runs", tmp_path, "--tasks", "3")
+    assert late.code == 2 and "--runs" in late.err
 
 
 def _photograph(path: Path, orientation: int = 1) -> Path:

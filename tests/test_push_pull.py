@@ -102,8 +102,8 @@ def tamper(content: bytes) -> bytes:
 def test_a_classifier_comes_back_with_what_prediction_needs_alone(
     hub: Hub, learned: Path, pictures: Path, tmp_path: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = probprompt("push", learned, "me/birds")
-    assert answer.code == 0 and "5 files" in answer.out and "--with-statistics" in answer.out, answer.err
+    answer = probprompt("model", "push", learned, "me/birds")
+    assert answer.code == 0 and "5 files" in answer.out and "--trainable" in answer.out, answer.err
     needed = [state_of(learned, 2)["parts"][name] for name in ("method", "head", "gaussians")]
     sent = set(hub.repositories["me/birds"].files) - {".gitattributes"}
     assert sent == {"README.md", "probprompt.json", "current.json", "versions/2.json"} | {
@@ -116,8 +116,8 @@ def test_a_classifier_comes_back_with_what_prediction_needs_alone(
         patch.setattr(torch, "load", refuse)
         for name in ("load", "loads", "Unpickler"):
             patch.setattr(pickle, name, refuse)
-        answer = probprompt("pull", "me/birds", tmp_path / "again")
-        assert answer.code == 0 and "predicts, but was published without" in answer.out, answer.err
+        answer = probprompt("model", "pull", "me/birds", tmp_path / "again")
+        assert answer.code == 0 and "predicts but cannot learn" in answer.out, answer.err
         assert shown(tmp_path / "again") == shown(learned)
     assert leftovers(tmp_path) == ["again"]
     classifier = ContinualClassifier.load(tmp_path / "again")
@@ -127,8 +127,8 @@ def test_a_classifier_comes_back_with_what_prediction_needs_alone(
 
 
 def test_statistics_make_it_learn(hub: Hub, learned: Path, pictures: Path, tmp_path: Path, probprompt: Command) -> None:
-    assert probprompt("push", learned, "me/birds", "--with-statistics").code == 0
-    assert "can learn further classes" in probprompt("pull", "me/birds", tmp_path / "again").out
+    assert probprompt("model", "push", learned, "me/birds", "--trainable").code == 0
+    assert "can learn more classes" in probprompt("model", "pull", "me/birds", tmp_path / "again").out
     here, there = (ContinualClassifier.load(folder) for folder in (learned, tmp_path / "again"))
     answers = []
     for classifier in (here, there):
@@ -191,7 +191,7 @@ def test_the_card_says_what_the_record_says(hub: Hub, learned: Path) -> None:
         f"Temperature {state_of(learned, 2)['calibration']['temperature']:.3g}",
         json.loads((learned / "versions" / "2.json").read_text())["settings"]["backbone"]["sha256"],
         "ContinualClassifier.load",
-        "probprompt pull me/birds model/",
+        "probprompt model pull me/birds model/",
         "No accuracy on test images is recorded",
     ):
         assert said in card.content
@@ -212,11 +212,11 @@ def test_names_of_classes_are_text_and_nothing_else(learned: Path, name: str) ->
 
 
 def test_private_means_private(hub: Hub, learned: Path, probprompt: Command) -> None:
-    assert probprompt("push", learned, "me/secret", "--private").code == 0
+    assert probprompt("model", "push", learned, "me/secret", "--private").code == 0
     assert hub.repositories["me/secret"].private
     hub.repositories["me/open"] = Repository()
     before = hub.repositories["me/open"].commit({})
-    answer = probprompt("push", learned, "me/open", "--private")
+    answer = probprompt("model", "push", learned, "me/open", "--private")
     assert answer.code == 2 and "me/open is public" in answer.err
     assert [commit for commit, _ in hub.repositories["me/open"].commits] == [before]
 
@@ -230,7 +230,7 @@ def test_tokens_are_told_apart(hub: Hub, learned: Path, probprompt: Command, mon
     assert not hub.repositories
     hub.requests.clear()
     monkeypatch.delenv("HF_TOKEN")
-    answer = probprompt("push", learned, "me/birds")
+    answer = probprompt("model", "push", learned, "me/birds")
     assert answer.code == 2 and "hf auth login" in answer.err
     assert not hub.requests
 
@@ -399,10 +399,10 @@ def test_a_backbone_from_a_file_is_named_again(hub: Hub, pictures: Path, tmp_pat
     assert str(tmp_path).encode() not in everything and b"tiny.safetensors" in everything
     there = tmp_path / "elsewhere.safetensors"
     (tmp_path / "tiny.safetensors").rename(there)
-    answer = probprompt("pull", "me/birds", tmp_path / "bare")
+    answer = probprompt("model", "pull", "me/birds", tmp_path / "bare")
     assert answer.code == 0 and "pull with --weights FILE" in answer.out
-    answer = probprompt("pull", "me/birds", tmp_path / "wrong", "--weights", tmp_path / "other.safetensors")
+    answer = probprompt("model", "pull", "me/birds", tmp_path / "wrong", "--weights", tmp_path / "other.safetensors")
     assert answer.code == 2 and "name the file it was made with" in answer.err
     assert not (tmp_path / "wrong").exists()
-    assert probprompt("pull", "me/birds", tmp_path / "again", "--weights", there).code == 0
+    assert probprompt("model", "pull", "me/birds", tmp_path / "again", "--weights", there).code == 0
     assert len(shown(tmp_path / "again")) == 4

@@ -215,7 +215,7 @@ def test_ctrl_c_stops_and_the_same_command_resumes(
     settings = flatten({**TINY, "training": {"epochs": 80, "batch_size": 16}})
     named = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     grid = ["--methods", "probprompt", "--benchmarks", str(pictures), "--seeds", "0", "--presets", "custom"]
-    command = ["compare", *grid, *named, "--out", str(tmp_path / "out"), "--device", "cpu", "--on", "ray"]
+    command = ["compare", *grid, *named, "--out", str(tmp_path / "out"), "--device", "cpu", "--ray", "local"]
     folder = tmp_path / "out" / "pictures" / "custom" / "probprompt" / "seed-0"
     begun = subprocess.Popen(
         [sys.executable, "-m", "probprompt", *command],
@@ -230,7 +230,10 @@ def test_ctrl_c_stops_and_the_same_command_resumes(
         time.sleep(0.02)
     os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all that belong to the command
     out, err = begun.communicate(timeout=60)
-    assert (begun.returncode, err) == (130, "interrupted; 0 of 1 cells are finished; go on with the same command\n")
+    assert (begun.returncode, err) == (
+        130,
+        "Interrupted. 0 of 1 runs are finished. Run the same command to continue.\n",
+    )
     assert out.startswith("Ray: room for ") and out.count("\n") == 1, "Ray itself says nothing"
     deadline = time.monotonic() + 20
     while processes(begun.pid) and time.monotonic() < deadline:
@@ -250,7 +253,7 @@ def test_ctrl_c_stops_and_the_same_command_resumes(
 def test_missing_ray_is_named(probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     grid = ("--methods", "lda", "--benchmarks", "emoji-r", "--presets", "custom", "--out", tmp_path / "out")
-    answer = probprompt("compare", *grid, "--on", "ray")
+    answer = probprompt("compare", *grid, "--ray", "local")
     assert answer.code == 2 and not (tmp_path / "out").exists() and "pip install 'probprompt[ray]'" in answer.err
 
 

@@ -230,7 +230,7 @@ def test_command_survives_a_kill_and_an_interrupt(pictures: Path, tmp_path: Path
             process.send_signal(stop)
             _, message = process.communicate()
         assert process.returncode == (-signal.SIGKILL if stop == signal.SIGKILL else 130)
-    assert message == f"interrupted; go on with: probprompt train --resume {shlex.quote(str(out))}\n"
+    assert message == f"Interrupted. Continue with: probprompt train --resume {shlex.quote(str(out))}\n"
     position = load_checkpoint(saved, config_hash(parse_config(settings)), CPU).position
     assert 0 < 6 * position.task + position.epoch < 12  # it was stopped on its way
     answer = probprompt(*shlex.split(message.partition("probprompt")[2]))
@@ -339,7 +339,7 @@ def test_corrupted_and_foreign_checkpoints_are_rejected(stopped: Stopped, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--out", "elsewhere"), "leave --out away"),
+        (("--out", "elsewhere"), "remove --out"),
         (("--epochs", 9), "training.epochs: 2 became 9"),
         (("--set", "method.samples=5"), "method.samples: 3 became 5"),
         (("--set", "evaluation_batch_size=7"), "evaluation_batch_size: None became 7"),

@@ -333,7 +333,7 @@ def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch
 
 def test_jobs_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: Emoji) -> None:
     served = serve()
-    with changing(served.service.folder) as other:  # as `probprompt rename` at the same time
+    with changing(served.service.folder) as other:  # as `probprompt model rename` at the same time
         other.rename("ball", "sphere")
         number = served.teach("heart", emoji["train"]["heart"][:5]).json["id"]
         wait_until(lambda: "another process" in str(served.get(f"/api/jobs/{number}").json["progress"]))
@@ -384,8 +384,8 @@ def test_the_command_bears_many_clients(small_model: Path, tmp_path: Path, monke
     found = tool.measure_served(folder, tool.drawings(), 32, 3.0)
     assert found["errors"] == 0 and found["first_error"] is None, found
     assert found["requests"] > 32 and np.isfinite(found["ms"]["p99"])
-    assert found["exit_code"] == 0 and found["output"][0].startswith(f"serving {folder} at http://127.0.0.1:")
-    assert "/#token=" in found["output"][1] and found["output"][-1] == "stopped"
+    assert found["exit_code"] == 0 and found["output"][0].startswith(f"Serving {folder} at http://127.0.0.1:")
+    assert "/#token=" in found["output"][1] and found["output"][-1] == "Stopped."
 
 
 def test_mistakes_are_told(probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

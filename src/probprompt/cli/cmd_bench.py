@@ -1,13 +1,10 @@
-"""The command ``bench``: measure, show tables, write a record, compare with an earlier one."""
+"""Command ``bench``: measure, show tables, write a record, compare with an earlier one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
-
-from probprompt.cli.console import PLAIN, Assignments, Device, Precision, Preset, Screen
-from probprompt.errors import UserError
+from probprompt.cli.console import BACKBONE, METHODS, PLAIN, PRESET, SET, Device, Precision, Screen, option
 
 if TYPE_CHECKING:
     import torch
@@ -17,33 +14,42 @@ if TYPE_CHECKING:
     from probprompt.config import RunConfig
 
 _DEFAULTS = {"cpu": ("demo", 16), "cuda": ("vit_base_patch16_224", 128)}
-"""Backbone and batch where none are given: on a CPU what takes less than a minute."""
+"""Default backbone and batch size; on a CPU they take less than a minute."""
 SECONDS, SECONDS_OF_MANY = 5.0, 1.0
 DASH = "-"  # not measured
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
 def bench(
-    method: Annotated[str | None, Option(help="What to measure.", show_default="probprompt")] = None,
     methods: Annotated[
-        list[str] | None, Option(help="Several methods, with commas between; all: a cost table of every one.")
+        list[str] | None,
+        option(
+            "Methods, comma-separated, or all for a cost table.", "NAMES", default="probprompt", autocompletion=METHODS
+        ),
     ] = None,
-    backbone: Annotated[
-        str | None, Option(help="As in training, with random weights.", show_default="demo; on a GPU ViT-B/16")
+    preset: Annotated[str | None, option(**PRESET)] = None,
+    backbone: Annotated[str | None, option(**BACKBONE, default="demo; ViT-B/16 on a GPU")] = None,
+    image_size: Annotated[
+        int | None, option("Image size in pixels.", "N", default="that of the backbone", min=8)
     ] = None,
-    preset: Preset = None,
-    batch: Annotated[int | None, Option(min=1, help="Images per step.", show_default="16; on a GPU 128")] = None,
-    image_size: Annotated[int | None, Option(min=8, help="Side of the images; the backbone's own.")] = None,
-    precision: Annotated[Precision | None, Option(help="What the backbone computes in.")] = None,
-    assignments: Assignments = None,
+    batch_size: Annotated[
+        int | None, option("Images per training step.", "N", default="16; 128 on a GPU", min=1)
+    ] = None,
+    precision: Annotated[Precision | None, option("Precision of the backbone.")] = None,
+    assignments: Annotated[list[str] | None, option(*SET)] = None,
     seconds: Annotated[
-        float | None, Option(min=0.01, help="For each measurement.", show_default="5; 1 where there are many")
+        float | None, option("Seconds per measurement.", "S", default="5; 1 for several methods", min=0.01)
     ] = None,
     device: Device = None,
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write a record in JSON.")] = None,
-    against: Annotated[Path | None, Option(metavar="FILE", help="Compare with an earlier record.")] = None,
+    out: Annotated[Path | None, option("JSON file to write.", "FILE")] = None,
+    compare_to: Annotated[Path | None, option("Earlier JSON file to compare with.", "FILE")] = None,
 ) -> None:
-    """Measure what training and prediction cost on this machine."""
+    """Measure training and prediction speed on this machine.
+
+    Weights are random, which takes the same time.
+
+    Example: probprompt bench --methods all
+    """
     from probprompt.bench.measure import Peaks, measure_each
     from probprompt.bench.results import make_record, ratios, read_record, refuse_unwritable, write_record
     from probprompt.engine.build import pick_device
@@ -51,23 +57,21 @@ def bench(
 
     given: dict[str, dict[str, Any]] = {
         "backbone": {"name": backbone, "image_size": image_size, "precision": precision and precision.value},
-        "training": {"batch_size": batch},
+        "training": {"batch_size": batch_size},
     }
-    screen, where = Screen(), pick_device(device)
-    names = [part.strip() for text in methods or [] for part in text.split(",") if part.strip()]
-    if names and method:
-        raise UserError("--methods and --method cannot be combined")
+    screen, picked = Screen(), pick_device(device)
+    names = [part.strip() for text in methods or ["probprompt"] for part in text.split(",") if part.strip()]
     refuse_unwritable(out)
-    before = read_record(against) if against else None
-    chosen = list(registered()) if names == ["all"] else names or [method or "probprompt"]
-    configs = [bench_config(name, given, preset, assignments or [], where) for name in chosen]
+    before = read_record(compare_to) if compare_to else None
+    chosen = list(registered()) if names == ["all"] else names
+    configs = [bench_config(name, given, preset, assignments or [], picked) for name in chosen]
     budget = seconds or (SECONDS_OF_MANY if len(configs) > 1 else SECONDS)
-    peaks, results = Peaks(where, budget), []
+    peaks, results = Peaks(picked, budget), []
     for entry in measure_each(configs, budget, peaks, screen):
         results.append(entry)
-        record = make_record(results, [], peaks.found, where, budget)
+        record = make_record(results, [], peaks.found, picked, budget)
         if out:
-            write_record(out, record)  # what was measured is kept if the rest is interrupted
+            write_record(out, record)  # keeps what was measured if the rest is interrupted
     if len(results) == 1:
         _show_one(screen, record, results[0])
     else:
@@ -75,7 +79,7 @@ def bench(
     if before:
         show_ratios(screen, before, record, ratios(before, record))
     if out:
-        screen.print(f"record: {out}")
+        screen.print(f"Wrote {out}.")
 
 
 def bench_config(
@@ -108,8 +112,8 @@ def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
 
     screen.title(f"\n{entry['method']} on {entry['backbone']}, {entry['precision']}, {_machine(record)}")
     screen.print(
-        f"images of {entry['image_size']} px in batches of {entry['batch']}, task {entry['task']}, "
-        f"{entry['classes']} classes seen\n"
+        f"Batches of {entry['batch']} images of {entry['image_size']} px, in task {entry['task']} with "
+        f"{entry['classes']} classes.\n"
     )
     table = Table("", **PLAIN, show_header=False)
     table.add_column(justify="right", no_wrap=True)
@@ -118,13 +122,13 @@ def _show_one(screen: Screen, record: "BenchRecord", entry: "Entry") -> None:
         table.add_row(*row)
     screen.console.print(table)
     if entry["stages"]:
-        shares = ", ".join(f"{stage} {100 * share:.0f} %" for stage, share in entry["stages"].items())
-        screen.print(f"\na training step (slower steps of their own, stage by stage): {shares}")
+        shares = ", ".join(f"{stage} {100 * share:.0f}%" for stage, share in entry["stages"].items())
+        screen.print(f"\nShares of a training step (measured separately, stage by stage): {shares}.")
     if entry["static"] and entry["training"]:
-        screen.print("\nFeatures that never change are computed once: training is that of the head alone.")
+        screen.print("\nFrozen features are computed once, so training covers only the head.")
     rates = {"training": entry["training"], "inference": entry["inference"], "frozen pass": entry["frozen_pass"]}
     warm = ", ".join(f"{name} {_time(rate['warm_up_s'])}" for name, rate in rates.items() if rate)
-    screen.print(f"warm-up with whatever is compiled in it, not counted: {warm}")
+    screen.print(f"Warm-up with compilation (not included): {warm}.")
 
 
 def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
@@ -141,14 +145,14 @@ def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
 
     def share(name: str) -> str:
         part = entry["share_of_peak"].get(name)
-        return f"{_operations(flops[name])} each, {100 * part:.0f} % of the peak" if part else ""
+        return f"{_operations(flops[name])} each, {100 * part:.0f}% of the peak" if part else ""
 
     return [
         ("training", speed(entry["training"]), share("training")),
         (f"inference{passes}", speed(entry["inference"]), share("inference")),
         ("one frozen pass", speed(entry["frozen_pass"]), ""),
-        ("one image alone", f"{latency['median_ms']:.2f} ms", f"99 % within {latency['p99_ms']:.2f} ms"),
-        ("memory in training", _size(memory["training_peak"]), f"at its peak, without the images{held}"),
+        ("one image", f"{latency['median_ms']:.2f} ms", f"99% within {latency['p99_ms']:.2f} ms"),
+        ("memory in training", _size(memory["training_peak"]), f"peak, without the images{held}"),
         ("prompts", f"{cost['prompts_mb']:.2f} MB", f"{cost['with_backbone_mb']:.2f} MB with the backbone"),
         ("an epoch", _time(cost["epoch_s"]), f"of {EPOCH_IMAGES:,} images"),
         ("matrix peak", f"{_operations(peak['flops'])}/s", f"{peak['precision']}, {peak['size']} x {peak['size']}"),
@@ -156,7 +160,7 @@ def _rows(record: "BenchRecord", entry: "Entry") -> list[tuple[str, str, str]]:
 
 
 def _show_costs(screen: Screen, record: "BenchRecord") -> None:
-    """Show the paper's cost table, with what else was measured."""
+    """Print the paper's cost table with the other measurements."""
     from probprompt.bench.measure import EPOCH_IMAGES
 
     first, rows = record["results"][0], []
@@ -168,32 +172,32 @@ def _show_costs(screen: Screen, record: "BenchRecord") -> None:
         rows.append((entry["method"], *figures, training, speed, _size(memory)))
     screen.figures(("", "prompts", "epoch", "FPS", "training", "inference", "memory"), rows)
     screen.print(
-        f"\nprompts: MB that a method adds to the backbone ({first['memory']['backbone'] / 1e6:.1f} MB); epoch: of "
-        f"{EPOCH_IMAGES:,} images; FPS: one image at a time; training and inference: images/s in batches of "
-        f"{first['batch']}; memory: peak in training without the images; -: nothing is trained"
+        f"\nprompts: MB added to the backbone ({first['memory']['backbone'] / 1e6:.1f} MB); epoch: {EPOCH_IMAGES:,} "
+        f"images; FPS: one image at a time; training and inference: images/s in batches of {first['batch']}; memory: "
+        "peak in training without the images; -: nothing is trained."
     )
     if any(entry["static"] and entry["training"] for entry in record["results"]):
-        screen.print("Where features never change they are computed once: training is then that of the head alone.")
+        screen.print("Frozen features are computed once; training then covers only the head.")
 
 
-def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord", found: "Sequence[Ratio]") -> None:
-    """Show every figure relative to the earlier one, and which settings differ."""
+def show_ratios(screen: Screen, before: "BenchRecord", now: "BenchRecord", ratios: "Sequence[Ratio]") -> None:
+    """Print every figure relative to the earlier one, and the settings that differ."""
     from probprompt.bench.results import differences, matched
 
     rows = [
         (f"{r.subject}: {r.words}", f"{r.before:,.5g}", f"{r.now:,.5g}", f"{r.ratio:.2f}", "" if r.better else "worse")
-        for r in found
+        for r in ratios
     ]
     if not rows:
-        screen.print("\nnothing in the earlier record can be compared with this one: other methods were measured")
+        screen.print("\nNothing to compare: the earlier file has other methods. Pass the same --methods.")
         return
-    screen.title(f"\nnow over {before['created']}")
+    screen.title(f"\nCompared with {before['created']}")
     screen.figures(("", "before", "now", "ratio", ""), rows)
     for old, new in matched(before, now):
         for difference in differences(old, new):
-            screen.print(f"not the same, {new['method']}: {difference}")
+            screen.print(f"Different settings, {new['method']}: {difference}")
     if _machine(before) != _machine(now):
-        screen.print(f"not the same machine: {_machine(before)} before, {_machine(now)} now")
+        screen.print(f"Different machine: {_machine(before)} before, {_machine(now)} now.")
 
 
 def _size(count: float | None) -> str:

@@ -1,62 +1,76 @@
-"""The command ``compare``: a grid of runs, then the tables."""
+"""Command ``compare``: a grid of runs, then its tables."""
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
-
 import probprompt.cli.console as shared
-from probprompt.cli.console import Screen
+from probprompt.cli.console import DEVICE, METHODS, PRESET_NAMES, RUN, Screen, argument, option
 from probprompt.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
     from probprompt.report.compare import Comparison
     from probprompt.runs.grid import GridSpec, Outcome
 
+GRID = "Grid"  # a panel
+
 
 def compare(
-    grid: Annotated[Path | None, Argument(help="A grid in a TOML file (see examples/compare.toml).")] = None,
-    methods: Annotated[list[str] | None, Option(help="Methods, with commas between; all: every one.")] = None,
-    benchmarks: Annotated[list[str] | None, Option(help="Benchmarks or folders, with commas between.")] = None,
-    seeds: Annotated[list[str] | None, Option(help="0,1,2 or 0-4.", show_default="0,1,2")] = None,
-    presets: Annotated[
-        list[str] | None, Option(help="published, matched, ridge, flagship or custom.", show_default="matched")
+    grid: Annotated[Path | None, argument("TOML file with a grid; see examples/compare.toml.", "[GRID]")] = None,
+    methods: Annotated[
+        list[str] | None, option("Methods, comma-separated, or all.", "NAMES", autocompletion=METHODS, panel=GRID)
     ] = None,
-    backbone: shared.Backbone = None,
-    weights: shared.Weights = None,
+    benchmarks: Annotated[
+        list[str] | None, option("Benchmarks or folders of images, comma-separated.", "NAMES", panel=GRID)
+    ] = None,
+    seeds: Annotated[list[str] | None, option("Seeds: 0,1,2 or 0-4.", "N", default="0,1,2", panel=GRID)] = None,
+    presets: Annotated[
+        list[str] | None,
+        option(
+            "Presets: published, matched, ridge, flagship or custom (none).",
+            "NAMES",
+            default="matched",
+            autocompletion=PRESET_NAMES,
+            panel=GRID,
+        ),
+    ] = None,
+    vary: Annotated[
+        list[str] | None, option("Values of a setting to compare (repeatable).", "KEY=A,B", panel=GRID)
+    ] = None,
     tasks: shared.Tasks = None,
     test: shared.TestFolder = None,
     validate: shared.Validate = False,
     skip_unreadable: shared.SkipUnreadable = False,
+    backbone: shared.Backbone = None,
+    weights: shared.Weights = None,
     assignments: shared.Assignments = None,
-    vary: Annotated[
-        list[str] | None, Option(metavar="KEY=A,B", help="Values of a setting to try; may be repeated.")
+    out: Annotated[
+        Path | None, option("Output folder for runs and tables.", "FOLDER", default="a folder under runs/", panel=RUN)
     ] = None,
+    device: Annotated[str | None, option(**DEVICE, panel=RUN)] = None,
     runs: Annotated[
         list[Path] | None,
-        Option("--from", metavar="RUN", help="Tabulate runs that are there: one, a folder of them, or a book."),
+        option("Tabulate existing runs instead of training (run, folder or .jsonl file).", "RUN", panel=RUN),
     ] = None,
-    out: Annotated[Path | None, Option(help="Where runs and tables go; a folder under runs/ by default.")] = None,
-    device: shared.Device = None,
-    show_only: Annotated[bool, Option("--no-run", help="Only tabulate what is finished.")] = False,
-    workers: Annotated[int, Option(min=1, help="Cells that run side by side, each in a process.")] = 1,
-    on: Annotated[
-        str | None,
-        Option(
-            metavar="CLUSTER",
-            help="ray: started here; ray:auto, ray:HOST:PORT or ray://HOST:PORT: one whose machines share --out.",
-        ),
+    tables_only: Annotated[
+        bool, option("Tabulate the finished runs of the grid without training.", None, "--tables-only", panel=RUN)
+    ] = False,
+    workers: Annotated[int, option("Number of runs in parallel (one process each).", "N", min=1, panel=RUN)] = 1,
+    ray: Annotated[
+        str | None, option("Run on Ray: local, auto, HOST:PORT or ray://HOST:PORT.", "ADDRESS", panel=RUN)
     ] = None,
-    gpus_per_cell: Annotated[
-        float | None, Option(min=0, help="On Ray; fractions share a GPU.", show_default="1 where there are any")
+    gpus_per_run: Annotated[
+        float | None, option("GPUs per run on Ray; fractions share a GPU.", "N", default="1 if any", min=0, panel=RUN)
     ] = None,
-    cpus_per_cell: Annotated[float | None, Option(min=0, help="On Ray.", show_default="1")] = None,
-    book: Annotated[Path | None, Option(help="Write the records of all runs into one JSONL file.")] = None,
-    page: Annotated[Path | None, Option(help="Put the tables into this page of Markdown.")] = None,
+    cpus_per_run: Annotated[float | None, option("CPUs per run on Ray.", "N", default="1", min=0, panel=RUN)] = None,
 ) -> None:
-    """Run a grid of methods, benchmarks, seeds and settings, and set the results side by side."""
+    """Train several methods or settings and tabulate the results.
+
+    Finished runs are kept; the same command continues.
+
+    Example: probprompt compare --methods l2p,ranpac --seeds 0
+    """
     from probprompt import api, distributed
     from probprompt.cli.grid_screen import GridScreen
     from probprompt.report.compare import gather, gather_runs
@@ -67,57 +81,59 @@ def compare(
     named = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
     options = {name: value for name, value in named.items() if value is not None}
     distributed.refuse_several("a comparison")
-    screen, where = GridScreen(), ExecutionOptions(workers, on, gpus_per_cell, cpus_per_cell)
+    screen, execution = GridScreen(), ExecutionOptions(workers, _ray_cluster(ray), gpus_per_run, cpus_per_run)
     if runs:
-        if grid or any(given.values()) or options or assignments or vary or show_only:
-            raise UserError("--from takes runs that are there: leave the grid and its settings away")
-        _present(screen, gather_runs(runs), out or Path("comparison"), book, page)
+        if grid or any(given.values()) or options or assignments or vary or tables_only:
+            raise UserError("--runs tabulates existing runs. Remove the grid and its settings.")
+        _present(screen, gather_runs(runs), out or Path("comparison"))
         return
     spec = read_spec(grid, given, assignments or [], vary or [], options)
     whole = Grid(spec, out or Path("runs") / (grid.stem if grid else "compare"))
     if whole.left_out:
-        screen.print(f"left out, not offered: {whole.left_out}")
+        screen.print(f"Skipped combinations that do not exist: {whole.left_out}")
     try:
         actions = RunActions(api.start, api.resume, device)
-        outcomes = whole.outcomes() if show_only else run_grid(whole, actions, screen, where)
+        outcomes = whole.outcomes() if tables_only else run_grid(whole, actions, screen, execution)
     except KeyboardInterrupt:
         finished = sum(outcome.run is not None for outcome in whole.outcomes())
-        message = f"{finished} of {len(whole.cells)} cells are finished; go on with the same command"
-        raise Interrupted(f"interrupted; {message}") from None
+        message = f"Interrupted. {finished} of {len(whole.cells)} runs are finished. Run the same command to continue."
+        raise Interrupted(message) from None
     if any(outcome.run for outcome in outcomes):
-        _present(screen, gather(whole, outcomes), whole.out, book, page)
+        _present(screen, gather(whole, outcomes), whole.out)
     _conclude(screen, outcomes)
 
 
-def _present(screen: Screen, comparison: "Comparison", out: Path, book: Path | None, page: Path | None) -> None:
+def _ray_cluster(address: str | None) -> str | None:
+    """Return a Ray cluster as ``ExecutionOptions`` names it."""
+    if address is None or address.startswith("ray://"):
+        return address
+    return "ray" if address == "local" else f"ray:{address}"
+
+
+def _present(screen: Screen, comparison: "Comparison", out: Path) -> None:
     from probprompt.cli.grid_screen import show_table
-    from probprompt.report.pages import write_comparison, write_page
-    from probprompt.runs.run import write_book
+    from probprompt.report.pages import write_comparison
 
     files = write_comparison(comparison, out)
-    if book:
-        files.append(write_book(book, comparison.recorded))
-    if page:
-        files.append(write_page(comparison, page))
     for table in comparison.tables():
         screen.title(f"\n{table.caption}")
         if not show_table(screen, table):
-            screen.print("Without the standard deviations, for which this window is too narrow.")
+            screen.print("Standard deviations are hidden because the window is too narrow.")
         for note in table.notes:
             screen.print(note)
     screen.print("")
     for path in files:
-        screen.print(f"written: {path}")
+        screen.print(f"Wrote {path}.")
 
 
 def _conclude(screen: Screen, outcomes: "Sequence[Outcome]") -> None:
-    """Tell which cells are not there."""
+    """Report runs that are missing or failed; exit with 1 if any failed."""
     failed = [outcome for outcome in outcomes if outcome.problem]
-    missing = [outcome for outcome in outcomes if not outcome.run and not outcome.problem]
+    missing = sum(not outcome.run and not outcome.problem for outcome in outcomes)
     if missing:
-        screen.print(f"not run yet: {len(missing)} of {len(outcomes)} cells")
+        screen.print(f"Not run yet: {missing} of {len(outcomes)} runs.")
     if failed:
-        screen.print(f"failed: {len(failed)} of {len(outcomes)} cells (the same command tries them again)")
+        screen.print(f"Failed: {len(failed)} of {len(outcomes)} runs. Run the same command to try them again.")
         for outcome in failed:
             screen.print(f"  {outcome.cell.folder}: {outcome.reason}")
         raise SystemExit(1)
@@ -130,7 +146,7 @@ def read_spec(
     vary: Sequence[str],
     options: Mapping[str, Any] | None = None,
 ) -> "GridSpec":
-    """A grid from a file; over it the options, which may be settings by their dotted names."""
+    """Read a grid from a file, and lay the options and dotted settings over it."""
     from probprompt.config import flatten, parse_value, read_toml
     from probprompt.data.stream import parse_tasks
     from probprompt.runs.grid import parse_spec
@@ -153,26 +169,26 @@ def read_spec(
 
 
 def _table(entries: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = entries.get(name, {})
-    if not isinstance(found, Mapping):
-        raise UserError(f"{name} of a grid must be a table of settings, not {found!r}")
-    return found
+    table = entries.get(name, {})
+    if not isinstance(table, Mapping):
+        raise UserError(f"[{name}] of a grid must be a table of settings, got {table!r}.")
+    return table
 
 
 def _assigned(option: str, assignment: str) -> tuple[str, str]:
     key, equals, text = (part.strip() for part in assignment.partition("="))
     if not equals or not key or not text:
-        raise UserError(f"{option} takes key=value, not {assignment!r}")
+        raise UserError(f"{option} expects KEY=VALUE, got {assignment!r}.")
     return key, text
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas; the path of a folder may have commas in it."""
+    """Return the parts between commas, but keep the path of a folder whole."""
     return [text] if Path(text).expanduser().is_dir() else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _values(text: str) -> list[Any]:
-    """Values between commas: as in a TOML list, or one by one."""
+    """Parse values between commas as a TOML list, or one by one."""
     import tomllib
 
     from probprompt.config import parse_value
@@ -184,12 +200,12 @@ def _values(text: str) -> list[Any]:
 
 
 def _seeds(text: str) -> range:
-    """One seed or a range of them.
+    """Return one seed or a range of seeds.
 
     >>> _seeds("3"), _seeds("0-4")
     (range(3, 4), range(0, 5))
     """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if not found or int(found[2] or found[1]) < int(found[1]):
-        raise UserError(f"--seeds takes numbers such as 0,1,2 or a range such as 0-4, not {text!r}")
-    return range(int(found[1]), int(found[2] or found[1]) + 1)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(f"--seeds expects numbers such as 0,1,2 or a range such as 0-4, got {text!r}.")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)

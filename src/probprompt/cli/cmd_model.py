@@ -1,4 +1,4 @@
-"""The commands on a classifier: teach it, ask it, and change what it knows."""
+"""Commands that teach, query and change a model."""
 
 import json
 import os
@@ -10,55 +10,66 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+import typer
 
-from probprompt.cli.console import Device, Screen
+from probprompt.cli.console import BACKBONE, METHOD, PRESET, SET, WEIGHTS, Device, Screen, argument, option
 from probprompt.errors import Interrupted, UserError, shorten
 
 if TYPE_CHECKING:
     from probprompt.classifier import ContinualClassifier, Evaluation, LearnReport, Prediction
 
 _MOST_RISKS = 10  # shown after learning
-Model = Annotated[Path, Argument(metavar="MODEL", help="The folder of a classifier.")]
-ImageFolder = Annotated[Path, Argument(metavar="FOLDER", help="One folder of images per class.")]
-Version = Annotated[int | None, Option(min=1, help="Another version than the current one.")]
-AsJson = Annotated[bool, Option("--json", help="A JSON object per line.")]
+Model = Annotated[Path, argument("Model folder.", "MODEL")]
+ImageFolder = Annotated[Path, argument("Folder with one folder of images per class.", "FOLDER")]
+Version = Annotated[int | None, option("Model version to use.", "N", default="latest", min=1)]
+CREATION = "When creating a model"  # a panel
+app = typer.Typer(no_args_is_help=True, help="Show versions, forget or rename classes, roll back, push, pull.")
 
 
-class Known(StrEnum):
-    """What happens to classes that are known already."""
+class Existing(StrEnum):
+    """What to do with images of classes that the model already has."""
 
-    refuse = "refuse"
-    refine = "refine"
+    error = "error"
+    extend = "extend"
 
 
-# Changing a model --------------------------------------------------------------------------------------------------
+class Format(StrEnum):
+    """Output format of predictions."""
+
+    text = "text"
+    json = "json"
+    csv = "csv"
+
+
+_KNOWN: dict[Existing, Any] = {Existing.error: "refuse", Existing.extend: "refine"}
+
+
+# Changing a model
 
 
 def learn(
-    model: Annotated[Path, Argument(metavar="MODEL", help="The folder of a classifier, new or there already.")],
+    model: Annotated[Path, argument("Model folder; created if it does not exist.", "MODEL")],
     folder: ImageFolder,
-    known: Annotated[
-        Known, Option(help="Classes known already: refuse them, or learn their images as more of the same.")
-    ] = Known.refuse,
-    name: Annotated[str | None, Option(help="What this is called in the history.")] = None,
-    method: Annotated[str | None, Option(help="Of a new one; see: probprompt list methods.")] = None,
-    preset: Annotated[str | None, Option(help="Of a new one: flagship, ridge, matched or published.")] = None,
-    backbone: Annotated[
-        str | None, Option(help="Of a new one: demo, or any timm arch.tag.", show_default="a small ViT; on a GPU sup1k")
-    ] = None,
-    weights: Annotated[str | None, Option(help="Of a new one: a file of weights for that architecture.")] = None,
-    epochs: Annotated[int | None, Option(min=1, help="Of a new one: epochs where anything is trained.")] = None,
-    seed: Annotated[int | None, Option(min=0, help="Of a new one: initial parameters, batches.")] = None,
-    assignments: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Of a new one: any setting.")
-    ] = None,
-    keep_versions: Annotated[
-        int | None, Option(min=1, help="How many versions can be gone back to.", show_default="10")
-    ] = None,
+    existing: Annotated[
+        Existing, option("If a class already exists: stop with an error, or add the images to it.")
+    ] = Existing.error,
+    note: Annotated[str | None, option("Note for the history.", "TEXT", default="name of the folder")] = None,
+    keep_versions: Annotated[int | None, option("Number of versions to keep.", "N", default="10", min=1)] = None,
     device: Device = None,
+    method: Annotated[str | None, option(**METHOD, panel=CREATION)] = None,
+    preset: Annotated[str | None, option(**PRESET, panel=CREATION)] = None,
+    backbone: Annotated[str | None, option(**BACKBONE, default="small ViT; sup1k on a GPU", panel=CREATION)] = None,
+    weights: Annotated[str | None, option(**WEIGHTS, panel=CREATION)] = None,
+    epochs: Annotated[int | None, option("Number of training epochs.", "N", min=1, panel=CREATION)] = None,
+    seed: Annotated[int | None, option("Seed of initial parameters and batches.", "N", min=0, panel=CREATION)] = None,
+    assignments: Annotated[list[str] | None, option(*SET, panel=CREATION)] = None,
 ) -> None:
-    """Learn new classes from a folder of class folders; the images are not needed again."""
+    """Teach a model new classes from a folder of class folders.
+
+    The images are not needed again.
+
+    Example: probprompt learn my-model photos/
+    """
     from probprompt.classifier.store import Store
     from probprompt.config import apply_assignments, merge
 
@@ -66,9 +77,9 @@ def learn(
     options = {option: value for option, value in given.items() if value is not None}
     create: dict[str, Any] | None = None
     if Store(model).exists:
-        named = [f"--{option}" for option in options] + ["--weights"] * bool(weights) + ["--set"] * bool(assignments)
-        if named:
-            raise UserError(f"{model} goes on with the settings it began with: leave out {shorten(named)}")
+        names = [f"--{option}" for option in options] + ["--weights"] * bool(weights) + ["--set"] * bool(assignments)
+        if names:
+            raise UserError(f"{model} already exists and keeps its settings. Remove {shorten(names)}.")
     else:
         config = apply_assignments({"method": {"name": method}} if method is not None else {}, assignments or [])
         create = {**options, "config": merge(config, {"backbone": {"weights": weights}} if weights else {})}
@@ -76,81 +87,54 @@ def learn(
     with _changing(model, device, create) as classifier:
         if keep_versions is not None:
             classifier.keep_versions = keep_versions
-        report = classifier.learn(folder, known=known.value, name=name, progress=screen)
-    _show_lesson(screen, model, classifier, report)
+        report = classifier.learn(folder, known=_KNOWN[existing], name=note, progress=screen)
+    _show_report(screen, model, classifier, report)
 
 
-def _show_lesson(screen: Screen, model: Path, classifier: "ContinualClassifier", report: "LearnReport") -> None:
+def _show_report(screen: Screen, model: Path, classifier: "ContinualClassifier", report: "LearnReport") -> None:
     for warning in report.warnings:
         screen.print(warning)
     new = f"{len(report.classes)} new class(es)" if report.classes else ""
     more = f"more images of {shorten(report.refined)}" if report.refined else ""
     what = " and ".join(part for part in (new, more) if part)
-    screen.print(
-        f"{report.images} images in {report.seconds:.1f} s: {what}; {len(classifier.classes)} classes are known"
-    )
+    screen.print(f"Learned {what} from {report.images} images in {report.seconds:.1f} s.")
     if report.calibration_error is not None:
-        error = 100 * report.calibration_error
-        screen.print(f"probabilities are off by {error:.1f} % on average, on images held out")
+        screen.print(f"Calibration error: {100 * report.calibration_error:.1f}% on held-out images.")
     else:
-        screen.print("too few images were held out to say how far probabilities are off")
+        screen.print("Calibration error: unknown, too few held-out images.")
     if report.retention:
-        screen.print("old classes that may now be taken for new ones, by their stored statistics:")
-        rows = [(risk.old, risk.new, f"{100 * risk.share:.0f} %") for risk in report.retention[:_MOST_RISKS]]
-        screen.listing(("class", "taken for", "how often"), rows)
+        screen.print("Possible confusions, estimated from stored statistics:")
+        rows = [(risk.old, risk.new, f"{100 * risk.share:.0f}%") for risk in report.retention[:_MOST_RISKS]]
+        screen.listing(("class", "classified as", "images"), rows)
     elif classifier.task_count > 1 and report.classes:
-        screen.print("no old class is at risk of being taken for a new one, by their stored statistics")
-    screen.print(f"version {report.version} saved: {model}")
-
-
-def forget(model: Model, name: Annotated[str, Argument(metavar="CLASS", help="The class to forget.")]) -> None:
-    """Forget a class, as if its images had never been learned."""
-    with _changing(model) as classifier:
-        classifier.forget(name)
-    screen = Screen()
-    screen.print(f"forgot {name!r}; version {classifier.version} knows {len(classifier.classes)} classes")
-    screen.print(
-        f"versions before it still know the class until {classifier.keep_versions} newer ones have taken their place; "
-        "prompts that adapted to it in the first lesson stay as they are"
-    )
-
-
-def rename(
-    model: Model,
-    old: Annotated[str, Argument(metavar="CLASS", help="The class to rename.")],
-    new: Annotated[str, Argument(metavar="NAME", help="Its new name.")],
-) -> None:
-    """Give a class another name."""
-    with _changing(model) as classifier:
-        classifier.rename(old, new)
-    Screen().print(f"{old!r} is now called {new!r}; version {classifier.version}")
-
-
-def rollback(
-    model: Model, to: Annotated[int, Option("--to", metavar="N", min=1, help="The version to go back to.")]
-) -> None:
-    """Make an earlier version the current one again; no version is lost by it."""
-    with _changing(model) as classifier:
-        classifier.rollback(to)
-    Screen().print(f"version {classifier.version} is version {to} again: {len(classifier.classes)} classes")
+        screen.print("No confusions of old with new classes expected, estimated from stored statistics.")
+    screen.print(f"Saved {model}, version {report.version}, with {len(classifier.classes)} classes.")
 
 
 @contextmanager
 def _changing(
     model: Path, device: str | None = None, create: dict[str, Any] | None = None
 ) -> "Iterator[ContinualClassifier]":
-    """Change a classifier; tell a user who interrupts it that nothing came of it."""
+    """Change a classifier; if the user interrupts, report that nothing changed."""
     from probprompt.classifier import changing
 
     try:
         with changing(model, device, create) as classifier:
             yield classifier
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; {model} is as it was") from None
+        raise Interrupted(f"Interrupted. {model} is unchanged.") from None
 
 
-def history(model: Model, as_json: AsJson = False) -> None:
-    """List what was learned when, and the versions that can be gone back to."""
+@app.command()
+def history(
+    model: Model, as_json: Annotated[bool, option("Print one JSON object per version.", None, "--json")] = False
+) -> None:
+    """List versions.
+
+    Shows what was learned or changed when; * is the current version.
+
+    Example: probprompt model history my-model
+    """
     from probprompt.classifier import ContinualClassifier
 
     versions = ContinualClassifier.load(model, device="cpu").history()
@@ -161,74 +145,125 @@ def history(model: Model, as_json: AsJson = False) -> None:
     for one in versions:
         number, when = f"{one.number}{' *' * (one is versions[-1])}", one.when[:16].replace("T", " ")
         rows.append((number, when, one.what, shorten(one.classes, 4), str(one.images or ""), str(one.known), one.note))
-    Screen().listing(("version", "when (UTC)", "what", "classes", "images", "known", "note"), rows, (2, 3, 6))
+    Screen().listing(("version", "time (UTC)", "change", "classes", "images", "total", "note"), rows, (2, 3, 6))
 
 
-# Asking a model ----------------------------------------------------------------------------------------------------
+@app.command()
+def forget(model: Model, name: Annotated[str, argument("Class to remove.", "CLASS")]) -> None:
+    """Remove a class.
+
+    The head becomes as if the class was never learned.
+
+    Example: probprompt model forget my-model cat
+    """
+    with _changing(model) as classifier:
+        classifier.forget(name)
+    screen = Screen()
+    screen.print(
+        f"Removed {name}. Saved {model}, version {classifier.version}, with {len(classifier.classes)} classes."
+    )
+    screen.print(
+        f"Earlier versions keep the class until {classifier.keep_versions} newer ones replace them. Prompts trained on "
+        "it in the first lesson do not change."
+    )
+
+
+@app.command()
+def rename(
+    model: Model,
+    old: Annotated[str, argument("Class to rename.", "CLASS")],
+    new: Annotated[str, argument("New name.", "NAME")],
+) -> None:
+    """Rename a class.
+
+    Example: probprompt model rename my-model cat kitten
+    """
+    with _changing(model) as classifier:
+        classifier.rename(old, new)
+    Screen().print(f"Renamed {old} to {new}. Saved {model}, version {classifier.version}.")
+
+
+@app.command()
+def rollback(model: Model, version: Annotated[int, argument("Version to restore.", "VERSION", min=1)]) -> None:
+    """Restore an earlier version.
+
+    It becomes a new version, so none is lost.
+
+    Example: probprompt model rollback my-model 2
+    """
+    with _changing(model) as classifier:
+        classifier.rollback(version)
+    classes = len(classifier.classes)
+    Screen().print(f"Restored version {version}. Saved {model}, version {classifier.version}, with {classes} classes.")
+
+
+# Querying a model
 
 
 def predict(
     model: Model,
-    files: Annotated[list[Path], Argument(metavar="FILES...", help="Images, or folders with all below them.")],
-    as_json: AsJson = False,
-    as_csv: Annotated[bool, Option("--csv", help="Comma-separated, with a header.")] = False,
-    top_k: Annotated[int, Option(min=1, help="How many classes are named.")] = 1,
-    batch: Annotated[int | None, Option(min=1, help="Images looked at together.")] = None,
+    files: Annotated[list[Path], argument("Images, or folders to search for images.", "FILES...")],
+    output: Annotated[Format, option("Output format.", None, "--format")] = Format.text,
+    top_k: Annotated[int, option("Number of classes to print.", "K", min=1)] = 1,
+    batch_size: Annotated[int | None, option("Images per batch.", "N", min=1)] = None,
     version: Version = None,
     device: Device = None,
 ) -> None:
-    """Classify images: a row for each, written as it comes; one that cannot be read is a row with its error."""
+    """Classify images and print one row per file.
+
+    The row of an unreadable file contains the error.
+
+    Example: probprompt predict my-model photos/ --format csv
+    """
     from probprompt.classifier import ContinualClassifier
     from probprompt.data.inputs import pictures
 
-    if as_json and as_csv:
-        raise UserError("--json and --csv exclude each other: name one")
     classifier = ContinualClassifier.load(model, version=version, device=device)
     screen, failed = Screen(stderr=True), 0
     total = sum(1 for _ in pictures(files))
     if not total:
-        raise UserError(f"no image in {shorten(files)}: give images, or folders that hold some")
-    write = _write_json if as_json else _csv_writer(top_k) if as_csv else _write_text
+        raise UserError(f"No images in {shorten(files)}. Pass image files, or folders that contain some.")
+    write = {Format.text: _write_text, Format.json: _write_json}.get(output) or _csv_writer(top_k)
     try:
         with screen.stage("predicting", total):
-            for answer in classifier.predict_each(files, top_k, batch):
+            for answer in classifier.predict_each(files, top_k, batch_size):
                 write(answer)
                 failed += answer.error is not None
                 screen.advance(1)
         sys.stdout.flush()
-    except BrokenPipeError:  # nothing more can be written there
+    except BrokenPipeError:  # the reader, such as head, has stopped reading
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if failed == total:
-        raise UserError(f"none of {total} file(s) could be read")
+        raise UserError(f"None of {total} file(s) could be read. The rows above contain the reasons.")
     if failed:
-        screen.print(f"{failed} of {total} file(s) could not be read")
+        screen.print(f"{failed} of {total} file(s) could not be read.")
 
 
 def _write_text(answer: "Prediction") -> None:
     if answer.error:
-        text = f"not read: {answer.error}"
+        text = f"unreadable: {answer.error}"
     else:
-        text = ", ".join(f"{label} {100 * chance:.1f} %" for label, chance in answer.top)
-        text += "  (perhaps none of these)" if answer.unknown else ""
+        text = ", ".join(f"{label} {100 * probability:.1f}%" for label, probability in answer.top)
+        text += "  (possibly unknown)" if answer.unknown else ""
     sys.stdout.write(f"{_printable(answer.source)}: {text}\n")
 
 
 def _write_json(answer: "Prediction") -> None:
-    top = [{"label": label, "probability": chance} for label, chance in answer.top]
+    top = [{"label": label, "probability": probability} for label, probability in answer.top]
     sys.stdout.write(json.dumps({**asdict(answer), "top": top}) + "\n")
 
 
 def _csv_writer(top_k: int) -> "Callable[[Prediction], None]":
-    """Write the header, and return what writes a row."""
+    """Write the header, and return a function that writes a row."""
     import csv
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    more = [f"{name}_{place}" for place in range(2, top_k + 1) for name in ("label", "probability")]
+    more = [f"{name}_{rank}" for rank in range(2, top_k + 1) for name in ("label", "probability")]
     writer.writerow(["file", "label", "probability", *more, "unknown", "novelty", "error"])
 
     def write(answer: "Prediction") -> None:
-        cells = [cell for label, chance in answer.top for cell in (label, f"{chance:.6f}")]
+        cells = [cell for label, probability in answer.top for cell in (label, f"{probability:.6f}")]
         cells += [""] * (2 * top_k - len(cells))
         cells += ["", "", answer.error] if answer.error else [str(answer.unknown).lower(), f"{answer.novelty:.4f}", ""]
         writer.writerow([_printable(answer.source), *cells])
@@ -237,21 +272,22 @@ def _csv_writer(top_k: int) -> "Callable[[Prediction], None]":
 
 
 def _printable(name: str) -> str:
-    """A file's name as text, whatever its bytes."""
+    """Return a file name as text, even if its bytes are not."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def evaluate(
     model: Model,
     folder: ImageFolder,
-    unknown: Annotated[
-        Path | None, Option(metavar="DIR", help="Images of no known class: how well are they told apart?")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="All of it as one JSON object.")] = False,
+    unknown: Annotated[Path | None, option("Folder of unknown images; reports AUROC.", "FOLDER")] = None,
+    as_json: Annotated[bool, option("Print one JSON object.", None, "--json")] = False,
     version: Version = None,
     device: Device = None,
 ) -> None:
-    """Measure accuracy on images whose classes are known: per task, overall, and what was forgotten."""
+    """Measure accuracy, calibration and forgetting on labeled images.
+
+    Example: probprompt evaluate my-model test-photos/
+    """
     from probprompt.classifier import ContinualClassifier
 
     classifier = ContinualClassifier.load(model, version=version, device=device)
@@ -263,27 +299,27 @@ def evaluate(
         _show_evaluation(screen, evaluation)
 
 
-def _show_evaluation(screen: Screen, found: "Evaluation") -> None:
+def _show_evaluation(screen: Screen, result: "Evaluation") -> None:
     tasks = [
         (task.name, str(len(task.classes)), str(task.images), _percent(task.when_learned), _percent(task.accuracy))
-        for task in found.per_task
+        for task in result.per_task
     ]
-    screen.title("\naccuracy in %")
+    screen.title("\nAccuracy in %")
     screen.figures(("task", "classes", "images", "when learned", "now"), tasks)
-    screen.figures(("class", "now"), [(name, _percent(score)) for name, score in found.per_class.items()])
-    screen.print(f"\noverall: {found.accuracy:.1f} % of {found.images} images")
-    if found.forgetting is not None:
-        screen.print(f"forgotten since it was learned: {found.forgetting:.1f} points, on average over earlier tasks")
-    screen.print(f"probabilities are off by {100 * found.calibration_error:.1f} % on average")
-    screen.print(f"marked as none of these: {found.flagged:.1f} % of these images")
-    if found.auroc is not None and found.fpr_at_95 is not None and found.unknown_flagged is not None:
-        screen.print(f"and {found.unknown_flagged:.1f} % of the {found.unknown_images} of no known class")
+    screen.figures(("class", "now"), [(name, _percent(score)) for name, score in result.per_class.items()])
+    screen.print(f"\nOverall accuracy: {result.accuracy:.1f}% of {result.images} images.")
+    if result.forgetting is not None:
+        screen.print(f"Forgetting: {result.forgetting:.1f} points on average over earlier tasks.")
+    screen.print(f"Calibration error: {100 * result.calibration_error:.1f}%.")
+    screen.print(f"Flagged as unknown: {result.flagged:.1f}% of these images.")
+    if result.auroc is not None and result.fpr_at_95 is not None and result.unknown_flagged is not None:
+        screen.print(f"Unknown images: {result.unknown_flagged:.1f}% of {result.unknown_images} flagged.")
         screen.print(
-            f"AUROC {found.auroc:.3f}; at a threshold that 95 % of these known images pass, "
-            f"{100 * found.fpr_at_95:.1f} % of the others would pass, too"
+            f"AUROC {result.auroc:.3f}. A threshold that accepts 95% of the known images also accepts "
+            f"{100 * result.fpr_at_95:.1f}% of the unknown ones."
         )
-    for name, reason in found.unreadable:
-        screen.print(f"not read: {_printable(name)}: {reason}")
+    for name, reason in result.unreadable:
+        screen.print(f"Skipped {_printable(name)} (unreadable: {reason}).")
 
 
 def _percent(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The commands ``export``, ``push``, ``pull`` and ``serve``: hand a model on."""
+"""Commands ``export``, ``model push``, ``model pull`` and ``serve``."""
 
 import os
 from importlib.util import find_spec
@@ -6,9 +6,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
-
-from probprompt.cli.console import Device, Screen
+from probprompt.cli.cmd_model import app
+from probprompt.cli.console import WEIGHTS, Device, Screen, argument, option
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,98 +15,110 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 TOKEN_VARIABLE = "PROBPROMPT_TOKEN"
-SavedModel = Annotated[Path, Argument(help="The folder of a saved classifier, or of a run.")]
-Repository = Annotated[str, Argument(metavar="REPO", help="owner/name on the Hugging Face hub.")]
+SavedModel = Annotated[Path, argument("Model folder or run folder.", "MODEL")]
+Repository = Annotated[str, argument("owner/name on the Hugging Face Hub.", "REPO")]
+LIMITS = "Limits"  # a panel
 
 
 def export(
-    model: SavedModel,
-    onnx: Annotated[bool, Option("--onnx", help="The format, the only one so far.")] = False,
-    out: Annotated[
-        Path | None, Option(metavar="FILE", help="Where the file goes.", show_default="MODEL.onnx, here")
-    ] = None,
+    model: SavedModel, out: Annotated[Path | None, option("ONNX file to write.", "FILE", default="MODEL.onnx")] = None
 ) -> None:
-    """Write a model as one ONNX file, prompts and backbone together, checked against torch with onnxruntime."""
-    if not onnx:
-        raise UserError("name the format of the file: probprompt export MODEL --onnx")
+    """Export a model to ONNX.
+
+    The file holds backbone, prompts and head, and is checked against PyTorch.
+
+    Example: probprompt export my-model
+    """
     from probprompt.export.onnx import BATCHES, export_onnx
 
     screen = Screen()
     with screen.stage("writing ONNX", 1):
         done = export_onnx(model, out or Path(f"{model.resolve().name}.onnx"))
         screen.advance(1)
-    size, outputs = f"{len(done.classes)} classes, {done.bytes / 1e6:.1f} MB", " and ".join(done.outputs)
-    screen.print(f"{done.path}: {size}; answers {outputs}")
+    classes, outputs = f"{len(done.classes)} classes, {done.bytes / 1e6:.1f} MB", " and ".join(done.outputs)
+    screen.print(f"Wrote {done.path}: {classes}, outputs {outputs}.")
     batches, difference = ", ".join(map(str, BATCHES)), f"{done.difference:.0e}"
-    screen.print(f"checked with onnxruntime on batches of {batches}: probabilities differ by {difference} from torch's")
+    screen.print(f"Checked with onnxruntime (batch sizes {batches}): probabilities within {difference} of PyTorch.")
 
 
+@app.command()
 def push(
     model: SavedModel,
     repository: Repository,
-    private: Annotated[bool, Option("--private", help="Only you and those you allow may see it.")] = False,
-    with_statistics: Annotated[
-        bool, Option("--with-statistics", help="Also what further learning needs: sums, and features of single images.")
+    private: Annotated[bool, option("Make the repository private.", None, "--private")] = False,
+    trainable: Annotated[
+        bool, option("Include the statistics needed to teach the model more classes.", None, "--trainable")
     ] = False,
 ) -> None:
-    """Send a model to the Hugging Face hub, with a model card made from its record."""
+    """Upload a model to the Hugging Face Hub.
+
+    A model card is written from its record.
+
+    Example: probprompt model push my-model OWNER/NAME
+    """
     from probprompt.export import push_pull
 
     screen = Screen()
-    done = push_pull.push(model, repository, private=private, with_statistics=with_statistics, progress=screen)
-    _show_transfer(screen, done)
+    done = push_pull.push(model, repository, private=private, with_statistics=trainable, progress=screen)
+    _show_transfer(screen, "Uploaded", done)
     if not done.statistics:
-        screen.print("without what further learning needs: add it with --with-statistics")
-    screen.print(f"to fetch it: probprompt pull {quote(repository)} FOLDER")
+        screen.print("The uploaded model cannot learn more classes. To change this, push again with --trainable.")
+    screen.print(f"Download it with 'probprompt model pull {quote(repository)} FOLDER'.")
 
 
+@app.command()
 def pull(
     repository: Repository,
-    model: Annotated[Path, Argument(help="A new folder.")],
-    revision: Annotated[str | None, Option(help="A branch, tag or commit; the newest by default.")] = None,
-    weights: Annotated[
-        Path | None, Option(metavar="FILE", help="The backbone's weights, for a model made with a file of them.")
-    ] = None,
+    model: Annotated[Path, argument("New folder for the model.", "MODEL")],
+    revision: Annotated[str | None, option("Branch, tag or commit.", "REV", default="latest")] = None,
+    weights: Annotated[Path | None, option(**WEIGHTS)] = None,
 ) -> None:
-    """Fetch a model from the Hugging Face hub; every file is verified, and none is executed."""
+    """Download a model from the Hugging Face Hub.
+
+    Every file is verified, and none is executed. Pass --weights if the model was created with it.
+    """
     from probprompt.export import push_pull
 
     screen = Screen()
     done = push_pull.pull(repository, model, revision=revision, weights=weights, progress=screen)
-    _show_transfer(screen, done)
-    without = "predicts, but was published without what learning needs"
-    screen.print(f"{model}: {'can learn further classes' if done.statistics else without}")
+    _show_transfer(screen, "Downloaded", done)
+    ability = "The model can learn more classes." if done.statistics else "The model predicts but cannot learn."
+    screen.print(f"Saved {model}. {ability}")
 
 
-def _show_transfer(screen: Screen, done: "Moved") -> None:
-    screen.print(f"{done.url} at {done.commit[:12]}: {done.files} files, {done.bytes / 1e6:.1f} MB, all verified")
+def _show_transfer(screen: Screen, action: str, done: "Moved") -> None:
+    screen.print(f"{action} {done.files} files, {done.bytes / 1e6:.1f} MB, verified: {done.url} at {done.commit[:12]}")
 
 
 def serve(
-    model: Annotated[Path, Argument(help="The folder of a classifier, as made by probprompt learn.")],
+    model: Annotated[Path, argument("Model folder, as created by 'probprompt learn'.", "MODEL")],
     host: Annotated[
-        str, Option(help="The address to listen at; any but this machine's own needs the token for everything.")
+        str, option("Address to bind. Only localhost may predict without the token.", "ADDRESS")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    port: Annotated[int, option("Port; 0 picks a free one.", "N", min=0, max=65535)] = 8000,
     token_file: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="A token of your own; PROBPROMPT_TOKEN does, too.", show_default="drawn"),
-    ] = None,
-    max_upload: Annotated[
-        int | None, Option(metavar="MB", min=1, help="What one request may bring.", show_default="512")
-    ] = None,
-    max_images: Annotated[
-        int | None, Option(min=1, help="Images in one request for predictions.", show_default="64")
-    ] = None,
-    max_pixels: Annotated[
-        float | None, Option(metavar="MP", min=0.1, help="Of one image, in millions.", show_default="64")
+        Path | None, option("File with your token; or set PROBPROMPT_TOKEN.", "FILE", default="random token")
     ] = None,
     device: Device = None,
+    max_upload: Annotated[
+        int | None, option("Largest request in MB.", "MB", default="512", min=1, panel=LIMITS)
+    ] = None,
+    max_images: Annotated[
+        int | None, option("Images per prediction request.", "N", default="64", min=1, panel=LIMITS)
+    ] = None,
+    max_pixels: Annotated[
+        float | None, option("Largest image in megapixels.", "MP", default="64", min=0.1, panel=LIMITS)
+    ] = None,
 ) -> None:
-    """Serve a classifier over HTTP, with a page to classify and to teach."""
+    """Serve a model over HTTP, with a web page.
+
+    The page classifies images and teaches new classes.
+
+    Example: probprompt serve my-model
+    """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UserError(f"serve needs {', '.join(missing)}: install them with pip install 'probprompt[serve]'")
+        raise UserError(f"Missing packages: {', '.join(missing)}. Install them with pip install 'probprompt[serve]'.")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads: its threads share the cores with requests
     from probprompt.serve import routes
     from probprompt.serve.security import Limits, make_access
@@ -125,21 +136,23 @@ def serve(
 
         def ready(service: object) -> None:
             page = address if token else f"{address}/#token={access.token}"
-            screen.print(f"serving {model} at {address}")
-            screen.print(f"open {page}")
+            screen.print(f"Serving {model} at {address}")
+            screen.print(f"Open {page}")
             if not access.loopback:
-                screen.print("every request needs the token; the connection is not encrypted: put TLS before it")
-            screen.print("stop with Ctrl-C: lessons that were accepted are kept and taken up at the next start")
+                screen.print(
+                    "Every request needs the token. The connection is not encrypted; put a TLS proxy before it."
+                )
+            screen.print("Press Ctrl-C to stop. Accepted lessons are kept and resume at the next start.")
 
         routes.serve(model, listening, access, limits, device, ready)
-    screen.print("stopped")
+    screen.print("Stopped.")
 
 
 def _read_token(file: Path | None) -> str | None:
-    """Read the token that the user chose: in a file, or in the environment, where no other user sees it."""
+    """Read the user's token from a file, or from the environment, which other users cannot see."""
     if file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"the token cannot be read from {file}: {problem}") from None
+        raise UserError(f"Cannot read the token from {file}: {problem}") from None

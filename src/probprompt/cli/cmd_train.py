@@ -1,4 +1,4 @@
-"""The commands ``train``, ``demo``, ``report``, ``list`` and ``cache``."""
+"""Commands ``train``, ``demo``, ``report`` and ``list``."""
 
 import signal
 import sys
@@ -10,29 +10,34 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
-from typer import Argument, Option
-
 import probprompt.cli.console as shared
-from probprompt.cli.console import Screen
-from probprompt.errors import Interrupted, UserError
+from probprompt.cli.console import DEVICE, METHOD, MODEL, PRESET, PRESETS, RUN, TRAINING, Screen, argument, option
+from probprompt.errors import Interrupted, UserError, suggest
 
-_GRACE = 10  # seconds that other processes give the first to say what went wrong
+_GRACE = 10  # seconds that other processes give the first to report an error
 
 
 class Listed(StrEnum):
-    """What can be listed."""
+    """Kinds of names to list."""
 
     methods = "methods"
+    presets = "presets"
     benchmarks = "benchmarks"
     backbones = "backbones"
 
 
+KINDS = shared.completion(lambda: Listed)
+
+
 def demo(
-    out: Annotated[Path | None, Option(help="Where the runs are written; runs/demo by default.")] = None,
-    seed: Annotated[int, Option(min=0, help="Order of classes, initial parameters, batches.")] = 0,
+    out: Annotated[Path | None, option("Output folder.", "FOLDER", default="runs/demo")] = None,
+    seed: Annotated[int, option("Seed of class order, initial parameters and batches.", "N", min=0)] = 0,
     device: shared.Device = None,
 ) -> None:
-    """Compare three methods on embedded images (2 minutes)."""
+    """Compare three methods on embedded images (2 minutes).
+
+    Needs no download and no GPU. The last lines name the report to open.
+    """
     import probprompt.api as api
     from probprompt import distributed, methods, presets
     from probprompt.report.pages import save_overview, write_report
@@ -41,9 +46,9 @@ def demo(
     screen = Screen()
     folder = out or api.free_folder(Path("runs"), "demo")
     if folder.exists():
-        raise UserError(f"{folder} exists already: choose another folder with --out")
-    screen.print("20 classes of emoji arrive in 5 tasks; old images are never seen again.")
-    screen.print("The test images are drawn in styles that training never shows.\n")
+        raise UserError(f"{folder} already exists. Choose another folder with --out.")
+    screen.print("20 classes of emoji arrive in 5 tasks. Images of earlier tasks are not used again.")
+    screen.print("The test images are drawn in styles that training never uses.\n")
     runs = []
     for method, preset, settings in presets.DEMO:
         screen.title(f"{method}: {methods.find(method).summary}")
@@ -54,65 +59,65 @@ def demo(
             )
         runs.append(run)
     folders = [run.folder for run in runs]
-    picture = save_overview(folders, folder / "overview.png")
+    overview = save_overview(folders, folder / "overview.png")
     page = write_report(folders, folder / "report.html")
     screen.compare(runs)
     screen.print("All three heads read the same blocks of the backbone. RanPAC has no prompts.")
     screen.print("docs/demo.md explains what this shows and what it does not.\n")
-    screen.print(f"picture: {picture}")
-    screen.print(f"report: {page}")
+    screen.print(f"Wrote {overview}.")
+    screen.print(f"Wrote {page}. Open it in a browser.")
 
 
 def train(
     benchmark: Annotated[
-        str | None, Argument(help="A benchmark's name or a folder of class folders.", show_default="emoji-r")
+        str | None, argument("Benchmark or folder of class folders.", "[DATA]", default="emoji-r")
     ] = None,
-    method: Annotated[str | None, Option(help="See: probprompt list methods.")] = None,
-    preset: shared.Preset = None,
     tasks: shared.Tasks = None,
     test: shared.TestFolder = None,
-    backbone: shared.Backbone = None,
-    weights: shared.Weights = None,
-    epochs: Annotated[int | None, Option(min=1, help="Epochs per task.")] = None,
-    batch: Annotated[int | None, Option(min=1, help="Images per step.")] = None,
-    seed: Annotated[int | None, Option(min=0, help="All three seeds at once: order, init, data.")] = None,
-    order_seed: Annotated[int | None, Option(min=0, help="Order of classes.")] = None,
-    init_seed: Annotated[int | None, Option(min=0, help="Initial parameters.")] = None,
-    data_seed: Annotated[int | None, Option(min=0, help="Batches, crops and noise.")] = None,
     validate: shared.Validate = False,
     skip_unreadable: shared.SkipUnreadable = False,
-    assignments: shared.Assignments = None,
-    config: Annotated[Path | None, Option(help="Settings in a TOML file.")] = None,
-    out: Annotated[Path | None, Option(help="The run's folder; a new one under runs/ by default.")] = None,
-    resume: Annotated[Path | None, Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
-    device: shared.Device = None,
-    gpus: Annotated[
-        int | None, Option(min=1, help="Train on so many GPUs of this machine: a process each, as by torchrun.")
+    method: Annotated[str | None, option(**METHOD, panel=MODEL)] = None,
+    preset: Annotated[str | None, option(**PRESET, panel=MODEL)] = None,
+    backbone: shared.Backbone = None,
+    weights: shared.Weights = None,
+    epochs: Annotated[int | None, option("Number of epochs per task.", "N", min=1, panel=TRAINING)] = None,
+    batch_size: Annotated[int | None, option("Images per training step.", "N", min=1, panel=TRAINING)] = None,
+    seed: Annotated[
+        int | None, option("Seed of class order, initial parameters and batches.", "N", min=0, panel=TRAINING)
     ] = None,
-    track: Annotated[str | None, Option(help="Send numbers to tensorboard, trackio or wandb.")] = None,
+    assignments: shared.Assignments = None,
+    config: Annotated[
+        Path | None, option("TOML file of settings; options override it.", "FILE", panel=TRAINING)
+    ] = None,
+    out: Annotated[Path | None, option("Output folder.", "FOLDER", default="new folder under runs/", panel=RUN)] = None,
+    resume: Annotated[Path | None, option("Continue an interrupted run.", "RUN", panel=RUN)] = None,
+    device: Annotated[str | None, option(**DEVICE, panel=RUN)] = None,
+    gpus: Annotated[
+        int | None, option("Number of GPUs to train on (one process per GPU).", "N", min=1, panel=RUN)
+    ] = None,
+    track: Annotated[str | None, option("Log to tensorboard, trackio or wandb.", "NAME", panel=RUN)] = None,
 ) -> None:
-    """Learn a benchmark, or a folder of images, task by task."""
+    """Train one method on a benchmark or a folder of images.
+
+    Example: probprompt train photos/ --method ranpac --tasks 5
+    """
     import probprompt.api as api
     from probprompt import distributed, presets
     from probprompt.config import parse_config
 
-    seeds = {"order": order_seed, "init": init_seed, "data": data_seed}
     given = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
-    given |= {
-        "data.benchmark": benchmark,
-        "method.name": method,
-        "training.epochs": epochs,
-        "training.batch_size": batch,
-    }
-    given |= {f"seeds.{name}": seed if value is None else value for name, value in seeds.items()}
+    given |= {"data.benchmark": benchmark, "method.name": method}
+    given |= {"training.epochs": epochs, "training.batch_size": batch_size}
+    given |= dict.fromkeys(("seeds.order", "seeds.init", "seeds.data"), seed)
     parsed = None
-    with _one_voice():
+    with _report_from_main_process():
         if resume:
-            if preset:
-                raise UserError("--resume goes on with the run's own settings: leave --preset away")
-            if out:
-                raise UserError("--resume goes on in the run's own folder: leave --out away")
-            _refuse_changes(resume, given, assignments or [], config)
+            for option, value, kept in (("--preset", preset, "settings"), ("--out", out, "folder")):
+                if value:
+                    raise UserError(
+                        f"--resume cannot be combined with {option}. A resumed run keeps its {kept}; remove {option}."
+                    )
+            _check_unchanged(resume, given, assignments or [], config)
             folder = resume
         else:
             parsed = parse_config(presets.resolve(preset, _gather({}, given, assignments or [], config)))
@@ -122,7 +127,7 @@ def train(
             try:
                 distributed.launch(gpus, "-m", "probprompt", *sys.argv[1:], *more)
             except distributed.LostError as loss:
-                raise UserError(f"{loss}; {_way_on(folder, f' --gpus {gpus}')}") from None
+                raise UserError(f"{str(loss).rstrip('.')}. {_how_to_continue(folder, f' --gpus {gpus}')}") from None
             return
         screen = Screen()
         with _resumable(folder):
@@ -135,16 +140,16 @@ def train(
 
 
 @contextmanager
-def _one_voice() -> Iterator[None]:
-    """Let the first of several processes say what went wrong: all know, and torchrun ends them with it."""
+def _report_from_main_process() -> Iterator[None]:
+    """Let only the first of several processes report an error; torchrun then stops the others."""
     from probprompt import distributed
 
     try:
         yield
     except UserError:
         if not distributed.from_environment().writes:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # to be stopped now says nothing new
-            time.sleep(_GRACE)  # an error of this process alone is shown after that
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # being stopped is no news to the user
+            time.sleep(_GRACE)  # an error of only this process is shown after that
         raise
     except Interrupted:
         if distributed.from_environment().writes:
@@ -155,7 +160,7 @@ def _one_voice() -> Iterator[None]:
 def _gather(
     base: dict[str, Any], given: dict[str, Any], assignments: Sequence[str], config: Path | None
 ) -> dict[str, Any]:
-    """Settings from the file, over them the options, over them the assignments."""
+    """Merge the settings of the file, the options and the assignments; later ones win."""
     from probprompt.config import apply_assignments, merge, nest, read_toml
     from probprompt.data.stream import parse_tasks
 
@@ -168,92 +173,98 @@ def _gather(
 
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
-    """Tell a user who interrupts a run, or whose run loses a process, how to go on with it."""
+    """If a run is interrupted or loses a process, report how to continue it."""
     from probprompt import distributed
 
     try:
         yield
     except distributed.LostError as loss:
-        raise UserError(f"{loss}; {_way_on(folder)}") from loss
+        raise UserError(f"{str(loss).rstrip('.')}. {_how_to_continue(folder)}") from loss
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; {_way_on(folder)}") from None
+        raise Interrupted(f"Interrupted. {_how_to_continue(folder)}") from None
 
 
-def _way_on(folder: Path, options: str = "") -> str:
+def _how_to_continue(folder: Path, options: str = "") -> str:
     if not (folder / "run.json").exists():
-        return "nothing was written yet"
-    return f"go on with: probprompt train --resume {quote(str(folder))}{options}"
+        return "Nothing was written yet."
+    return f"Continue with: probprompt train --resume {quote(str(folder))}{options}"
 
 
-def _refuse_changes(folder: Path, given: dict[str, Any], assignments: Sequence[str], config: Path | None) -> None:
-    """A run goes on with the settings it began with; others are refused, not ignored."""
+def _check_unchanged(folder: Path, given: dict[str, Any], assignments: Sequence[str], config: Path | None) -> None:
+    """Reject settings that differ from those of a run to resume."""
     from probprompt.config import flatten, parse_config, with_absolute_paths
     from probprompt.runs.run import Run
 
     recorded = Run.open(folder).config.model_dump(mode="json")
-    wanted = with_absolute_paths(parse_config(_gather(recorded, given, assignments, config))).model_dump(mode="json")
-    before, after = flatten(recorded), flatten(wanted)
+    settings = with_absolute_paths(parse_config(_gather(recorded, given, assignments, config))).model_dump(mode="json")
+    before, after = flatten(recorded), flatten(settings)
     names = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
     if names:
         changed = "; ".join(f"{name}: {before[name]!r} became {after[name]!r}" for name in names)
         raise UserError(
-            f"{folder} was begun with other settings ({changed}): resume it without changes, or start a new run"
+            f"{folder} was started with other settings ({changed}). Resume it without changes, or start a new run."
         )
 
 
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
-    out: Annotated[Path | None, Option(help="The page to write.")] = None,
+    runs: Annotated[list[Path], argument("Run folders; several are compared.", "RUN...")],
+    out: Annotated[Path | None, option("HTML file to write.", "FILE", default="report.html")] = None,
 ) -> None:
-    """Write report.html of a run, or one that compares several."""
+    """Write an HTML report for one or more runs.
+
+    The report of one run is written into its folder.
+
+    Example: probprompt report runs/demo/*/
+    """
     from probprompt.report.pages import write_report
     from probprompt.runs.run import Run
 
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     for folder in runs:
         Run.open(folder)
-    Screen().print(f"report: {write_report(runs, target)}")
+    Screen().print(f"Wrote {write_report(runs, target)}.")
 
 
-def list_(what: Annotated[Listed, Argument(help="What to list.")]) -> None:
-    """List methods, benchmarks or backbones."""
+def list_(
+    kind: Annotated[
+        str | None, argument("methods, presets, benchmarks or backbones.", "[KIND]", autocompletion=KINDS)
+    ] = None,
+) -> None:
+    """List methods, presets, benchmarks or backbones.
+
+    Without KIND, the kinds are listed with counts.
+    """
     screen = Screen()
-    if what is Listed.methods:
-        from probprompt import methods
-
-        rows = [(name, method.summary) for name, method in methods.registered().items()]
-        screen.listing(("method", "what it is"), rows)
-    elif what is Listed.benchmarks:
+    if kind is not None and kind not in tuple(Listed):
+        raise UserError(f"Unknown kind {kind!r}. {suggest(kind, Listed)}")
+    if kind == Listed.benchmarks:
         from probprompt.cli.cmd_data import list_benchmarks
 
         list_benchmarks(screen)
-    else:
+    elif kind == Listed.backbones:
         from probprompt.backbones import pretrained
 
         listed = [
             (one.name, one.description, f"{(one.size or 0) / 1e6:.1f} MB, {one.place}" if one.available else "no")
             for one in pretrained.known()
         ]
-        screen.listing(("backbone", "what it is", "on this machine"), listed)
+        screen.listing(("backbone", "description", "local"), listed)
         screen.print(
-            "Any other plain timm ViT by its arch.tag, fetched unless it is in the cache of the hub or of torch.hub; a "
-            "local file with --weights FILE (safetensors, npz, pth)."
+            "Other plain timm ViTs work by name (architecture.tag) and are downloaded once. Use a local file with "
+            "--weights FILE (safetensors, npz, pth)."
         )
+    elif kind == Listed.presets:
+        screen.listing(("preset", "description"), list(PRESETS.items()))
+    else:
+        from probprompt import methods
 
+        if kind == Listed.methods:
+            rows = [(name, method.summary) for name, method in methods.registered().items()]
+            screen.listing(("method", "description"), rows)
+            return
+        from probprompt.backbones import pretrained
+        from probprompt.data import datasets
 
-def cache(
-    keep: Annotated[
-        float | None,
-        Option(metavar="GB", min=0, help="Remove images, those used longest ago first, until so much is left."),
-    ] = None,
-) -> None:
-    """Where decoded images are kept, and how much they take."""
-    from probprompt.data.cache import ImageCache
-
-    screen, images = Screen(), ImageCache.usual()
-    if images is None:
-        screen.print("Decoded images are not kept: the cache is switched off.")
-        return
-    if keep is not None:
-        screen.print(f"removed: {images.clean(round(keep * 1e9)) / 1e9:.2f} GB")
-    screen.print(f"{images.folder}: {images.size() / 1e9:.2f} GB of decoded images")
+        counts = map(len, (methods.registered(), PRESETS, datasets.registered(), pretrained.known()))
+        screen.figures(("kind", "count"), [(str(one), str(count)) for one, count in zip(Listed, counts, strict=True)])
+        screen.print("List one kind, such as 'probprompt list methods'.")

@@ -1,18 +1,19 @@
-"""What commands share: their options, and what the user sees in the terminal, which are progress bars and tables.
+"""Options that commands share, and what they show in the terminal: progress bars and tables.
 
-Rich is imported inside, so that help comes at once.
+Rich is imported inside functions, so that help appears quickly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from probprompt.progress import ProgressCallback
 
@@ -24,25 +25,85 @@ if TYPE_CHECKING:
 
 
 class Precision(StrEnum):
-    """What the backbone computes in."""
+    """Precision of the backbone."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
-Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; the GPU where there is one by default.")]
-Preset = Annotated[str | None, Option(help="published, matched, ridge or flagship.")]
-Backbone = Annotated[str | None, Option(help="A named checkpoint or any timm arch.tag.")]
-Weights = Annotated[str | None, Option(help="A file of weights for that architecture.")]
-Tasks = Annotated[str | None, Option(help="5, or sizes 4,4,2, or a file of class lists (JSON, or a line per task).")]
-TestFolder = Annotated[Path | None, Option(help="A separate test folder; else a part is held out.")]
+def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a completion for a name, or for the last of several names with commas between."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, start = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(start)]
+
+    return complete
+
+
+def option(
+    help: str,
+    metavar: str | None = None,
+    *names: str,
+    default: str | bool = True,
+    panel: str | None = None,
+    **more: Any,
+) -> Any:
+    """Declare an option; ``default`` describes a default value of None, ``panel`` is its section of the help."""
+    return Option(*names, help=help, metavar=metavar, show_default=default, rich_help_panel=panel, **more)
+
+
+def argument(help: str, metavar: str, default: str | bool = True, **more: Any) -> Any:
+    """Declare an argument; ``default`` describes a default value of None."""
+    return Argument(help=help, metavar=metavar, show_default=default, **more)
+
+
+PRESETS = {
+    "published": "each method as its authors ran it",
+    "matched": "the same budget, augmentation and head for all methods",
+    "ridge": "matched, but prompts train on the first task, under a ridge head",
+    "flagship": "ProbPrompt with the ridge head and its most accurate settings",
+}
+METHODS = completion(lambda: import_module("probprompt.methods").registered())
+BACKBONES = completion(lambda: [listing.name for listing in import_module("probprompt.backbones.pretrained").known()])
+DATASETS = completion(lambda: set(import_module("probprompt.data.datasets").registered()) - {"emoji-r"})
+PRESET_NAMES = completion(lambda: (*PRESETS, "custom"))
+DATA, MODEL, TRAINING, RUN = "Data", "Model", "Training", "Run"  # panels
+
+DEVICE: dict[str, Any] = {"help": "cpu, cuda or cuda:N.", "metavar": "NAME", "default": "GPU if available"}
+METHOD: dict[str, Any] = {
+    "help": "Method to use; see 'probprompt list methods'.",
+    "metavar": "NAME",
+    "default": "probprompt",
+    "autocompletion": METHODS,
+}
+PRESET: dict[str, Any] = {
+    "help": "Settings to start from: published, matched, ridge or flagship.",
+    "metavar": "NAME",
+    "autocompletion": completion(lambda: PRESETS),
+}
+BACKBONE: dict[str, Any] = {
+    "help": "Named backbone or timm model; see 'probprompt list backbones'.",
+    "metavar": "NAME",
+    "autocompletion": BACKBONES,
+}
+WEIGHTS: dict[str, Any] = {"help": "Local weights file (safetensors, npz, pth).", "metavar": "FILE"}
+SET = "Override any setting (repeatable).", "KEY=VALUE", "--set"
+
+Device = Annotated[str | None, option(**DEVICE)]
+Assignments = Annotated[list[str] | None, option(*SET, panel=TRAINING)]
+Backbone = Annotated[str | None, option(**BACKBONE, panel=MODEL)]
+Weights = Annotated[str | None, option(**WEIGHTS, panel=MODEL)]
+Tasks = Annotated[
+    str | None, option("Number of tasks (5), class counts (4,4,2), or a file of class lists.", "N", panel=DATA)
+]
+TestFolder = Annotated[
+    Path | None, option("Folder of test images.", "FOLDER", default="hold out 20% of each class", panel=DATA)
+]
 Validate = Annotated[
-    bool, Option("--validate", help="Hold out 20 % of the training images and report on them, not on test.")
+    bool, option("Evaluate on 20% of the training images, not on the test set.", None, "--validate", panel=DATA)
 ]
-SkipUnreadable = Annotated[
-    bool, Option("--skip-unreadable", help="Go on without images that cannot be read; they are listed.")
-]
-Assignments = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting; may be repeated.")]
+SkipUnreadable = Annotated[bool, option("Skip unreadable images and list them.", None, "--skip-unreadable", panel=DATA)]
 
 
 def named_settings(
@@ -53,11 +114,11 @@ def named_settings(
     validate: bool,
     skip_unreadable: bool,
 ) -> dict[str, Any]:
-    """Return the settings of these options by their dotted names; None where one is not given."""
+    """Return the settings of these options by their dotted names; None if one is not given."""
     return {
         "data.tasks": tasks,
         "data.test": str(test) if test else None,
-        "data.validation": 0.2 if validate else None,  # the share of the training images
+        "data.validation": 0.2 if validate else None,
         "data.skip_unreadable": skip_unreadable or None,
         "backbone.name": backbone,
         "backbone.weights": weights,
@@ -65,23 +126,23 @@ def named_settings(
 
 
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-WIDE = 10_000  # columns: more than any table has
-WORDS = 16  # columns that words need at least to be read
-REMARK = "{task.fields[remark]}"  # a column of a bar
+UNLIMITED = 10_000  # columns: more than any table has
+WORDS = 16  # columns that text needs at least to be readable
+NOTE = "{task.fields[note]}"  # a column of a bar
 
 
 class Screen(ProgressCallback):
-    """Draws a bar per stage; where there is no terminal, a line per stage."""
+    """Terminal output: a bar per stage, or a line per stage if this is not a terminal."""
 
     def __init__(self, stderr: bool = False) -> None:
         from rich.console import Console
 
         self.console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
         self._progress: Progress | None = None
-        self._remark = ""
+        self._note = ""
 
     def print(self, text: str) -> None:
-        """Print a line as it is."""
+        """Print a line as is."""
         self.console.print(text, soft_wrap=True)
 
     def title(self, text: str) -> None:
@@ -89,40 +150,40 @@ class Screen(ProgressCallback):
         self.console.print(text, style="bold")
 
     def _bars(self, width: int, *columns: ProgressColumn | str) -> Progress:
-        """Bars that are drawn in a terminal only."""
+        """Create bars that are drawn in a terminal only."""
         from rich.progress import BarColumn, Progress, TextColumn
 
         first = TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=20)
         return Progress(*first, *columns, console=self.console, disable=not self.console.is_terminal)
 
     @contextmanager
-    def _bar_of(self, bars: Progress, description: str, total: int | None, done: int = 0) -> Iterator[None]:
-        self._remark = ""
+    def _show_bar(self, bars: Progress, description: str, total: int | None, done: int = 0) -> Iterator[None]:
+        self._note = ""
         with bars as self._progress:
-            self._bar = bars.add_task(description, total=total, completed=done, remark="")
+            self._bar = bars.add_task(description, total=total, completed=done, note="")
             try:
                 yield
             finally:
                 self._progress = None
         if not self.console.is_terminal:
-            self.print(f"{description}: done{', ' + self._remark if self._remark else ''}")
+            self.print(f"{description}: done{', ' + self._note if self._note else ''}")
 
     @contextmanager
     def stage(self, description: str, total: int) -> Iterator[None]:
-        """A bar for this stage."""
+        """Show a bar for this stage."""
         from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
         timer = TimeRemainingColumn(elapsed_when_finished=True)
-        with self._bar_of(self._bars(14, MofNCompleteColumn(), timer, REMARK), description, total):
+        with self._show_bar(self._bars(14, MofNCompleteColumn(), timer, NOTE), description, total):
             yield
 
     @contextmanager
     def transfer(self, description: str, total: int | None, done: int = 0) -> Iterator[None]:
-        """A bar of bytes, with their speed and the time that is left."""
+        """Show a bar of bytes, with the speed and the remaining time."""
         from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
         timer = TimeRemainingColumn(elapsed_when_finished=True)
-        with self._bar_of(self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer), description, total, done):
+        with self._show_bar(self._bars(24, DownloadColumn(), TransferSpeedColumn(), timer), description, total, done):
             yield
 
     def advance(self, steps: int) -> None:
@@ -131,30 +192,30 @@ class Screen(ProgressCallback):
             self._progress.advance(self._bar, steps)
 
     def describe(self, text: str) -> None:
-        """Put a remark beside the bar."""
-        self._remark = text
+        """Show a note next to the bar."""
+        self._note = text
         if self._progress:
-            self._progress.update(self._bar, remark=text)
+            self._progress.update(self._bar, note=text)
 
     note = print
 
     def figures(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table of names and numbers."""
+        """Print a table of names and numbers."""
         self.console.print(_table(header, rows))
 
     def listing(self, header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (1,)) -> None:
-        """A plain table: in a narrow terminal columns of words fold, names to be typed and numbers stay whole.
+        """Print a plain table; in a narrow terminal only the columns of ``words`` fold.
 
-        Where words would be left too little room, they stand under the name of their row.
+        If these columns become too narrow, each row takes several lines instead.
         """
         from rich.cells import cell_len
         from rich.table import Table
 
         table, least = Table(**PLAIN), 0
-        for place, column in enumerate(zip(header, *rows, strict=True)):
+        for index, column in enumerate(zip(header, *rows, strict=True)):
             longest = max(map(cell_len, column))
-            least += min(longest, WORDS) if place in words else longest
-            table.add_column(header[place], no_wrap=place not in words)
+            least += min(longest, WORDS) if index in words else longest
+            table.add_column(header[index], no_wrap=index not in words)
         for row in rows:
             table.add_row(*row)
         if least + PLAIN["padding"][1] * (len(header) - 1) <= self.console.width:
@@ -167,49 +228,47 @@ class Screen(ProgressCallback):
         """Return True if the terminal is wide enough for a table."""
         from rich.measure import Measurement
 
-        options = self.console.options.update(width=WIDE)
+        options = self.console.options.update(width=UNLIMITED)
         return Measurement.get(self.console, options, table).maximum <= self.console.width
 
     def entry(self, name: str, parts: Iterable[tuple[str, str]]) -> None:
-        """A row that is too wide for one line: its name, and under it what the columns say."""
+        """Print a row that is too wide for one line: its name, and its columns below."""
         from rich.padding import Padding
 
         self.print(name)
         for heading, text in parts:
-            told = f"{heading}: {text}" if heading else text
-            self.console.print(Padding(told, (0, 0, 0, 2), expand=False))
+            self.console.print(Padding(f"{heading}: {text}" if heading else text, (0, 0, 0, 2), expand=False))
 
     def show(self, run: Run) -> None:
-        """The outcome of a run."""
+        """Print the results of a run."""
         self.compare([run])
         for mark in run.record.marks:
-            self.print(f"not to be compared: {mark}")
+            self.print(f"Not comparable: {mark}")
         for name in run.record.skipped:
-            self.print(f"skipped, unreadable: {name}")
-        self.print(f"report: {run.report}")
+            self.print(f"Skipped {name} (unreadable).")
+        self.print(f"Wrote {run.report}.")
 
     def compare(self, runs: Sequence[Run]) -> None:
-        """The outcomes of several runs."""
+        """Print the results of several runs."""
         for run in runs:
             self._matrix(run)
         keys = ("FAA", "CAA", "forgetting")
         rows = [(run.record.method, *(f"{run.metrics[key]:.2f}" for key in keys)) for run in runs]
         self.print("")
         self.figures(("", *keys), rows)
-        self.print("FAA: average accuracy over all tasks in the end; CAA: its mean over all steps\n")
+        self.print("FAA: final accuracy, averaged over the tasks. CAA: mean of this over all steps.\n")
 
     def _matrix(self, run: Run) -> None:
         record, matrix = run.record, run.matrix
-        where = "held-out training images" if record.evaluated_on == "validation" else "test images"
-        self.title(f"\n{record.method}: accuracy in % on {where}")
+        images = "held-out training images" if record.evaluated_on == "validation" else "test images"
+        self.title(f"\n{record.method}: accuracy in % on {images}")
         steps = ("after 1", *(str(step) for step in range(2, len(matrix) + 1)))
-        rows = [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)]
-        whole = _table(("", *steps), rows)
-        if self.fits(whole):
-            self.console.print(whole)
+        table = _table(("", *steps), [(f"task {index + 1}", *map(_cell, row)) for index, row in enumerate(matrix)])
+        if self.fits(table):
+            self.console.print(table)
             return
         ends = [(f"task {index + 1}", _cell(row[index]), _cell(row[-1])) for index, row in enumerate(matrix)]
-        self.figures(("", "when learned", "in the end"), ends)
+        self.figures(("", "when learned", "final"), ends)
 
 
 def _cell(value: float) -> str:
@@ -217,7 +276,7 @@ def _cell(value: float) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Names on the left, numbers on the right."""
+    """Create a table with names on the left and numbers on the right."""
     from rich.table import Table
 
     table = Table(header[0], **PLAIN)
