@@ -1,4 +1,4 @@
-"""The service over HTTP, as clients meet it: predictions, lessons, who may do what, and what is refused."""
+"""The service over HTTP: predictions, lessons, access, and rejected requests."""
 
 import errno
 import io
@@ -40,12 +40,12 @@ Serve = Callable[..., Any]
 def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "timed out"
         time.sleep(0.02)
 
 
 def bomb(side: int) -> bytes:
-    """A PNG that says it is huge."""
+    """Return a PNG whose header states a huge size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_classifier_itself(served: Any, small_model: Pa
     assert answer.json["predictions"][0]["label"] == expected[0].label
 
 
-def test_an_answer_does_not_depend_on_who_else_is_asking(serve: Serve, emoji: Emoji) -> None:
+def test_answer_does_not_depend_on_other_requests(serve: Serve, emoji: Emoji) -> None:
     served = serve()
     images = [image for name in ("ball", "boat", "moon") for image in emoji["test"][name][:8]]
     alone = [served.predict([image], top_k=4)["predictions"][0] for image in images]
@@ -86,7 +86,7 @@ def test_an_answer_does_not_depend_on_who_else_is_asking(serve: Serve, emoji: Em
         assert [entry["probability"] for entry in one["top"]] == pytest.approx(probabilities, abs=1e-5)
 
 
-def test_a_file_that_is_no_image_has_its_reason(served: Any, emoji: Emoji) -> None:
+def test_file_that_is_not_an_image_gets_a_reason(served: Any, emoji: Emoji) -> None:
     good = emoji["test"]["ball"][0]
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"
     harmful = [b"", b"no image", good[: len(good) // 2], bomb(60_000), postscript]
@@ -101,12 +101,12 @@ def test_a_file_that_is_no_image_has_its_reason(served: Any, emoji: Emoji) -> No
     ("body", "kind", "words"),
     [
         (b"{}", "application/json", "multipart/form-data"),
-        (b"", "", "of no type"),
-        (b"--edge--\r\n", "multipart/form-data; boundary=edge", "no image"),
+        (b"", "", "'none'"),
+        (b"--edge--\r\n", "multipart/form-data; boundary=edge", "No image"),
         (b"anything", "multipart/form-data", "boundary"),
     ],
 )
-def test_a_question_without_images_is_told_what_to_send(served: Any, body: bytes, kind: str, words: str) -> None:
+def test_request_without_images_gets_a_remedy(served: Any, body: bytes, kind: str, words: str) -> None:
     answer = served.ask("POST", "/api/predict", body, **({"Content_Type": kind} if kind else {}))
     assert answer.status == 400 and words in answer.json["error"]
 
@@ -124,17 +124,17 @@ def test_size_count_and_pixels_are_limited(serve: Serve, emoji: Emoji) -> None:
     assert served.get("/api/model").status == 200
 
 
-def test_a_body_of_unsaid_length_is_cut_off(serve: Serve) -> None:
+def test_body_of_unknown_length_is_limited(serve: Serve) -> None:
     served = serve(limits=Limits(image_bytes=10_000, upload_bytes=10_000))
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as line:
         head = f"POST /api/predict HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nContent-Type: image/png\r\n"
         line.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
-        for _ in range(3):  # the last goes beyond the limit; whatever came after it might meet a closed door
+        for _ in range(3):  # the last goes beyond the limit; later writes might fail
             line.sendall(b"1000\r\n" + bytes(0x1000) + b"\r\n")
         assert line.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_more_than_may_wait_is_refused_at_once(serve: Serve, emoji: Emoji) -> None:
+def test_requests_beyond_capacity_are_rejected(serve: Serve, emoji: Emoji) -> None:
     served = serve()
     served.service.capacity = Capacity(4, 2**30)
     answer = served.form("/api/predict", [("images", emoji["test"]["ball"][0])] * 5)
@@ -144,7 +144,7 @@ def test_more_than_may_wait_is_refused_at_once(serve: Serve, emoji: Emoji) -> No
     assert answer.status == 503 and (served.service.capacity.images, served.service.capacity.bytes) == (0, 0)
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve, emoji: Emoji, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_leaves_nothing(serve: Serve, emoji: Emoji, monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve()
 
     def write(*_: object) -> None:
@@ -152,26 +152,26 @@ def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve, emoji: Emoji, monk
 
     monkeypatch.setattr(Path, "write_bytes", write)
     answer = served.teach("heart", emoji["train"]["heart"])
-    assert answer.status == 507 and "the disk is full" in answer.json["error"]
+    assert answer.status == 507 and "The disk is full" in answer.json["error"]
     assert list((served.service.folder / "serve" / "jobs").iterdir()) == []
     monkeypatch.setattr(SpooledTemporaryFile, "write", write)
     asked = served.form("/api/predict", [("images", emoji["test"]["ball"][0])])
-    assert asked.status == 507 and asked.json == {"error": "the disk is full: make room on it"}
+    assert asked.status == 507 and "The disk is full" in asked.json["error"]
 
 
-def test_on_this_machine_asking_is_open_and_teaching_needs_the_token(served: Any, emoji: Emoji) -> None:
+def test_only_teaching_needs_the_token_on_localhost(served: Any, emoji: Emoji) -> None:
     for path in ("/", "/app.js", "/style.css", "/api/model", "/api/history", "/api/jobs", "/metrics", "/openapi.json"):
         assert served.get(path).status == 200, path
     for method, path in (("POST", "/api/teach"), ("POST", "/api/rollback"), ("DELETE", "/api/jobs/1")):
         answer = served.ask(method, path, b"{}", Content_Type="application/json")
-        assert answer.status == 401 and "token is needed" in answer.json["error"], path
+        assert answer.status == 401 and "token is required" in answer.json["error"], path
         wrong = served.ask(method, path, b"{}", Content_Type="application/json", Authorization="Bearer wrong")
-        assert wrong.status == 401 and "not the right one" in wrong.json["error"], path
+        assert wrong.status == 401 and "Wrong token" in wrong.json["error"], path
     assert served.teach("heart", emoji["train"]["heart"][:3], token=False).status == 401
     assert served.service.jobs.all() == []
 
 
-def test_any_other_address_needs_the_token_for_everything(serve: Serve) -> None:
+def test_other_addresses_need_the_token_for_everything(serve: Serve) -> None:
     served = serve(host="0.0.0.0")
     for path in ("/api/model", "/api/history", "/api/jobs", "/metrics", "/openapi.json", "/api/accuracy"):
         assert served.get(path).status == 401, path
@@ -180,7 +180,7 @@ def test_any_other_address_needs_the_token_for_everything(serve: Serve) -> None:
     assert served.get("/").status == 200 and served.get("/health").status == 200
 
 
-def test_other_hosts_and_origins_are_refused(served: Any) -> None:
+def test_other_hosts_and_origins_are_rejected(served: Any) -> None:
     for host in ("evil.example", "evil.example:8000", "192.0.2.1", "["):
         answer = served.get("/api/model", Host=host)
         assert answer.status == 421 and host in answer.json["error"]
@@ -189,7 +189,7 @@ def test_other_hosts_and_origins_are_refused(served: Any) -> None:
     assert served.get("/api/model", Origin=served.address).status == 200
 
 
-def test_browsers_are_told_to_trust_nothing_else(served: Any) -> None:
+def test_headers_restrict_browsers(served: Any) -> None:
     for path in ("/", "/api/model", "/nothing", "/api/jobs/7"):
         headers = served.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'"), path
@@ -202,7 +202,7 @@ def test_no_path_reaches_the_disk(served: Any) -> None:
         assert served.get(path).status == 404, path
 
 
-def test_a_lesson_is_learned_between_predictions_and_undone(serve: Serve, emoji: Emoji) -> None:
+def test_lesson_is_learned_during_predictions_and_undone(serve: Serve, emoji: Emoji) -> None:
     served, train = serve(), emoji["train"]
     parts: list[tuple[str, str | bytes]] = [("names", "Ball"), ("names", "../../heart <b>"), ("known", "refine")]
     for place, name in enumerate(("ball", "heart")):
@@ -210,7 +210,7 @@ def test_a_lesson_is_learned_between_predictions_and_undone(serve: Serve, emoji:
             parts += [("images", image), ("of", str(place))]
     accepted = served.form("/api/teach", parts, token=True)
     assert accepted.status == 202 and accepted.json["state"] == "waiting"
-    assert accepted.json["classes"][0] == {"name": "ball", "images": 6}  # in the spelling in which it is known
+    assert accepted.json["classes"][0] == {"name": "ball", "images": 6}  # in the spelling of the existing class
     versions = set[int]()
     while served.get(f"/api/jobs/{accepted.json['id']}").json["state"] in ("waiting", "running"):
         versions.add(served.predict([emoji["test"]["ball"][0], emoji["test"]["boat"][0]])["version"])
@@ -234,27 +234,27 @@ def test_a_lesson_is_learned_between_predictions_and_undone(serve: Serve, emoji:
     assert 'probprompt_jobs_total{kind="teach",state="done"} 1' in jobs and "probprompt_model_version 4" in jobs
 
 
-def test_what_makes_no_sense_is_told_why(served: Any, emoji: Emoji) -> None:
+def test_invalid_lessons_get_a_reason(served: Any, emoji: Emoji) -> None:
     image = ("images", b"x")
     two = [("names", "a"), ("names", "b"), image]
     for parts, words in (
-        ([image], "name each class once"),
-        ([("names", "a"), ("names", "A"), image], "name each class once"),
+        ([image], "distinct class names"),
+        ([("names", "a"), ("names", "A"), image], "distinct class names"),
         ([("names", " \n"), image], "0 characters"),
         ([("names", "a\u202eb"), image], "printable"),
         ([("names", "x" * 101), image], "101 characters"),
-        ([("names", "a")], "no image"),
-        (two, "field 'of'"),
-        ([*two, ("of", "2")], "field 'of'"),
-        ([*two, ("of", "0")], "no image of 'b'"),
-        ([("names", "a"), image, ("known", "maybe")], "refuse, refine"),
-        ([("names", "a"), image], "no image of 'a' can be used"),
+        ([("names", "a")], "No image"),
+        (two, "fields 'of'"),
+        ([*two, ("of", "2")], "fields 'of'"),
+        ([*two, ("of", "0")], "No image of 'b'"),
+        ([("names", "a"), image, ("known", "maybe")], "'refine'"),
+        ([("names", "a"), image], "No usable image of 'a'"),
     ):
         answer = served.form("/api/teach", parts, token=True)
         assert answer.status == 400 and words in answer.json["error"], answer
     again = served.teach("Ball", emoji["train"]["ball"][:3])
     assert again.status == 409 and "known=refine" in again.json["error"]
-    for to, words in ((9, "version 9 is not kept"), ("x", "to"), (None, "to")):
+    for to, words in ((9, "Version 9 is not kept"), ("x", "to"), (None, "to")):
         answer = served.roll_back(to)
         assert answer.status == 400 and words in answer.json["error"]
     assert served.get("/api/jobs").json == {"jobs": []}
@@ -262,9 +262,9 @@ def test_what_makes_no_sense_is_told_why(served: Any, emoji: Emoji) -> None:
     assert served.get("/api/jobs/1").status == 404 and served.get("/api/jobs/x").status == 400
 
 
-def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
+def test_lesson_can_be_canceled(serve: Serve, emoji: Emoji) -> None:
     served = serve()
-    with Store(served.service.folder).locked():  # the first lesson waits, so that there is time to give it up
+    with Store(served.service.folder).locked():  # the first lesson waits, so that it can be canceled
         first, second = (served.teach(name, emoji["train"][name][:3]).json["id"] for name in ("heart", "moon"))
         assert served.ask("DELETE", f"/api/jobs/{second}", token=True).json["state"] == "cancelled"
         served.ask("DELETE", f"/api/jobs/{first}", token=True)
@@ -272,7 +272,7 @@ def test_a_lesson_can_be_given_up(serve: Serve, emoji: Emoji) -> None:
     assert served.get("/api/model").json["version"] == 2
 
 
-def test_a_process_that_is_dead_before_it_is_told_anything_says_nothing(served: Any) -> None:
+def test_process_that_ended_early_has_no_message(served: Any) -> None:
     with subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.wait()
         job, asked = Job(id=1, kind="teach", created=""), Request(images={}, refine=False, name="")
@@ -316,13 +316,13 @@ def test_saved_job_is_not_done_twice(small_model: Path, tmp_path: Path, serve: S
     assert served.finished(job.id)["version"] == served.get("/api/model").json["version"] == 3
 
 
-def test_a_second_service_on_a_model_is_refused(served: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_service_on_a_model_is_rejected(served: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("probprompt.serve.service.LOCK_SECONDS", 0.2)
-    with pytest.raises(UserError, match="another service"):
+    with pytest.raises(UserError, match="Another service"):
         serve(served.service.folder)
 
 
-def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_by_another_process_is_followed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("probprompt.serve.lessons.IDLE_SECONDS", 0.05)
     served = serve()
     with changing(served.service.folder) as other:
@@ -331,7 +331,7 @@ def test_a_change_that_somebody_else_makes_is_followed(serve: Serve, monkeypatch
     assert served.get("/api/model").json["classes"][0] == "sphere"
 
 
-def test_jobs_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: Emoji) -> None:
+def test_jobs_wait_for_another_process(serve: Serve, emoji: Emoji) -> None:
     served = serve()
     with changing(served.service.folder) as other:  # as `probprompt model rename` at the same time
         other.rename("ball", "sphere")
@@ -341,10 +341,10 @@ def test_jobs_wait_for_somebody_else_who_changes_the_model(serve: Serve, emoji: 
     assert (job["state"], job["before"], job["version"]) == ("done", 3, 4)
     assert served.get("/api/model").json["classes"] == ["sphere", "boat", "bird", "fruit", "heart"]
     with Store(served.service.folder).locked():
-        given_up, waiting = (served.roll_back(3).json["id"] for _ in range(2))
-        wait_until(lambda: served.get(f"/api/jobs/{given_up}").json["state"] != "waiting")
-        served.ask("DELETE", f"/api/jobs/{given_up}", token=True)
-        assert served.finished(given_up)["state"] == "cancelled"
+        canceled, waiting = (served.roll_back(3).json["id"] for _ in range(2))
+        wait_until(lambda: served.get(f"/api/jobs/{canceled}").json["state"] != "waiting")
+        served.ask("DELETE", f"/api/jobs/{canceled}", token=True)
+        assert served.finished(canceled)["state"] == "cancelled"
     job = served.finished(waiting)
     assert (job["state"], job["before"], job["version"]) == ("done", 4, 5)
 
@@ -353,12 +353,14 @@ def test_history_accuracy_and_prompts(served: Any) -> None:
     newest, oldest = served.get("/api/history").json["versions"]
     assert (newest["what"], newest["classes"], newest["current"]) == ("learned", ["bird", "fruit"], True)
     assert (oldest["number"], oldest["images"], oldest["known"], oldest["current"]) == (1, 24, 2, False)
-    matrix = served.get("/api/accuracy").json
+    model, matrix = served.get("/api/model").json, served.get("/api/accuracy").json
+    held_out = [row["cells"][1]["value"] for row in matrix["rows"]]
+    assert (model["held_out_images"], model["random_guess"]) == (8, 25) and model["accuracy"] == np.mean(held_out)
     assert matrix["steps"] == ["1", "2"] and [len(row["cells"]) for row in matrix["rows"]] == [2, 2]
     assert matrix["rows"][1]["cells"][0] is None and 0 <= matrix["rows"][0]["cells"][1]["value"] <= 100
     figures = served.get("/api/prompts").json
     assert len(figures["figures"]) == 2 and "<svg" in figures["figures"][0]["svg"]
-    assert "Mean similarity" in figures["note"] and " style=" not in figures["figures"][0]["svg"]
+    assert "Mean similarity" in figures["note"] and ' data-style="' in figures["figures"][0]["svg"]
 
 
 def test_openapi_describes_every_route(served: Any) -> None:
@@ -371,14 +373,14 @@ def test_openapi_describes_every_route(served: Any) -> None:
     assert set(form["properties"]) == {"names", "images", "of", "known"}
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(served: Any) -> None:
+def test_page_needs_no_external_resources(served: Any) -> None:
     for name in ("", "app.js", "style.css", "icon.svg"):
         text = served.get(f"/{name}").body.decode()
         assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), name
         assert "innerHTML" not in text and "eval(" not in text
 
 
-def test_the_command_bears_many_clients(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_serves_many_clients(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
     tool, folder = import_module("load_serve"), shutil.copytree(small_model, tmp_path / "model")
     found = tool.measure_served(folder, tool.drawings(), 32, 3.0)
@@ -388,11 +390,13 @@ def test_the_command_bears_many_clients(small_model: Path, tmp_path: Path, monke
     assert "/#token=" in found["output"][1] and found["output"][-1] == "Stopped."
 
 
-def test_mistakes_are_told(probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_reported(
+    probprompt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, token, words in (
         ((), "", "holds no classifier"),
-        (("--host", "256.1.1.1"), "", "cannot be used"),
+        (("--host", "256.1.1.1"), "", "256.1.1.1 port 0"),
         (("--token-file", "missing"), "", "cannot be read"),
         ((), "secret", "6 characters"),
     ):
@@ -401,7 +405,9 @@ def test_mistakes_are_told(probprompt: Callable[..., Any], tmp_path: Path, monke
         assert answer.code == 2 and words in answer.err and "Traceback" not in answer.err
 
 
-def test_the_page_on_serving_works(serve: Serve, emoji: Emoji, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_serving_page_work(
+    serve: Serve, emoji: Emoji, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not shutil.which("curl"):
         pytest.skip("there is no curl")
     served = serve()

@@ -41,7 +41,7 @@ PHOTO = Image.fromarray(np.random.RandomState(0).randint(0, 255, (90, 120, 3)).a
 
 
 def decoded(work: Callable[[Decoders], Any], pixels: int = 1_000_000, seconds: float = 20.0) -> Any:
-    """What some work with a single decoding process gives."""
+    """Return the result of work with a single decoding process."""
 
     async def run() -> Any:
         decoders = Decoders(1, pixels, 48, seconds)
@@ -69,7 +69,7 @@ def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
     decoded(work)
 
 
-def test_photographs_in_heic_are_read_with_the_extra_for_them(tmp_path: Path) -> None:
+def test_heic_photos_are_read_with_their_extra(tmp_path: Path) -> None:
     heif = pytest.importorskip("pillow_heif")
     written = io.BytesIO()
     heif.from_pillow(PHOTO).save(written, quality=90)
@@ -89,7 +89,7 @@ def test_photographs_in_heic_are_read_with_the_extra_for_them(tmp_path: Path) ->
     decoded(work)
 
 
-def test_bombs_strips_and_foreign_formats_are_refused_and_the_process_goes_on() -> None:
+def test_harmful_images_are_rejected_and_decoding_continues() -> None:
     strip = encoded(Image.new("L", (1, 5000)), "PNG")
     program = encoded(PHOTO, "EPS")
     large = encoded(Image.new("1", (2000, 2000)), "PNG")
@@ -104,20 +104,20 @@ def test_bombs_strips_and_foreign_formats_are_refused_and_the_process_goes_on() 
     assert decoded(work) == 0
 
 
-def test_a_process_that_dies_or_hangs_is_replaced() -> None:
+def test_decoder_that_dies_or_hangs_is_replaced() -> None:
     async def work(decoders: Decoders) -> None:
         good = encoded(PHOTO, "PNG")
         await decoders.pixels_of(good)
         process = decoders._all[0]._process
         assert process is not None
-        process.send_signal(signal.SIGSTOP)  # as one that decodes for ever
+        process.send_signal(signal.SIGSTOP)  # as one that never finishes
         with pytest.raises(RefusedImageError, match="within 1 s"):
             await decoders.pixels_of(good)
         await decoders.pixels_of(good)
         process = decoders._all[0]._process
         assert process is not None
-        process.send_signal(signal.SIGKILL)  # as one that a damaged file crashed
-        with pytest.raises(RefusedImageError, match="damaged"):
+        process.send_signal(signal.SIGKILL)  # as one that a corrupted file crashed
+        with pytest.raises(RefusedImageError, match="corrupted"):
             await decoders.pixels_of(good)
         assert (await decoders.pixels_of(good)).shape == (48, 64, 3)
         assert decoders.deaths == 2
@@ -125,7 +125,7 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     decoded(work, seconds=1.0)
 
 
-def test_the_process_can_write_no_file_and_takes_bounded_memory() -> None:
+def test_decoder_cannot_write_files_or_exceed_memory() -> None:
     async def work(decoders: Decoders) -> str:
         await decoders.pixels_of(encoded(PHOTO, "PNG"))
         process = decoders._all[0]._process
@@ -142,7 +142,7 @@ def test_the_process_can_write_no_file_and_takes_bounded_memory() -> None:
 
 
 class Slow:
-    """A classifier that notes what it was given together, and can be held up."""
+    """A classifier that records batch sizes and can be blocked."""
 
     classes = ("dark", "light")
 
@@ -195,7 +195,7 @@ def test_requests_are_gathered_and_each_gets_its_own() -> None:
     batched(work, most=8, window=0.02)
 
 
-def test_all_images_of_a_request_are_answered_by_one_version() -> None:
+def test_images_of_a_request_are_answered_by_one_version() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
         before = asyncio.create_task(batcher.predict([grey(1)] * 20, 1))
@@ -208,7 +208,7 @@ def test_all_images_of_a_request_are_answered_by_one_version() -> None:
     batched(work, most=8)
 
 
-def test_one_request_that_fails_does_not_harm_the_others() -> None:
+def test_failing_request_does_not_fail_others() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         empty = np.zeros((0, 4, 3), np.uint8)
         outcomes = await asyncio.gather(
@@ -220,7 +220,7 @@ def test_one_request_that_fails_does_not_harm_the_others() -> None:
     batched(work, window=0.05)
 
 
-def test_closing_answers_those_who_wait() -> None:
+def test_closing_answers_waiting_requests() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
         waiting = asyncio.create_task(batcher.predict([grey(5)] * 3, 1))
@@ -246,7 +246,7 @@ def test_capacity_counts_images_and_bytes() -> None:
     assert (capacity.images, capacity.bytes) == (0, 0)
 
 
-def test_after_a_failure_nothing_is_begun_or_left_under_way() -> None:
+def test_each_starts_and_leaves_nothing_after_a_failure() -> None:
     begun, ended = list[int](), list[int]()
 
     async def work(number: int) -> int:
@@ -272,7 +272,7 @@ def accepted(store: JobStore, name: str = "cat") -> Job:
     return draft.accept(kind="teach", classes=[{"name": name, "images": 1}])
 
 
-def test_a_job_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_job_is_complete_or_absent(tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     job = accepted(store)
     unfinished = store.draft()
@@ -292,7 +292,7 @@ def test_no_name_becomes_a_path(tmp_path: Path) -> None:
     assert list(store.images(job)) == ["../../outside"]
 
 
-def test_images_go_with_the_end_of_a_job_and_old_jobs_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_finished_jobs_and_old_jobs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "KEPT", 4)
     store = JobStore(tmp_path)
     first = accepted(store)
@@ -305,20 +305,20 @@ def test_images_go_with_the_end_of_a_job_and_old_jobs_in_time(tmp_path: Path, mo
     assert store.get(first.id) is None and len(store.all()) == 4 and not (tmp_path / "1").exists()
 
 
-def test_a_damaged_job_is_named(tmp_path: Path) -> None:
+def test_corrupted_job_is_named(tmp_path: Path) -> None:
     accepted(JobStore(tmp_path))
     (tmp_path / "1/job.json").write_text('{"id": 1, "kind": "steal"}')
-    with pytest.raises(UserError, match=r"1/job\.json is damaged: kind"):
+    with pytest.raises(UserError, match=r"1/job\.json is corrupted: kind"):
         JobStore(tmp_path)
 
 
-def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path: Path) -> None:
+def test_jobs_run_in_order_and_failures_stop_no_other(tmp_path: Path) -> None:
     store, done = JobStore(tmp_path), list[int]()
     given = [accepted(store, name) for name in ("a", "b", "c", "d")]
     store.cancel_waiting(given[2].id)
-    told: list[tuple[str, str]] = []
+    ended: list[tuple[str, str]] = []
 
-    def carry_out(job: Job) -> JobChanges:
+    def run(job: Job) -> JobChanges:
         done.append(job.id)
         if job.id == given[0].id:
             raise UserError("no room")
@@ -326,7 +326,7 @@ def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path
             raise ZeroDivisionError("oops")
         return {"state": "done", "version": 5}
 
-    runner = JobRunner(store, carry_out, lambda kind, state: told.append((kind, state)), lambda: None)
+    runner = JobRunner(store, run, lambda kind, state: ended.append((kind, state)), lambda: None)
     runner.start()
     until = time.monotonic() + 10
     while store.unfinished() and time.monotonic() < until:
@@ -336,7 +336,7 @@ def test_jobs_are_carried_out_in_order_and_a_failing_one_stops_no_other(tmp_path
     assert done == [1, 2, 4]
     states = [(job.state, job.error) for job in reversed(store.all())]
     assert states == [("failed", "no room"), ("failed", "ZeroDivisionError: oops"), ("cancelled", None), ("done", None)]
-    assert told == [("teach", "failed"), ("teach", "failed"), ("teach", "done")]
+    assert ended == [("teach", "failed"), ("teach", "failed"), ("teach", "done")]
 
 
 # Metrics, tokens, names
@@ -361,12 +361,12 @@ def test_metrics_scraped_by_prometheus_are_named_and_labeled() -> None:
 
 
 @pytest.mark.parametrize("token", ["short", "x" * 15, "fifteen or more but spaces", "ééééééééééééééééé"])
-def test_a_weak_token_is_refused(token: str) -> None:
+def test_weak_token_is_rejected(token: str) -> None:
     with pytest.raises(UserError, match="16 or more"):
         make_access("127.0.0.1", token)
 
 
-def test_tokens_are_drawn_anew_and_compared_whole() -> None:
+def test_tokens_are_random_and_compared_whole() -> None:
     one, other = make_access("127.0.0.1", None), make_access("127.0.0.1", None)
     assert one.token != other.token and len(one.token) >= 32
     access = Access("0123456789abcdef", loopback=False)

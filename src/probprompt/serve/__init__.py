@@ -1,1 +1,1 @@
-"""A model as an HTTP service: predictions for images that people send, new classes that they teach, and a page."""
+"""HTTP service of a model: predictions, teaching, history, and a web page."""

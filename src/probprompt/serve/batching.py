@@ -1,4 +1,4 @@
-"""Classify the images of different requests in one batch; each answer depends on its own image only."""
+"""Classify images of several requests in one batch; each answer depends on its image only."""
 
 import asyncio
 import queue
@@ -16,7 +16,7 @@ from probprompt.classifier import ContinualClassifier, Prediction
 from probprompt.data.images import Pixels
 
 BatchCallback = Callable[[int, int], None]
-"""Called after each batch with its number of images, and how many of them are unknown."""
+"""Called after each batch with its numbers of images and of unknown images."""
 
 
 class OverloadedError(Exception):
@@ -24,7 +24,7 @@ class OverloadedError(Exception):
 
 
 class Capacity:
-    """Limit on what waits at a time: images, counted before they are decoded, and bytes of decoded ones."""
+    """Limit on waiting images, counted before they are decoded, and on decoded bytes."""
 
     def __init__(self, images: int, size: int) -> None:
         self._most, self._size = images, size
@@ -32,7 +32,7 @@ class Capacity:
 
     @contextmanager
     def reserve(self, images: int) -> Iterator[Callable[[Pixels], None]]:
-        """Reserve capacity for the images of one request while the block lasts; call the value for each decoded one."""
+        """Reserve capacity for the images of a request; call the result for each decoded one."""
         if self.images + images > self._most:
             raise OverloadedError
         held = 0
@@ -54,7 +54,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Answer:
-    """The predictions for one request, all by one version of the model."""
+    """Predictions for one request, all by one version."""
 
     version: int
     predictions: tuple[Prediction, ...]
@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Group:
-    """The images of one request, which stay together."""
+    """Images of one request."""
 
     images: Sequence[Pixels]
     top_k: int
@@ -70,26 +70,26 @@ class _Group:
 
 
 class Batcher:
-    """A thread that gathers requests for a moment and classifies their images in one batch."""
+    """A thread that collects requests for a moment and classifies their images jointly."""
 
     def __init__(
         self, classifier: ContinualClassifier, callback: BatchCallback, window: float = 0.003, most: int = 16
     ) -> None:
         self.classifier = classifier
-        """The version that answers; it is replaced as a whole and never changed."""
+        """The current version; it is replaced as a whole and never changed."""
         self._callback, self._window, self._most = callback, window, most
         self._groups: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="predictions", daemon=True)
         self._thread.start()
 
     async def predict(self, images: Sequence[Pixels], top_k: int) -> Answer:
-        """Classify the images of one request, together with those of other requests at the time."""
+        """Classify the images of one request."""
         group = _Group(images, top_k, Future())
         self._groups.put(group)
         return await asyncio.wrap_future(group.answer)
 
     def close(self) -> None:
-        """Answer what is waiting, then stop."""
+        """Answer waiting requests, then stop."""
         self._groups.put(None)
         self._thread.join()
 
@@ -100,7 +100,7 @@ class Batcher:
             self._answer([group for group in groups if group.answer.set_running_or_notify_cancel()])
 
     def _gather(self) -> tuple[list[_Group], bool]:
-        """Return whole requests until there are enough images or the window is over, and whether more may come."""
+        """Return requests until a batch is full or the window ends, and if more may come."""
         groups: list[_Group] = []
         until = None
         while sum(len(group.images) for group in groups) < self._most:
@@ -119,11 +119,11 @@ class Batcher:
         classifier = self.classifier
         try:
             predictions = iter(self._predict(classifier, groups))
-        except Exception as problem:  # noqa: BLE001 (any error is the answer to the request)
+        except Exception as problem:  # noqa: BLE001 (any error answers the request)
             if len(groups) == 1:
                 groups[0].answer.set_exception(problem)
                 return
-            for group in groups:  # one request's error is not the others'
+            for group in groups:  # an error of one request must not fail the others
                 self._answer([group])
             return
         for group in groups:
@@ -133,9 +133,9 @@ class Batcher:
     def _predict(self, classifier: ContinualClassifier, groups: Sequence[_Group]) -> list[Prediction]:
         images = [Image.fromarray(pixels) for group in groups for pixels in group.images]
         top_k = max((group.top_k for group in groups), default=1)
-        found: list[Prediction] = []
+        predictions: list[Prediction] = []
         for start in range(0, len(images), self._most):
             some = classifier.predict(images[start : start + self._most], top_k=top_k)
             self._callback(len(some), sum(prediction.unknown for prediction in some))
-            found += some
-        return found
+            predictions += some
+        return predictions

@@ -1,7 +1,7 @@
 """Accepted lessons and rollbacks, on disk before the request is answered.
 
-A job is a folder ``MODEL/serve/jobs/NUMBER`` with a ``job.json`` and, until it is finished, the images to learn, as
-PNG files named by numbers. One rename adds it, so it is complete or absent.
+A job is a folder ``MODEL/serve/jobs/NUMBER`` with a ``job.json`` and, until it is finished, the images as PNG files
+named by numbers. A single rename adds it, so it is complete or absent.
 """
 
 import shutil
@@ -23,7 +23,7 @@ _STAGING = ".part"
 
 
 def now() -> str:
-    """Return the present time as jobs record it."""
+    """Return the current time as jobs record it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -49,7 +49,7 @@ class JobStore:
             except ValidationError as problem:
                 wrong = problem.errors()[0]
                 place = ".".join(map(str, wrong["loc"]))
-                raise UserError(f"{path} is damaged: {place}: {wrong['msg']}. Move {path.parent} away") from None
+                raise UserError(f"{path} is corrupted: {place}: {wrong['msg']}. Remove {path.parent}.") from None
 
     def all(self) -> list[Job]:
         """Return all kept jobs, the newest first."""
@@ -67,13 +67,13 @@ class JobStore:
             return [job for job in reversed(self.all()) if job.state not in FINISHED]
 
     def draft(self) -> "Draft":
-        """Start a job; it counts once it is accepted."""
+        """Start a job, which is listed once it is accepted."""
         with self._lock:
             self._last += 1
             return Draft(self, self._last, self._folder / f"{self._last}{_STAGING}")
 
     def accept(self, draft: "Draft", job: Job) -> Job:
-        """Store a job; when this returns, neither a crash nor a power failure loses it."""
+        """Store a job; no crash or power failure after this loses it."""
         with self._lock:
             write_json(draft.folder / "job.json", job.model_dump())
             try:
@@ -89,7 +89,7 @@ class JobStore:
         return self._folder / str(number)
 
     def update(self, number: int, **changes: Unpack[JobChanges]) -> Job:
-        """Change a job and write it; the images of a finished one are removed."""
+        """Change and write a job; remove the images of a finished one."""
         with self._lock:
             job = self._jobs[number] = self._jobs[number].model_copy(update=changes)
             if changes.keys() != {"progress"}:  # progress is not stored
@@ -108,7 +108,7 @@ class JobStore:
             return None if job.state in FINISHED else self.update(number, state="running")
 
     def cancel_waiting(self, number: int) -> Job | None:
-        """Cancel a job that has not started, and return it as it is then; None if it does not exist."""
+        """Cancel a job if it has not started; return it, or None if it does not exist."""
         with self._lock:
             job = self._jobs.get(number)
             if job is None or job.state != "waiting":
@@ -125,7 +125,7 @@ class JobStore:
 
 
 class Draft:
-    """A job that is being assembled in a separate folder."""
+    """A job in preparation, in a separate folder."""
 
     def __init__(self, store: JobStore, number: int, folder: Path) -> None:
         self._store, self.number, self.folder = store, number, folder
@@ -135,7 +135,7 @@ class Draft:
             raise write_error(folder, problem) from problem
 
     def add_image(self, index: int, image: int, png: bytes) -> None:
-        """Store an image of the class with this index; both names are numbers, never the sender's."""
+        """Store an image of a class; both names are numbers, never the sender's."""
         place = self.folder / "images" / str(index)
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -144,9 +144,9 @@ class Draft:
         write_bytes(place / f"{image}.png", png)
 
     def accept(self, **details: Any) -> Job:
-        """Turn it into a job."""
+        """Make it a job."""
         return self._store.accept(self, Job(id=self.number, created=now(), **details))
 
     def drop(self) -> None:
-        """Remove what is left of it."""
+        """Remove its files."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""The program that learns one lesson, in a separate process so that the service keeps answering.
+"""Program that learns one lesson in a separate process, so that the service keeps answering.
 
 :mod:`probprompt.serve.lessons` starts it with the model's folder and writes a :class:`Request` to its standard input.
-It writes a :class:`Message` per line: its progress, and last a report or an error. It ends when its input does, that
-is with the service.
+It writes a :class:`Message` per line: progress, then a report or an error. It ends with its input.
 """
 
 import os
@@ -28,7 +27,7 @@ _ORPHANED = 3  # exit code
 
 
 class Request(BaseModel):
-    """Images to learn, by class, and the note of the version that they make."""
+    """Images to learn by class, and the note of the new version."""
 
     images: dict[str, list[str]]
     refine: bool
@@ -37,7 +36,7 @@ class Request(BaseModel):
 
 
 class Message(BaseModel):
-    """One line of output: exactly one of these."""
+    """One line of output with exactly one of these."""
 
     progress: Progress | None = None
     report: LearnReport | None = None
@@ -45,7 +44,7 @@ class Message(BaseModel):
 
 
 class Lines(ProgressCallback):
-    """Writes the progress of learning, a line for each step that changes the percentage."""
+    """Writes a line for each percent of progress."""
 
     def __init__(self) -> None:
         self._stage, self._done, self._total, self._percent = "", 0, 1, -1
@@ -83,7 +82,7 @@ def main(arguments: list[str]) -> None:
     request = Request.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     with suppress(OSError, AttributeError):
-        os.nice(10)  # predictions go first
+        os.nice(10)  # predictions have priority
     try:
         write_progress("loading", 0, 1)
         known: Known = "refine" if request.refine else "refuse"
@@ -94,15 +93,15 @@ def main(arguments: list[str]) -> None:
     except (MemoryError, RuntimeError, OSError) as problem:
         if not is_out_of_memory(problem):
             raise
-        reason = "there is not enough memory to learn this; the model is as it was. Teach fewer images at a time"
+        reason = "Out of memory. The model is unchanged. Teach fewer images at a time."
         write(Message(error=reason))
     else:
         write(Message(report=learned))
 
 
 def wait() -> None:
-    """Wait for another process that is changing the model; the lesson stays accepted."""
-    write_progress("waiting for another process that changes the model", 0, 1)
+    """Wait for another process that is changing the model."""
+    write_progress("waiting for another process to finish changing the model", 0, 1)
     time.sleep(WAIT_SECONDS)
 
 

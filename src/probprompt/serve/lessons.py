@@ -1,7 +1,7 @@
-"""Run accepted lessons and rollbacks one by one: lessons in a separate process, which may be killed at any time.
+"""Run accepted lessons and rollbacks one by one, lessons in a separate process.
 
-A job that was running when the service was stopped or killed is run again at the next start, unless the model's own
-history shows that it had finished.
+A job that was running when the service stopped runs again at the next start, unless the history of the model shows
+that it had finished.
 """
 
 import subprocess
@@ -24,14 +24,14 @@ from probprompt.serve.schemas import Job, JobChanges, Report, Risk
 from probprompt.serve.uploads import child_environment
 
 IDLE_SECONDS = 2.0
-"""Seconds between two looks for changes of the model while no job waits."""
-_TAIL = 300  # characters of a dead process's last line
+"""Seconds between two checks for changes of the model while no job is queued."""
+_TAIL = 300  # characters of the last line of a process that ended
 Count = Callable[[str, str], None]
 """Called with the kind of a finished job and its state."""
 
 
 class JobRunner:
-    """A thread that runs jobs one by one, in the order in which they were accepted."""
+    """A thread that runs jobs one by one in the order of acceptance."""
 
     def __init__(
         self, store: JobStore, run: Callable[[Job], JobChanges], count: Count, idle: Callable[[], None]
@@ -42,11 +42,11 @@ class JobRunner:
         self.closing = False
 
     def start(self) -> None:
-        """Start with the jobs left unfinished by an earlier service."""
+        """Start, with the jobs that an earlier service left unfinished."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Look for jobs now."""
+        """Check for jobs now."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -65,7 +65,7 @@ class JobRunner:
             if waiting:
                 self._run(waiting[0])
             elif not self._wake.wait(IDLE_SECONDS):
-                with suppress(Exception):  # the next look tries again; jobs must continue
+                with suppress(Exception):  # the next check tries again; jobs must continue
                     self._idle()
 
     def _run(self, job: Job) -> None:
@@ -75,14 +75,14 @@ class JobRunner:
             if started is None:
                 return
             changes = self._run_job(started)
-        except InterruptedError:  # the service ends: the job stays unfinished and is run again
+        except InterruptedError:  # the service ends; the job stays unfinished and runs again
             return
         except UserError as problem:
             changes = {"state": "failed", "error": str(problem)}
-        except Exception as problem:  # noqa: BLE001 (a job that fails must not end those after it)
+        except Exception as problem:  # noqa: BLE001 (a failed job must not end later ones)
             changes = {"state": "failed", "error": f"{type(problem).__name__}: {problem}"}
         self._count(job.kind, changes["state"])
-        with suppress(UserError):  # the disk may be full: the next start finds out again how the job ended
+        with suppress(UserError):  # the disk may be full; the next start determines the result again
             changes.update({"finished": now(), "progress": None})
             self._store.update(job.id, **changes)
 
@@ -92,7 +92,7 @@ class _CanceledError(Exception):
 
 
 class LessonRunner:
-    """Runs jobs on the model in a folder and hands over each new version."""
+    """Runs jobs on the model in a folder and passes on each new version."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class LessonRunner:
         self.start, self.wake = self._runner.start, self._runner.wake
 
     def close(self) -> None:
-        """Stop; a running lesson is interrupted and stays accepted."""
+        """Stop; an interrupted lesson stays accepted."""
         self._runner.stop()
         self._kill()
         self._runner.join()
@@ -128,7 +128,7 @@ class LessonRunner:
         return job
 
     def _kill(self) -> None:
-        """Interrupt learning; the saved model is the old version or the new one, never a mixture."""
+        """Interrupt learning; the saved model is the old or the new version."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -138,7 +138,7 @@ class LessonRunner:
 
     def _follow(self) -> None:
         """Switch to a version that another process has saved."""
-        with suppress(UserError):  # it may be in the middle of a change: the next look tries again
+        with suppress(UserError):  # a change may be in progress; the next check tries again
             if Store(self._folder).head()["version"] != self._answering():
                 self._switch(self._load())
 
@@ -162,7 +162,7 @@ class LessonRunner:
             with changing(self._folder, self._device, busy=busy) as classifier:
                 last = classifier.history()[-1]
                 done = last.what == "rolled back" and last.note == f"to version {job.to}" and last.when >= job.created
-                if not done:  # else just before the service was killed
+                if not done:  # unless it finished just before the service was killed
                     classifier.rollback(job.to)
         except _CanceledError:
             return {"state": "cancelled"}
@@ -171,7 +171,7 @@ class LessonRunner:
     def _teach(self, job: Job) -> JobChanges:
         before = self._load()
         learned = version_of(before, job)
-        if learned is not None:  # just before the service was killed
+        if learned is not None:  # finished just before the service was killed
             return _done(learned)
         self._store.update(job.id, before=before.version)
         answer = self._learn(job)
@@ -181,16 +181,16 @@ class LessonRunner:
             warnings = [*job.warnings, *answer.report.warnings]
             return {**_done(answer.report.version), "report": _report(answer.report), "warnings": warnings}
         learned = version_of(self._load(), job)
-        if learned is not None:  # it was saved, but the process ended before it could report
+        if learned is not None:  # saved, but the process ended before its report
             return _done(learned)
         if job.id in self._canceled:
             return {"state": "cancelled"}
         if self._runner.closing:
             raise InterruptedError
-        raise UserError(f"learning ended before it was done ({answer}); the model is as it was")
+        raise UserError(f"Learning stopped early ({answer}). The model is unchanged. Try again with fewer images.")
 
     def _learn(self, job: Job) -> Message | str:
-        """Let a process learn; return its report or error, or as text how it ended."""
+        """Learn in a process; return its message, or as text how it ended."""
         images = {name: [str(path) for path in paths] for name, paths in self._store.images(job).items()}
         request = Request(images=images, refine=job.refine, name=title_of(job), device=self._device)
         with tempfile.TemporaryFile() as errors:
@@ -206,7 +206,7 @@ class LessonRunner:
                     stderr=errors,
                     env=child_environment(),
                     pass_fds=self._held,
-                    start_new_session=True,  # an interrupt at the terminal is the service's to handle
+                    start_new_session=True,  # the service handles interrupts from the terminal
                 )
             try:
                 return self._listen(job, process, request) or _last_words(process, errors)
@@ -218,7 +218,7 @@ class LessonRunner:
 
     def _listen(self, job: Job, process: subprocess.Popen[bytes], request: Request) -> Message | None:
         assert process.stdin is not None and process.stdout is not None
-        # It may be dead already: writing then fails, and closing what could not be written fails again.
+        # If it has ended already, writing fails, and so does closing what could not be written.
         with suppress(BrokenPipeError), process.stdin, process.stdout:
             process.stdin.write(request.model_dump_json().encode() + b"\n")
             process.stdin.flush()
@@ -237,14 +237,13 @@ def title_of(job: Job) -> str:
 
 
 def version_of(classifier: ContinualClassifier, job: Job) -> int | None:
-    """Return the version that a job made, by its title and not before the job was accepted; None without one."""
+    """Return the version that a job created, found by title and time; None without one."""
     title, versions = title_of(job), reversed(classifier.history())
-    made = (one.number for one in versions if one.note.startswith(title) and one.when >= job.created)
-    return next(made, None)
+    return next((one.number for one in versions if one.note.startswith(title) and one.when >= job.created), None)
 
 
 def _done(version: int) -> JobChanges:
-    # By the version, since another process may have changed the model while the job was waiting.
+    # Another process may have changed the model while the job was queued.
     return {"state": "done", "before": version - 1, "version": version}
 
 
@@ -255,9 +254,9 @@ def _report(learned: LearnReport) -> Report:
 
 
 def _last_words(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-    """Return how a process ended, and the last line that it wrote."""
+    """Return how a process ended, with the last line that it wrote."""
     code = process.wait()
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
-    end = f"killed by signal {-code}, perhaps for want of memory" if code < 0 else f"exit code {code}"
+    end = f"killed by signal {-code}, perhaps out of memory" if code < 0 else f"exit code {code}"
     return f"{end}: {lines[-1][-_TAIL:]}" if lines else end

@@ -33,6 +33,7 @@ from probprompt.serve.schemas import (
     Predictions,
     Problem,
     PromptFigures,
+    measure_held_out,
 )
 from probprompt.serve.security import Access, Guard, Limits, RequestTooLargeError
 from probprompt.serve.service import KnownClassError, Service
@@ -46,8 +47,8 @@ PAGE = {
 }
 _FILES: JsonValue = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
 _IMAGE: JsonValue = {"schema": {"type": "string", "format": "binary"}}
-_OF = "for each image the number of its name, from 0; not needed with one name"
-_KNOWN = "what happens where a class is known: nothing, or it gets more images"
+_OF = "index of the name of each image, from 0; optional with one name"
+_KNOWN = "if a class already exists: reject the lesson, or add the images to the class"
 
 
 def _form(required: list[JsonValue], properties: dict[str, JsonValue]) -> JsonValue:
@@ -65,25 +66,25 @@ QUESTION_BODY = _body(
     }
 )
 _LESSON: dict[str, JsonValue] = {
-    "names": {"type": "array", "items": {"type": "string"}, "description": "the names of the classes"},
+    "names": {"type": "array", "items": {"type": "string"}, "description": "class names"},
     "images": _FILES,
     "of": {"type": "array", "items": {"type": "integer"}, "description": _OF},
     "known": {"type": "string", "enum": ["refuse", "refine"], "default": "refuse", "description": _KNOWN},
 }
 LESSON_BODY = _body({"multipart/form-data": _form(["names", "images"], _LESSON)})
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": words}
-    for status, words in {
-        400: "the request does not say what it should",
-        401: "a token is needed",
-        413: "more than is allowed",
-        503: "too much is asked at once",
+    status: {"model": Problem, "description": description}
+    for status, description in {
+        400: "invalid request",
+        401: "missing or wrong token",
+        413: "request too large",
+        503: "too many images are waiting",
     }.items()
 }
 
 
 def make_app(service: Service) -> FastAPI:
-    """Build the application of a service, which runs as long as the application does."""
+    """Build the application; the service runs as long as it does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -93,7 +94,7 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="probprompt",
         version=__version__,
-        summary="Predictions of a continual classifier, and lessons for it.",
+        summary="Classify images with a continual classifier, and teach it.",
         lifespan=lifespan,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
@@ -103,15 +104,15 @@ def make_app(service: Service) -> FastAPI:
         Guard, access=service.access, limits=service.limits, requests=metrics.requests, seconds=metrics.seconds
     )
     _add_page(app)
-    _add_refusals(app)
-    _add_asking(app, service)
+    _add_errors(app)
+    _add_queries(app, service)
     _add_teaching(app, service)
-    _add_watching(app, service)
+    _add_monitoring(app, service)
     return app
 
 
 def _add_page(app: FastAPI) -> None:
-    def serve_file(path: str, name: str, kind: str) -> None:
+    def add_file(path: str, name: str, kind: str) -> None:
         content = files("probprompt.serve").joinpath("page", name).read_bytes()
 
         @app.get(path, include_in_schema=False)
@@ -119,50 +120,51 @@ def _add_page(app: FastAPI) -> None:
             return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
     for path, (name, kind) in PAGE.items():
-        serve_file(path, name, kind)
+        add_file(path, name, kind)
 
 
-def _add_refusals(app: FastAPI) -> None:
+def _add_errors(app: FastAPI) -> None:
     """Answer every error with a status and a message."""
 
-    def say(status: int, words: object, **headers: str) -> JSONResponse:
-        return JSONResponse({"error": str(words)}, status, headers=headers or None)
+    def answer(status: int, message: object, **headers: str) -> JSONResponse:
+        return JSONResponse({"error": str(message)}, status, headers=headers or None)
 
     @app.exception_handler(UserError)
     @app.exception_handler(BadRequestError)
-    async def refuse_bad(request: Request, problem: Exception) -> Response:
+    async def answer_invalid(request: Request, problem: Exception) -> Response:
         if isinstance(problem.__cause__, OSError):  # not the sender's error
-            return await refuse_unwritten(request, problem.__cause__)
-        return say(400, problem)
+            return await answer_unwritten(request, problem.__cause__)
+        return answer(400, problem)
 
     @app.exception_handler(KnownClassError)
-    async def refuse_known(_: Request, problem: Exception) -> Response:
-        return say(409, problem)
+    async def answer_known(_: Request, problem: Exception) -> Response:
+        return answer(409, problem)
 
     @app.exception_handler(RequestTooLargeError)
-    async def refuse_large(_: Request, problem: RequestTooLargeError) -> Response:
-        return say(problem.status, problem, connection="close")
+    async def answer_too_large(_: Request, problem: RequestTooLargeError) -> Response:
+        return answer(problem.status, problem, connection="close")
 
     @app.exception_handler(OverloadedError)
-    async def refuse_more(_: Request, problem: Exception) -> Response:
-        return say(503, "too many images are waiting: try again in a moment", **{"retry-after": "1"})
+    async def answer_overloaded(_: Request, problem: Exception) -> Response:
+        return answer(503, "Too many images are waiting. Try again in a moment.", **{"retry-after": "1"})
 
     @app.exception_handler(OSError)
-    async def refuse_unwritten(_: Request, problem: OSError) -> Response:
-        full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-        return say(507 if full else 500, "the disk is full: make room on it" if full else problem.strerror or problem)
+    async def answer_unwritten(_: Request, problem: OSError) -> Response:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            return answer(507, "The disk is full. Free some space.")
+        return answer(500, problem.strerror or problem)
 
     @app.exception_handler(RequestValidationError)
-    async def refuse_invalid(_: Request, problem: RequestValidationError) -> Response:
+    async def answer_unparsed(_: Request, problem: RequestValidationError) -> Response:
         first = problem.errors()[0]
-        return say(400, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
+        return answer(400, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
 
     @app.exception_handler(HTTPException)
-    async def refuse_other(_: Request, problem: HTTPException) -> Response:
+    async def answer_other(_: Request, problem: HTTPException) -> Response:
         return JSONResponse({"error": str(problem.detail)}, problem.status_code, headers=problem.headers)
 
 
-def _add_asking(app: FastAPI, service: Service) -> None:
+def _add_queries(app: FastAPI, service: Service) -> None:
     @app.post("/api/predict", openapi_extra=QUESTION_BODY, responses=REFUSALS)
     async def predict(request: Request, top_k: Annotated[int, Query(ge=1, le=1000)] = 1) -> Predictions:
         """Classify images: files named `images`, or one image as the body."""
@@ -171,85 +173,89 @@ def _add_asking(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/model")
     async def model() -> Model:
-        """Tell about the model that answers now."""
+        """Return the current model: classes, accuracy on held-out images, limits of requests."""
         classifier, limits = service.classifier, service.limits
+        accuracy, images = await asyncio.to_thread(measure_held_out, classifier)
         return Model(
             version=classifier.version,
             classes=list(classifier.classes),
             tasks=classifier.task_count,
             backbone=classifier.settings.backbone.name,
+            accuracy=accuracy,
+            held_out_images=images,
+            random_guess=100 / len(classifier.classes) if classifier.classes else None,
             limits=ModelLimits.model_validate(vars(limits)),
         )
 
     @app.get("/api/history")
     async def history() -> History:
-        """What was learned when."""
+        """List the kept versions, the newest first."""
         return History(versions=service.history())
 
     @app.get("/api/accuracy")
     async def accuracy() -> AccuracyMatrix:
-        """Accuracy on each lesson by each version."""
+        """Return the accuracy on each lesson under each version."""
         return await asyncio.to_thread(service.accuracy, service.classifier)
 
     @app.get("/api/prompts")
     async def prompts() -> PromptFigures:
-        """How alike the prompts are that classes receive."""
+        """Draw the similarity of the prompts of different classes."""
         return await asyncio.to_thread(service.prompts, service.classifier)
 
 
 def _add_teaching(app: FastAPI, service: Service) -> None:
     @app.post("/api/teach", status_code=202, openapi_extra=LESSON_BODY, responses=REFUSALS)
     async def teach(request: Request) -> Job:
-        """Teach classes by their images. Needs the token. The lesson is learned in the background, as a job."""
+        """Teach classes as a job in the background. Needs the token."""
         async with lesson(request, service.limits) as given:
             return await service.teach(given)
 
     @app.post("/api/rollback", status_code=202, responses=REFUSALS)
     def rollback(back: Back) -> Job:
-        """Let an earlier version answer again. Needs the token. Happens in the background, as a job."""
+        """Restore an earlier version as a job in the background. Needs the token."""
         return service.roll_back(back.to)
 
     @app.get("/api/jobs")
     async def jobs() -> Jobs:
-        """Lessons and undoings, the newest first."""
+        """List lessons and rollbacks, the newest first."""
         return Jobs(jobs=service.jobs.all())
 
     @app.get("/api/jobs/{number}")
     async def job(number: Annotated[int, PathParameter(ge=1)]) -> Job:
-        """What became of a job."""
-        return _found(service.jobs.get(number), number)
+        """Return a job with its progress or result."""
+        return _existing(service.jobs.get(number), number)
 
     @app.delete("/api/jobs/{number}", responses=REFUSALS)
     def cancel(number: Annotated[int, PathParameter(ge=1)]) -> Job:
-        """Give up a lesson that is not finished. Needs the token."""
-        return _found(service.lessons.cancel(number), number)
+        """Cancel a job that is not finished. Needs the token."""
+        return _existing(service.lessons.cancel(number), number)
 
 
-def _found(job: Job | None, number: int) -> Job:
+def _existing(job: Job | None, number: int) -> Job:
     if job is None:
-        raise HTTPException(404, f"there is no job {number}")
+        raise HTTPException(404, f"Job {number} not found.")
     return job
 
 
-def _add_watching(app: FastAPI, service: Service) -> None:
+def _add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Counts and times, for Prometheus."""
+        """Return counters and times for Prometheus."""
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """A sign of life."""
+        """Return a constant; the service is running."""
         return {"status": "ok"}
 
 
 CONNECTIONS = 512
 GRACE_SECONDS = 30
-"""Seconds that running requests may take to finish when the service stops."""
+"""Seconds in which running requests must finish when the service stops."""
 
 
 class Server(uvicorn.Server):
-    """A server on a socket; it calls ``ready`` when it answers."""
+    """A server on a socket; it calls ``ready`` once it accepts requests."""
 
     def __init__(self, service: Service, listening: socket.socket, ready: Callable[[], None] | None = None) -> None:
         super().__init__(
@@ -268,27 +274,27 @@ class Server(uvicorn.Server):
         self._listening, self._ready = listening, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to answer."""
+        """Start to accept requests."""
         await super().startup(sockets)
         if self._ready and not self.should_exit:
             self._ready()
 
     def work(self) -> None:
-        """Answer until the process is asked to stop."""
+        """Serve until the process is stopped."""
         with self._listening:
             self.run([self._listening])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket, before anything slow is done."""
+    """Bind a socket before the model is loaded."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+        listening = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"{host} port {port} cannot be used: {reason}. Choose another with --host or --port") from None
-    found.setblocking(False)
-    return found
+        raise UserError(f"Cannot use {host} port {port}: {reason}. Choose another with --host or --port.") from None
+    listening.setblocking(False)
+    return listening
 
 
 def address_of(listening: socket.socket) -> str:
@@ -305,7 +311,7 @@ def serve(
     device: str | None,
     ready: Callable[[Service], None],
 ) -> None:
-    """Serve a model until the process is asked to stop; running requests are answered first."""
+    """Serve a model until the process is stopped; running requests are answered first."""
     service = Service(folder, access, limits, device)
     server = Server(service, listening, lambda: ready(service))
     if threading.current_thread() is threading.main_thread():
@@ -316,4 +322,4 @@ def serve(
     finally:
         service.close()
     if not server.started:
-        raise UserError("the service could not be started: see the message above")
+        raise UserError("The service could not start. See the message above.")

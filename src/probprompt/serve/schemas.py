@@ -1,12 +1,14 @@
-"""Jobs as they are stored, and what the service answers: predictions, history, accuracy matrix and figures."""
+"""Stored jobs and responses of the service: predictions, history, accuracy matrix, figures."""
 
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from probprompt.classifier import ContinualClassifier, Prediction
+from probprompt.errors import UserError
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 FINISHED: frozenset[State] = frozenset({"done", "failed", "cancelled"})
@@ -17,14 +19,14 @@ class _Record(BaseModel):
 
 
 class TaughtClass(_Record):
-    """A class of a lesson, and how many images it has there."""
+    """A class of a lesson, with its number of images."""
 
     name: str
     images: int
 
 
 class Progress(_Record):
-    """How far a job is."""
+    """Progress of a job."""
 
     stage: str
     done: int
@@ -32,16 +34,16 @@ class Progress(_Record):
 
 
 class Risk(_Record):
-    """An old class that may now be taken for a new one."""
+    """An old class that may now be classified as a new one."""
 
     old: str
     new: str
     share: float
-    """Of the old class's images, as its stored statistics let expect."""
+    """Expected share of the old class's images, estimated from its held-out images."""
 
 
 class Report(_Record):
-    """What a lesson did."""
+    """Result of a lesson."""
 
     classes: list[str]
     images: int
@@ -52,7 +54,7 @@ class Report(_Record):
 
 
 class Job(_Record):
-    """A lesson or an undoing, and what became of it."""
+    """A lesson or a rollback, with its result."""
 
     id: int
     kind: Literal["teach", "rollback"]
@@ -62,11 +64,11 @@ class Job(_Record):
     classes: list[TaughtClass] = []
     refine: bool = False
     to: int | None = None
-    """The version to go back to."""
+    """Version to restore."""
     before: int | None = None
-    """The version that answered before this job: going back to it undoes the job."""
+    """Current version before this job; rolling back to it undoes the job."""
     version: int | None = None
-    """The version that the job made."""
+    """Version that the job created."""
     progress: Progress | None = None
     report: Report | None = None
     warnings: list[str] = []
@@ -74,7 +76,7 @@ class Job(_Record):
 
 
 class JobChanges(TypedDict, total=False):
-    """Fields of a job that change while it is run."""
+    """Fields of a job that change while it runs."""
 
     state: State
     finished: str
@@ -91,7 +93,7 @@ class _Value(BaseModel):
 
 
 class Problem(_Value):
-    """Why a request was refused."""
+    """Reason why a request was rejected."""
 
     error: str
 
@@ -104,15 +106,15 @@ class Ranked(_Value):
 
 
 class PredictedImage(_Value):
-    """What the model makes of one image."""
+    """Prediction for one image."""
 
-    name: str = Field(description="what the sender called the file")
-    label: str | None = Field(description="the most probable class; null where the file could not be read")
+    name: str = Field(description="file name given by the sender")
+    label: str | None = Field(description="most probable class; null if the file could not be read")
     probability: float
     top: list[Ranked]
-    unknown: bool = Field(description="whether the image is of none of the classes")
-    novelty: float = Field(description="how far the image is from all classes: above 1 it is unknown")
-    error: str | None = Field(description="why the file could not be read")
+    unknown: bool = Field(description="true if the image is unlike all classes")
+    novelty: float = Field(description="distance from the nearest class; above 1 the image is unknown")
+    error: str | None = Field(description="reason why the file could not be read")
 
     @classmethod
     def of(cls, name: str, prediction: Prediction) -> "PredictedImage":
@@ -127,14 +129,14 @@ class PredictedImage(_Value):
 
 
 class Predictions(_Value):
-    """The predictions for the images of one request, in their order, all by one version of the model."""
+    """Predictions for the images of one request, in order, all by one version."""
 
     version: int
     predictions: list[PredictedImage]
 
 
 class ModelLimits(_Value):
-    """What one request may hold."""
+    """Limits of one request."""
 
     images: int
     lesson_images: int
@@ -144,17 +146,20 @@ class ModelLimits(_Value):
 
 
 class Model(_Value):
-    """The model that answers now."""
+    """The current model."""
 
     version: int
     classes: list[str]
     tasks: int
     backbone: str
+    accuracy: float | None = Field(description="accuracy in % on held-out images; null if it was not measured")
+    held_out_images: int = Field(description="number of images behind the accuracy")
+    random_guess: float | None = Field(description="accuracy in % of a random guess; null without classes")
     limits: ModelLimits
 
 
 class KeptVersion(_Value):
-    """One state of the model that is kept."""
+    """One kept version of the model."""
 
     number: int
     when: str
@@ -167,25 +172,25 @@ class KeptVersion(_Value):
 
 
 class History(_Value):
-    """What was learned when, the newest first."""
+    """Kept versions, the newest first."""
 
     versions: list[KeptVersion]
 
 
 class Jobs(_Value):
-    """Lessons and undoings, the newest first."""
+    """Lessons and rollbacks, the newest first."""
 
     jobs: list[Job]
 
 
 class Back(_Record):
-    """Which version to go back to."""
+    """Request to restore a version."""
 
     to: int = Field(ge=1)
 
 
 class Cell(_Value):
-    """An accuracy, and the colours that show it."""
+    """An accuracy with its colors."""
 
     text: str
     value: float
@@ -194,14 +199,14 @@ class Cell(_Value):
 
 
 class Row(_Value):
-    """The accuracies on one lesson after it and each later one."""
+    """Accuracy on one lesson under each version."""
 
     name: str
     cells: list[Cell | None]
 
 
 class AccuracyMatrix(_Value):
-    """Accuracy on each lesson (rows) by each version (columns), in %."""
+    """Accuracy in % on each lesson (rows) under each version (columns)."""
 
     note: str
     steps: list[str]
@@ -210,34 +215,53 @@ class AccuracyMatrix(_Value):
 
 
 class Drawing(_Value):
-    """A figure whose colours are those of the page."""
+    """A figure in the colors of the page."""
 
     svg: str
     caption: str
 
 
 class PromptFigures(_Value):
-    """How alike the prompts are that classes receive."""
+    """Similarity of the prompts of different classes."""
 
     note: str
     figures: list[Drawing]
 
 
 HELD_OUT = (
-    "One row per lesson, one column per version: accuracy in % on the images of the lesson that are held out while "
-    "probabilities are calibrated, under a head that has not seen them. Reading along a row shows what was kept."
+    "Accuracy in % on held-out images of each lesson (rows) under each version (columns), by a head that has not seen "
+    "them. Falling values mean forgetting."
 )
-NOTHING_HELD_OUT = "There is nothing to show: lessons with three images of a class or more have some held out."
-NO_PROMPTS = (
-    "There is nothing to show: this needs two classes or more, and a method with prompts whose queries are kept, "
-    "as in the preset 'flagship'."
-)
+NOTHING_HELD_OUT = "No held-out images. Lessons hold some out for classes with three or more images."
+NO_PROMPTS = "Not available. This needs two classes and stored queries, as in the preset 'flagship'."
+
+
+@lru_cache(maxsize=1)
+def measure_held_out(classifier: ContinualClassifier) -> tuple[float | None, int]:
+    """Return the accuracy in % on held-out images and their number.
+
+    The accuracy is None if prompts have changed since, or if the model has no statistics to count the images by.
+    """
+    if not classifier.classes:
+        return None, 0
+    state = classifier.predictor.state
+    images = [0] * len(state.tasks)
+    try:
+        for known in state.classes:
+            images[known.task] += len(known.held.tensors["rows"])
+    except UserError:  # a model that was published without its statistics
+        return None, 0
+    pairs = [(value, count) for value, count in zip(state.held_out, images, strict=True) if count]
+    measured = [value * count for value, count in pairs if value is not None]
+    return sum(measured) / sum(images) if measured and len(measured) == len(pairs) else None, sum(images)
+
+
 Figures = TypeVar("Figures")
 _DRAWING = threading.Lock()
 
 
 def once_per_version(draw: Callable[[ContinualClassifier], Figures]) -> Callable[[ContinualClassifier], Figures]:
-    """Draw tables or figures of a classifier once for each version."""
+    """Return a function that draws only when the version has changed."""
     drawn: tuple[int, Figures] | None = None
 
     def draw_once(classifier: ContinualClassifier) -> Figures:
@@ -254,11 +278,11 @@ def draw_matrix(classifier: ContinualClassifier) -> AccuracyMatrix:
     """Return the accuracy matrix of the kept versions, with the colors of reports."""
     from probprompt.report import figures  # late: matplotlib is slow to load
 
-    found = classifier.accuracy_matrix()
-    known = [value for row in found.values for value in row if value is not None]
-    if not known:
+    matrix = classifier.accuracy_matrix()
+    accuracies = [value for row in matrix.values for value in row if value is not None]
+    if not accuracies:
         return AccuracyMatrix(note=NOTHING_HELD_OUT, steps=[], rows=[], averages=[])
-    floor = figures.accuracy_floor(known)
+    floor = figures.accuracy_floor(accuracies)
 
     def cell(value: float | None) -> Cell | None:
         if value is None:
@@ -266,41 +290,43 @@ def draw_matrix(classifier: ContinualClassifier) -> AccuracyMatrix:
         background, ink = figures.shade(value, floor, 100.0)
         return Cell(text=_number(value), value=value, background=background, ink=ink)
 
-    named = zip(found.tasks, found.values, strict=True)
+    named = zip(matrix.tasks, matrix.values, strict=True)
     rows = [Row(name=name, cells=[cell(value) for value in values]) for name, values in named]
-    columns = [[value for value in column if value is not None] for column in zip(*found.values, strict=True)]
+    columns = [[value for value in column if value is not None] for column in zip(*matrix.values, strict=True)]
     averages = [_number(sum(column) / len(column)) if column else "" for column in columns]
-    return AccuracyMatrix(note=HELD_OUT, steps=list(map(str, found.versions)), rows=rows, averages=averages)
+    return AccuracyMatrix(note=HELD_OUT, steps=list(map(str, matrix.versions)), rows=rows, averages=averages)
 
 
 def draw_prompts(classifier: ContinualClassifier) -> PromptFigures:
     """Draw the similarity of prompts between classes, and by block."""
     from probprompt.report import figures  # late: matplotlib is slow to load
 
-    found = classifier.prompt_diversity()
-    if found is None:
+    diversity = classifier.prompt_diversity()
+    if diversity is None:
         return PromptFigures(note=NO_PROMPTS, figures=[])
-    labels, mean, start = found["labels"], found["mean"], found["initial_mean"]
-    low = min(0.0, *(value for row in found["matrix"] for value in row))
-    words = f"mean {mean:.2f}, {start:.2f} at initialisation"
-    told = f"Heat map of the cosine similarity between the prompts of {len(labels)} classes; {words}."
-    heat = figures.similarity_map(found["matrix"], labels, low, told)
-    drawn = [_drawing(heat, "Cosine similarity between the prompts for an image of each class.")]
-    blocks = found["per_block"]
+    labels, mean, start = diversity["labels"], diversity["mean"], diversity["initial_mean"]
+    low = min(0.0, *(value for row in diversity["matrix"] for value in row))
+    text = f"mean {mean:.2f}, {start:.2f} at initialization"
+    description = f"Heat map of the cosine similarity between the prompts of {len(labels)} classes; {text}."
+    heat = figures.similarity_map(diversity["matrix"], labels, low, description)
+    drawn = [_drawing(heat, "Cosine similarity between the prompts for one image of each class.")]
+    blocks = diversity["per_block"]
     if len(blocks) > 1:
-        spoken = ", ".join(f"block {name}: {value:.2f}" for name, value in blocks.items())
-        bars = figures.block_bars(blocks, mean, f"Bar chart of the mean similarity by block. {spoken}.")
+        values = ", ".join(f"block {name}: {value:.2f}" for name, value in blocks.items())
+        bars = figures.block_bars(blocks, mean, f"Bar chart of the mean similarity by block. {values}.")
         drawn.append(_drawing(bars, "Mean similarity in each block; the dashed line is the mean of all."))
     note = (
-        f"Mean similarity {mean:.2f} ({start:.2f} at initialisation), effective rank {found['effective_rank']:.1f} "
-        f"({found['initial_effective_rank']:.1f}). At a similarity of 1 every class gets the same prompt."
+        f"Mean similarity {mean:.2f} ({start:.2f} at initialization), effective rank "
+        f"{diversity['effective_rank']:.1f} ({diversity['initial_effective_rank']:.1f}). "
+        "At 1.0 all classes get the same prompt (collapse)."
     )
     return PromptFigures(note=note, figures=drawn)
 
 
 def _drawing(svg: str, caption: str) -> Drawing:
     # The page sets styles itself: its content security policy rejects style attributes.
-    return Drawing(svg=svg.replace(' style="', ' data-style="'), caption=caption)
+    # The text is converted to str first, because Markup.replace would escape the quotes.
+    return Drawing(svg=str(svg).replace(' style="', ' data-style="'), caption=caption)
 
 
 def _number(value: float) -> str:

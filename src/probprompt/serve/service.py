@@ -1,4 +1,4 @@
-"""The service behind the routes: predictions, lessons, history and counters."""
+"""Service behind the routes: predictions, lessons, history, counters."""
 
 import asyncio
 import time
@@ -35,15 +35,15 @@ from probprompt.serve.uploads import Decoders, Lesson, RefusedImageError, Upload
 
 DECODERS = 2
 WAITING_IMAGES, WAITING_BYTES = 1024, 2**30
-"""Images that may wait for a prediction at a time, and bytes of the decoded ones."""
+"""Largest number of images that wait for a prediction, and of bytes of decoded ones."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LOCK_SECONDS = 5.0
-"""Seconds to wait for the folder: the learning process of a killed service needs a moment to notice."""
+"""Seconds to wait for the folder, until the learning process of a killed service has ended."""
 
 
 class KnownClassError(Exception):
-    """A lesson on an existing class that does not state how to treat it."""
+    """A lesson on an existing class that does not allow to extend it."""
 
 
 class Metrics:
@@ -53,7 +53,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests by route, method and status.", "route", "method", "status")
-        self.seconds = self._histogram("request_seconds", "Time from a request to its answer.", SECONDS, "route")
+        self.seconds = self._histogram("request_seconds", "Time from a request to its response.", SECONDS, "route")
         self.images = self._counter("predicted_images", "Images that were classified.")
         self.unknown = self._counter("unknown_images", "Images found to be of no known class.")
         self.refused = self._counter("refused_images", "Uploads that could not be decoded.")
@@ -67,16 +67,16 @@ class Metrics:
         return Histogram(f"probprompt_{name}", about, labels, registry=self._registry, buckets=bounds)
 
     def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Add a number that is looked up at each scrape."""
+        """Add a number that is read at each scrape."""
         Gauge(f"probprompt_{name}", about, registry=self._registry).set_function(value)
 
     def text(self) -> str:
-        """Return everything in Prometheus's text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry).decode()
 
 
 class Service:
-    """The service of a model in a folder."""
+    """Service of the model in a folder."""
 
     def __init__(self, folder: Path, access: Access, limits: Limits, device: str | None = None) -> None:
         self.folder, self.access, self.limits, self.device = folder, access, limits, device
@@ -86,14 +86,14 @@ class Service:
         self._lock = hold(folder)
         self.jobs = JobStore(folder / "serve" / "jobs")
         self.accuracy, self.prompts = once_per_version(draw_matrix), once_per_version(draw_prompts)
-        self._begun = time.time()
+        self._start_time = time.time()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer while the block lasts; then finish running requests, and keep accepted jobs for the next start."""
+        """Serve while the block lasts; accepted jobs are kept for the next start."""
         classifier = self._first
         self.decoders = Decoders(DECODERS, self.limits.pixels, classifier.short_side)
-        most = 16 if pick_device(self.device).type == "cpu" else 64  # per batch; others arrive meanwhile
+        most = 16 if pick_device(self.device).type == "cpu" else 64  # per batch, while others arrive
         self.batcher = Batcher(classifier, self._count, most=most)
         held = () if self._lock is None else (self._lock.fileno(),)
         self.lessons = LessonRunner(
@@ -117,11 +117,11 @@ class Service:
 
     @property
     def classifier(self) -> ContinualClassifier:
-        """The version that answers now."""
+        """The current version."""
         return self.batcher.classifier
 
     def _switch(self, classifier: ContinualClassifier) -> None:
-        """Answer with this version from now on; running requests finish with the earlier one."""
+        """Make this version current; running requests finish with the earlier one."""
         warm_up(classifier)
         self.batcher.classifier = classifier
 
@@ -135,37 +135,37 @@ class Service:
 
     def _add_gauges(self) -> None:
         add = self.metrics.gauge
-        add("model_version", "The version that answers.", lambda: self.classifier.version)
-        add("model_classes", "Classes that it knows.", lambda: len(self.classifier.classes))
-        add("waiting_images", "Images that wait for their prediction.", lambda: self.capacity.images)
-        add("unfinished_jobs", "Accepted jobs that are not finished.", lambda: len(self.jobs.unfinished()))
+        add("model_version", "Current version.", lambda: self.classifier.version)
+        add("model_classes", "Number of classes.", lambda: len(self.classifier.classes))
+        add("waiting_images", "Images waiting for a prediction.", lambda: self.capacity.images)
+        add("unfinished_jobs", "Accepted jobs that are not finished yet.", lambda: len(self.jobs.unfinished()))
         add("decoder_deaths", "Decoding processes that were replaced.", lambda: self.decoders.deaths)
-        add("start_time_seconds", "When the service was started, in Unix time.", lambda: self._begun)
+        add("start_time_seconds", "Start of the service in Unix time.", lambda: self._start_time)
 
     async def predict(self, uploads: list[Upload], top_k: int) -> Predictions:
-        """Classify the images of one request; an unreadable file gets the reason."""
+        """Classify the images of one request; unreadable files get the reason."""
         with self.capacity.reserve(len(uploads)) as take:
             decoded = await decode_each(self.decoders, uploads, take)
             readable = [pixels for pixels in decoded if not isinstance(pixels, RefusedImageError)]
             empty = Answer(self.classifier.version, ())
             answer = await self.batcher.predict(readable, top_k) if readable else empty
         self.metrics.refused.inc(len(uploads) - len(readable))
-        found = iter(answer.predictions)
+        predictions = iter(answer.predictions)
         rows = [
             PredictedImage.refused(upload.name, str(pixels))
             if isinstance(pixels, RefusedImageError)
-            else PredictedImage.of(upload.name, next(found))
+            else PredictedImage.of(upload.name, next(predictions))
             for upload, pixels in zip(uploads, decoded, strict=True)
         ]
         return Predictions(version=answer.version, predictions=rows)
 
     async def teach(self, lesson: Lesson) -> Job:
-        """Accept a lesson; when this returns, it is on disk."""
+        """Accept a lesson; it is on disk when this returns."""
         lesson = self._as_known(lesson)
         draft = await asyncio.to_thread(self.jobs.draft)
         try:
             kept, warnings = await self._keep(draft, lesson)
-            self._as_known(lesson)  # another lesson on the same class may have been accepted in the meantime
+            self._as_known(lesson)  # another lesson on the same class may have been accepted
             job = await asyncio.to_thread(
                 draft.accept,
                 kind="teach",
@@ -174,7 +174,7 @@ class Service:
                 warnings=warnings,
             )
         finally:
-            draft.drop()  # nothing is left once it is accepted
+            draft.drop()  # removes nothing once it is accepted
         self.lessons.wake()
         return job
 
@@ -182,7 +182,7 @@ class Service:
         """Accept a rollback to a version."""
         versions = [version.number for version in self.classifier.history()]
         if to not in versions:
-            raise UserError(f"version {to} is not kept: there are {shorten(reversed(versions), 20)}")
+            raise UserError(f"Version {to} is not kept. Choose one of {shorten(reversed(versions), 20)}.")
         job = self.jobs.draft().accept(kind="rollback", to=to)
         self.lessons.wake()
         return job
@@ -193,26 +193,26 @@ class Service:
         return [KeptVersion(**vars(one), current=one is versions[-1]) for one in reversed(versions)]
 
     def _as_known(self, lesson: Lesson) -> Lesson:
-        """Give known and waiting classes their present names; reject them unless they may be refined."""
+        """Use the spelling of existing classes; reject them unless they may be extended."""
         waiting = [taught.name for job in self.jobs.unfinished() for taught in job.classes]
         known = {same_name(name): name for name in (*self.classifier.classes, *waiting)}
         again = [name for name in lesson.classes if same_name(name) in known]
         if again and not lesson.refine:
             raise KnownClassError(
-                f"known already: {shorten(again)}. To add images to a known class send known=refine, or choose "
-                "another name"
+                f"Classes already in the model: {shorten(again)}. Add images to them with known=refine, or choose "
+                "another name."
             )
         return replace(lesson, classes={known.get(same_name(name), name): own for name, own in lesson.classes.items()})
 
     async def _keep(self, draft: Draft, lesson: Lesson) -> tuple[dict[str, int], list[str]]:
-        """Store the images of a lesson; return their number per class, and warnings about unreadable files."""
+        """Store the images of a lesson; return counts by class, and warnings."""
         counts, warnings = {}, []
         for index, (name, uploads) in enumerate(lesson.classes.items()):
             outcomes = await each(partial(self._keep_image, draft, index), list(enumerate(uploads)), 2 * DECODERS)
             counts[name] = outcomes.count(None)
-            problems = [f"left out: {outcome}" for outcome in outcomes if outcome is not None]
+            problems = [f"Skipped {outcome}" for outcome in outcomes if outcome is not None]
             if not counts[name]:
-                raise UserError(f"no image of {name!r} can be used: {shorten(problems)}")
+                raise UserError(f"No usable image of {name!r}. {shorten(problems)}")
             warnings += problems
         return counts, warnings
 
@@ -236,12 +236,12 @@ def warm_up(classifier: ContinualClassifier) -> None:
 
 
 def hold(folder: Path) -> IO[str] | None:
-    """Lock a model's folder against a second service; None if files cannot be locked."""
+    """Lock a folder against a second service; None if files cannot be locked."""
     until = time.monotonic() + LOCK_SECONDS
 
     def wait() -> None:
         if time.monotonic() > until:
-            raise UserError(f"another service works with {folder}: stop that one first")
+            raise UserError(f"Another service is using {folder}. Stop it first.")
         time.sleep(0.1)
 
     return lock_folder(folder / "serve", "lock", wait)

@@ -1,4 +1,4 @@
-"""Read the files of a request and decode them in separate processes, replaced when they die or take too long."""
+"""Read the files of a request and decode them in separate, replaceable processes."""
 
 import asyncio
 import os
@@ -20,15 +20,15 @@ from probprompt.data.inputs import clean_name, same_name
 from probprompt.serve.decode_worker import ANSWER, PIXELS, PNG, REFUSED, REQUEST
 from probprompt.serve.security import Limits, RequestTooLargeError
 
-_BUFFER = 2**20  # bytes that are taken from a process at once
+_BUFFER = 2**20  # bytes read from a process at a time
 
 
 class RefusedImageError(Exception):
-    """An upload that cannot be decoded within the limits; the message states the reason."""
+    """An upload that cannot be decoded within the limits, with the reason."""
 
 
 class Decoders:
-    """Several decoding processes, each started when it is first needed."""
+    """Several decoding processes."""
 
     def __init__(self, count: int, pixels: int, short_side: int | None, seconds: float = 20.0) -> None:
         self.count, self.short_side, self.seconds = count, short_side, seconds
@@ -55,13 +55,13 @@ class Decoders:
         except TimeoutError:
             self.deaths += 1
             await process.kill()
-            raise RefusedImageError(f"it could not be decoded within {self.seconds:g} s") from None
+            raise RefusedImageError(f"Not decoded within {self.seconds:g} s.") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self.deaths += 1
             await process.kill()
-            raise RefusedImageError("decoding it failed: the file is damaged or made to do harm") from None
+            raise RefusedImageError("Decoding failed: the file is corrupted or malicious.") from None
         except asyncio.CancelledError:
-            await process.kill()  # it may be in the middle of an answer
+            await process.kill()  # its answer may be incomplete
             raise
         finally:
             self._free.put_nowait(process)
@@ -70,7 +70,7 @@ class Decoders:
         return width, height, content
 
     async def start(self) -> None:
-        """Start all processes now, so that the first upload need not wait."""
+        """Start all processes, so that the first upload does not wait."""
         for process in self._all:
             await process.start()
 
@@ -81,14 +81,14 @@ class Decoders:
 
 
 class _Process:
-    """One decoding process, and the pipes to it."""
+    """One decoding process with its pipes."""
 
     def __init__(self, pixels: int) -> None:
         self._pixels = pixels
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> asyncio.subprocess.Process:
-        """Return the process; start it if it is not running."""
+        """Return the process, started if necessary."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -97,7 +97,7 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 env=child_environment(),
-                start_new_session=True,  # an interrupt at the terminal is the service's to handle
+                start_new_session=True,  # the service handles interrupts from the terminal
                 limit=_BUFFER,
             )
         return self._process
@@ -128,17 +128,17 @@ def child_environment() -> dict[str, str]:
 
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Outcome = TypeVar("Outcome")
 _SHOWN = 80  # characters of a file's name
 
 
 class BadRequestError(Exception):
-    """An invalid request; the message states what is missing."""
+    """An invalid request, with what is missing."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file under the sender's name; its bytes may still be on disk."""
+    """One file with the sender's name; its bytes may be on disk."""
 
     name: str
     source: UploadFile | bytes
@@ -150,7 +150,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Images of classes to teach, and whether existing classes may get more images."""
+    """Images by class, and whether existing classes may be extended."""
 
     classes: dict[str, list[Upload]]
     refine: bool
@@ -158,15 +158,15 @@ class Lesson:
 
 @asynccontextmanager
 async def question(request: Request, limits: Limits) -> AsyncIterator[list[Upload]]:
-    """Read the images to classify: files of a form, or one image as the whole body."""
+    """Read the images to classify: files of a form, or one image as the body."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind == "application/octet-stream":
         yield [Upload("image", await _whole_body(request, limits))]
         return
     if kind != "multipart/form-data":
         raise BadRequestError(
-            f"the body is {kind or 'of no type'}: send files named 'images' as multipart/form-data, or one image "
-            "itself as image/jpeg, image/png or another image type"
+            f"Unsupported content type {kind or 'none'!r}. Send files named 'images' as multipart/form-data, or one "
+            "image with its own type, such as image/jpeg."
         )
     async with request.form(max_files=limits.images + 1, max_fields=8) as form:
         yield _uploads(form.getlist("images"), limits.images, limits)
@@ -174,29 +174,29 @@ async def question(request: Request, limits: Limits) -> AsyncIterator[list[Uploa
 
 @asynccontextmanager
 async def lesson(request: Request, limits: Limits) -> AsyncIterator[Lesson]:
-    """Read a lesson from a form: names, files, the name of each file, and how to treat existing classes."""
+    """Read a lesson from a form."""
     async with request.form(max_files=limits.lesson_images + 1, max_fields=limits.lesson_images + 64) as form:
         names = [_class_name(name, limits) for name in form.getlist("names")]
         if not names or len({same_name(name) for name in names}) < len(names):
-            raise BadRequestError("name each class once, in a field 'names'")
+            raise BadRequestError("Expected distinct class names. Send each once in a field 'names'.")
         uploads = _uploads(form.getlist("images"), limits.lesson_images, limits)
         places = _places([str(place) for place in form.getlist("of")], len(uploads), len(names))
         known = str(form.get("known", "refuse"))
         if known not in ("refuse", "refine"):
-            raise BadRequestError(f"'known' is {known!r}, allowed: refuse, refine")
+            raise BadRequestError(f"Unknown value {known!r} of 'known'. Send 'refuse' or 'refine'.")
         classes: dict[str, list[Upload]] = {name: [] for name in names}
         for upload, place in zip(uploads, places, strict=True):
             classes[names[place]].append(upload)
         for name in names:
             if not classes[name]:
-                raise BadRequestError(f"there is no image of {name!r}: send files named 'images'")
+                raise BadRequestError(f"No image of {name!r}. Send files named 'images'.")
         yield Lesson(classes, known == "refine")
 
 
 async def decode_each(
     decoders: Decoders, uploads: list[Upload], hold: Callable[[Pixels], None]
 ) -> list[Pixels | RefusedImageError]:
-    """Return the pixels of each file, or the reason why it was rejected; ``hold`` counts them and may raise."""
+    """Return the pixels of each file, or the error; ``hold`` counts them and may raise."""
 
     async def one(upload: Upload) -> Pixels | RefusedImageError:
         try:
@@ -206,27 +206,27 @@ async def decode_each(
         hold(pixels)
         return pixels
 
-    return await each(one, uploads, decoders.count)  # a file is read into memory when its turn comes
+    return await each(one, uploads, decoders.count)  # files are read into memory one by one
 
 
-async def each(work: Callable[[Item], Awaitable[Found]], items: Sequence[Item], at_once: int) -> list[Found]:
-    """Process items, a few at a time; after an error no other is started, and running ones are finished."""
-    slots, failed = asyncio.Semaphore(at_once), list[Exception]()
+async def each(work: Callable[[Item], Awaitable[Outcome]], items: Sequence[Item], most: int) -> list[Outcome]:
+    """Process items, a few at a time; after an error, finish running ones only."""
+    slots, failed = asyncio.Semaphore(most), list[Exception]()
 
-    async def one(item: Item) -> list[Found]:
+    async def one(item: Item) -> list[Outcome]:
         async with slots:
             if failed:
                 return []
             try:
                 return [await work(item)]
-            except Exception as problem:  # noqa: BLE001 (raised below, once nothing is running)
+            except Exception as problem:  # noqa: BLE001 (raised below, after running items)
                 failed.append(problem)
                 return []
 
-    found = await asyncio.gather(*map(one, items))
+    outcomes = await asyncio.gather(*map(one, items))
     if failed:
         raise failed[0]
-    return [answer for answers in found for answer in answers]
+    return [outcome for some in outcomes for outcome in some]
 
 
 async def _whole_body(request: Request, limits: Limits) -> bytes:
@@ -240,9 +240,9 @@ async def _whole_body(request: Request, limits: Limits) -> bytes:
 def _uploads(parts: list[UploadFile | str], most: int, limits: Limits) -> list[Upload]:
     files = [part for part in parts if isinstance(part, UploadFile)]
     if not files:
-        raise BadRequestError("there is no image: send files named 'images'")
+        raise BadRequestError("No image in the request. Send files named 'images'.")
     if len(files) > most:
-        raise RequestTooLargeError(413, f"the request has more than {most} images: send several requests")
+        raise RequestTooLargeError(413, f"More than {most} images in one request. Send several requests.")
     for file in files:
         _check_size(file.size or 0, limits)
     return [Upload(plain(file.filename or "")[:_SHOWN], file) for file in files]
@@ -250,31 +250,33 @@ def _uploads(parts: list[UploadFile | str], most: int, limits: Limits) -> list[U
 
 def _check_size(size: int, limits: Limits) -> None:
     if size > limits.image_bytes:
-        raise RequestTooLargeError(413, f"a file has more than the {limits.image_bytes} bytes that are allowed")
+        raise RequestTooLargeError(
+            413, f"A file exceeds the limit of {limits.image_bytes} bytes. Send a smaller image."
+        )
 
 
 def _places(given: list[str], files: int, names: int) -> list[int]:
-    """Return the index of each file's name; it may be omitted if there is only one name."""
+    """Return the index of each file's name, which is optional if there is one name."""
     if not given and names == 1:
         return [0] * files
     if len(given) != files or not all(place.isdecimal() and int(place) < names for place in given):
         raise BadRequestError(
-            f"with {names} names each of the {files} images needs a field 'of': the number of its name, from 0"
+            f"Expected {files} fields 'of' for {names} names: the index of each image's name, from 0."
         )
     return [int(place) for place in given]
 
 
 def _class_name(given: UploadFile | str, limits: Limits) -> str:
     if isinstance(given, UploadFile):
-        raise BadRequestError("'names' holds a file: it must be text")
+        raise BadRequestError("Got a file in 'names'. Send text.")
     name = plain(given)
     if not name or len(name) > limits.name_length:
-        raise BadRequestError(f"a class name has {len(name)} characters, allowed: 1 to {limits.name_length}")
+        raise BadRequestError(f"Class name of {len(name)} characters. Use 1 to {limits.name_length}.")
     return clean_name(name)
 
 
 def plain(text: str) -> str:
-    """Return a name in one line, composed and without control characters.
+    """Return a name on one line, composed and without control characters.
 
     >>> plain("  snow\\n leopard\\x00 ")
     'snow leopard'
