@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from shlex import split
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,10 +15,11 @@ import pytest
 
 from html_page import Page
 from probprompt import presets
+from probprompt.config import apply_assignments, nest, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.report.pages import save_overview, write_report
-from probprompt.runs.run import Run
+from probprompt.report.pages import repeat_command, save_overview, write_report
+from probprompt.runs.run import Run, RunRecord
 
 HOSTILE = ["<script>alert(1)</script>", "a & b", "$x^2$ $", 'q" onload="x', "nul\x00\x1b", "\ud800", "猫 🐱", "t\tn\n"]
 
@@ -165,10 +167,10 @@ def test_numbers_are_those_of_the_run(one: Page, runs: list[Path]) -> None:
     assert shown == [f"{value:.1f}" for value in cells + averages]
     figures = one.within("b")
     for key in ("FAA", "CAA"):
-        assert f"{accuracy[key]:.2f}\u00a0%" in figures
-    assert f"{accuracy['forgetting']:.2f}" in figures
-    assert f"learned 6 classes in 3 tasks, one after another, and recognises {accuracy['FAA']:.1f} %" in one.text
-    assert f"{accuracy['forgetting']:.1f} points below its best" in one.text
+        assert f"{accuracy[key]:.1f}%" in figures
+    assert f"{accuracy['forgetting']:.1f}" in figures
+    assert f"{accuracy['FAA']:.1f}% on test images (random guess: 16.7%)" in one.text
+    assert f"lost {accuracy['forgetting']:.1f} points" in one.text
 
 
 def test_sections_and_their_numbers(one: Page) -> None:
@@ -176,15 +178,15 @@ def test_sections_and_their_numbers(one: Page) -> None:
     sections += ["Use of the prompt distributions", "Queries of task 1", "Training loss", "Record"]
     assert one.headings[:9] == ["probprompt", *sections]
     for text in (
-        "0.31 0.02 at initialisation",
-        "6.5 9.5 at initialisation",
+        "0.31 0.02 at initialization",
+        "6.5 9.5 at initialization",
         "Mean entropy 0.84 :",
-        "Even use would be 25 % each",
+        "Even use would be 25% each",
         "12 min 34 s",
-        "2.5 % of the backbone's; 125 kB on disk, 32.0 MB to learn on",
+        "2.5% of the backbone; 125 kB to predict, 32.0 MB to continue training",
     ):
         assert text in one.text
-    for text in ("Comparison", "skipped file", "unfinished", "evaluated on validation"):
+    for text in ("Comparison", "skipped file", "Unfinished", "Evaluated on validation"):
         assert text not in one.text
     for digest in ("ab" * 32, "cd" * 32, "ef" * 32):  # shortened, and whole in the title
         assert one.all("code", title=digest) and digest[:12] + "…" in one.within("code")
@@ -195,12 +197,12 @@ def test_page_of_an_unfinished_run_without_prompts(root: Path) -> None:
     page = report(make_run(root / "half", steps=2, start=99.0, prompts=False, evaluated_on="test"))
     assert page.headings.count("Accuracy matrix") == page.headings.count("Training loss") == 1
     assert not {"Prompt similarity", "Use of the prompt distributions", "Queries of task 1"} & set(page.headings)
-    assert "unfinished: 2 of 3 tasks" in page.text and "images so far" in page.text
+    assert "Unfinished: 2 of 3 tasks" in page.within("a") and "after 2 of 3 tasks" in page.text
 
 
 def test_page_of_a_single_task_on_validation_images(root: Path) -> None:
     page = report(make_run(root / "validated", tasks=1, evaluated_on="validation", skipped=["a/b.png", "c.png"]))
-    assert "evaluated on validation images" in page.within("span")
+    assert "Evaluated on validation images" in page.within("a") and page.all("dt", id="badge-1")
     assert "2 skipped files" in page.within("summary") and "a/b.png" in page.within("code")
     assert not {"Average accuracy", "Task by task"} & set(page.headings) and "Forgetting" not in page.within("dt")
 
@@ -288,19 +290,19 @@ def test_corrupted_files_are_named(spoil: Callable[[Path], object], message: str
 
 
 def test_wrong_requests_are_rejected(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run was given"):
+    with pytest.raises(UserError, match="No run was given"):
         write_report([], tmp_path / "report.html")
     with pytest.raises(UserError, match="missing does not exist"):
         write_report([tmp_path / "missing"], tmp_path / "report.html")
-    with pytest.raises(UserError, match=r"overview\.gif must end in \.png or \.svg"):
+    with pytest.raises(UserError, match=r"overview\.gif.*\.png or \.svg"):
         save_overview(runs, tmp_path / "overview.gif")
-    with pytest.raises(UserError, match="did not meet the same tasks"):
+    with pytest.raises(UserError, match="different tasks"):
         save_overview([runs[0], make_run(tmp_path / "b", tasks=2, prompts=False)], tmp_path / "overview.png")
     with pytest.raises(UserError, match="benchmarks differ: cub200, emoji-r"):
         other = {"data": {"benchmark": "cub200"}, "method": {"name": "lda"}, "seeds": {"order": 0}}
         save_overview([runs[0], make_run(tmp_path / "c", config=other)], tmp_path / "overview.png")
     half = make_run(tmp_path / "half", steps=2)
-    with pytest.raises(UserError, match=r"only finished runs can be compared, not .*half"):
+    with pytest.raises(UserError, match=r"half is not finished"):
         write_report([runs[1], half], tmp_path / "report.html")
 
 
@@ -316,8 +318,19 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert list(shown) == [
         f"{p.name}, preset={q}" for p, q in zip(folders, ("flagship", *["matched"] * 2), strict=True)
     ]
-    assert "linear-probe, preset=matched ends at" in page.text and page.within("h1") == ["3 methods on emoji-r"]
+    assert "linear-probe, preset=matched reaches" in page.text and page.within("h1") == ["3 methods on emoji-r"]
     save_overview(folders, tmp_path / "overview.svg")
+
+
+def test_command_repeats_the_settings_of_a_run() -> None:
+    config = presets.settings("flagship", "probprompt", "emoji-r", 5) | {"seeds": {"order": 3, "init": 3, "data": 3}}
+    config |= {"backbone": {"name": "demo", "image_size": 32}}
+    arguments = split(repeat_command(RunRecord(config=config)))
+    options = dict(zip(arguments[3:11:2], arguments[4:12:2], strict=True))
+    assert options == {"--method": "probprompt", "--preset": "flagship", "--tasks": "5", "--seed": "3"}
+    given = {"data.benchmark": arguments[2], "data.tasks": 5, "method.name": "probprompt"}
+    repeated = presets.resolve("flagship", apply_assignments(nest(given), arguments[12::2]))
+    assert parse_config(repeated | {"seeds": config["seeds"]}) == parse_config(config)
 
 
 def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -333,14 +346,14 @@ def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_overview_figure(runs: list[Path], tmp_path: Path) -> None:
-    picture = save_overview(runs, tmp_path / "overview.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    width, height = int.from_bytes(picture[16:20]), int.from_bytes(picture[20:24])
+    figure = save_overview(runs, tmp_path / "overview.png").read_bytes()
+    assert figure.startswith(b"\x89PNG")
+    width, height = int.from_bytes(figure[16:20]), int.from_bytes(figure[20:24])
     assert width > 2000 and 2 < width / height < 4
     first = save_overview([runs[1]], tmp_path / "overview.svg").read_bytes()
     assert first == save_overview([runs[1]], tmp_path / "again.svg").read_bytes()
     drawing = ElementTree.fromstring(first)
-    assert not list(drawing.iter("{http://www.w3.org/2000/svg}text"))  # letters are drawn: no font is needed
+    assert not list(drawing.iter("{http://www.w3.org/2000/svg}text"))  # letters are paths, so no font is needed
 
 
 def variables(css: str) -> dict[str, str]:
@@ -357,8 +370,8 @@ def test_colors_are_readable_in_light_and_dark() -> None:
         for name in ("ink", "muted", "accent", *(f"series-{k}" for k in range(len(figures.PALETTE)))):
             assert figures.contrast(theme[name], theme["page"]) >= 4.5, name
         assert figures.contrast(theme["warn"], theme["warn-tint"]) >= 4.5
-    for colour, name in figures.THEME.items():
-        assert name == "page" or variables(light)[name] == colour
+    for color, name in figures.THEME.items():
+        assert name == "page" or variables(light)[name] == color
     for value in range(101):
         assert figures.contrast(*figures.shade(value, 0.0, 100.0)) >= 4.5
     assert set(figures.MARKERS) == set(figures.SHAPES)

@@ -1,1 +1,1 @@
-"""The report of runs: one HTML file to read, keep and send, and one figure of the essentials."""
+"""Reports of runs: an HTML page, tables, and an overview figure."""

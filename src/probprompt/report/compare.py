@@ -1,4 +1,4 @@
-"""A comparison: finished runs gathered into rows and columns, and set as Markdown, LaTeX, CSV and HTML."""
+"""Comparison of finished runs in rows (methods) and columns (benchmarks and measures)."""
 
 import json
 from collections import Counter
@@ -35,50 +35,50 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Row:
-    """A method, with what is varied of its settings."""
+    """A method with its varied settings."""
 
     label: str
     method: str
     name: str = ""
-    """The method, as it is shown."""
+    """Display name of the method."""
     varied: Varied = field(default=(), compare=False)
     usual: Varied = field(default=(), compare=False)
-    """Of what is varied, that which is as usual and the label leaves out."""
+    """Varied settings with their default values, which the label omits."""
 
     @property
     def bound(self) -> bool:
-        """Whether it learns all tasks at once: an upper bound, not a rival."""
-        found = methods.registered().get(self.method)
-        return bool(found and found.joint)
+        """True if it learns all tasks jointly: an upper bound, which is not ranked."""
+        method = methods.registered().get(self.method)
+        return bool(method and method.joint)
 
 
 @dataclass(frozen=True)
 class ColumnGroup:
-    """A group of columns: a benchmark under a preset."""
+    """A group of columns: a benchmark with a preset."""
 
     benchmark: str
     preset: str
 
     @property
     def label(self) -> str:
-        """Both, as text."""
+        """Benchmark and preset as text."""
         return f"{self.benchmark}, {self.preset}" if self.preset else self.benchmark
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run: more is better (1), less is (-1), or neither (0)."""
+    """A number of a run; higher (1) or lower (-1) is better, or neither (0)."""
 
     key: str
     name: str
     digits: int = 2
     better: int = 0
     start: str = ""
-    """The key of the same number before training."""
+    """Key of the same number before training."""
 
     @property
     def heading(self) -> str:
-        """Its name, with an arrow that says which way is better."""
+        """Name with an arrow for the better direction."""
         return self.name + {1: " ↑", -1: " ↓", 0: ""}[self.better] + (" (at start)" if self.start else "")
 
 
@@ -95,23 +95,23 @@ INSIDE = (SIMILARITY, RANK, PARAMETERS, DISK, TIME)
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One finished run, as the tables need it."""
+    """One finished run for the tables."""
 
     row: Row
     place: ColumnGroup
     seed: int
     run: Recorded
     values: Mapping[str, float]
-    """Its numbers by the keys of the measures; what it does not have is absent."""
+    """Its numbers by the keys of the measures."""
 
     @property
     def folder(self) -> str:
-        """Where the run is."""
+        """Folder or name of the run."""
         return self.run.where
 
     @property
     def record(self) -> RunRecord:
-        """What the run says about itself."""
+        """Record of the run."""
         return self.run.record
 
     @property
@@ -121,11 +121,11 @@ class Result:
 
     @property
     def averages(self) -> list[float]:
-        """Average accuracy over the tasks seen, after each step."""
+        """Average accuracy over the tasks seen so far, after each step."""
         return [float(self.matrix[: step + 1, step].mean()) for step in range(len(self.matrix))]
 
     def csv_line(self) -> dict[str, Cell]:
-        """All numbers and settings, by column."""
+        """Return all numbers and settings by column."""
         record, row = self.record, self.row
         line: dict[str, Cell] = {
             "method": row.method,
@@ -157,101 +157,101 @@ class Result:
 
 
 def read_result(run: Recorded, row: Row, place: ColumnGroup, seed: int) -> Result:
-    """What the tables need of a finished run."""
+    """Read the numbers of a finished run."""
     record, matrix, similarity = run.record, run.matrix, run.similarity
     values = metrics.summarize(matrix)
-    if len(matrix) == 1:  # one step has no course and nothing to forget
+    if len(matrix) == 1:  # one step cannot forget
         values = {FAA.key: values[FAA.key]}
     names = {SIMILARITY.key: "mean", SIMILARITY.start: "initial_mean", RANK.key: RANK.key, RANK.start: RANK.start}
-    found = {key: similarity.get(name) for key, name in names.items()} | {
+    more = {key: similarity.get(name) for key, name in names.items()} | {
         PARAMETERS.key: record.trainable_parameters,
         DISK.key: record.model_mb.get("learn"),
         TIME.key: record.time.get("total_s"),
     }
-    values |= {key: float(value) for key, value in found.items() if value is not None}
+    values |= {key: float(value) for key, value in more.items() if value is not None}
     return Result(row, place, seed, run, values)
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The runs of a row in a place, one per seed."""
+    """The runs of a row in a group of columns, one per seed."""
 
     results: Sequence[Result]
 
     def value(self, measure: Measure) -> tuple[float, float] | None:
-        """Mean and standard deviation over the seeds; None where no run has this number."""
-        found = [result.values[measure.key] for result in self.results if measure.key in result.values]
-        return metrics.mean_and_std(found) if found else None
+        """Return mean and standard deviation over seeds; None if no run has the number."""
+        values = [result.values[measure.key] for result in self.results if measure.key in result.values]
+        return metrics.mean_and_std(values) if values else None
 
     def start(self, measure: Measure) -> float | None:
-        """The mean of the same number before training."""
-        found = self.value(replace(measure, key=measure.start))
-        return found[0] if found else None
+        """Return the mean of the same number before training."""
+        value = self.value(replace(measure, key=measure.start))
+        return value[0] if value else None
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Published behaviour that is wrong, was asked for, and must be said."""
+        """Warnings: known errors of published code that the runs repeat."""
         return tuple(dict.fromkeys(mark for result in self.results for mark in result.record.marks))
 
-    def mixtures(self, named: str) -> list[str]:
-        """Why the mean over these runs says nothing: they had different weights, or met different images."""
+    def mixtures(self, label: str) -> list[str]:
+        """Return why the mean over these runs is meaningless: different weights or images."""
         hashes = {
             "weights": {result.record.backbone.sha256 for result in self.results},
             "images": {result.record.stream.split_hash for result in self.results},
         }
         return [
-            f"{named}: its runs have different {what} ({', '.join(sorted(each[:12] for each in found))}), their mean "
-            "says nothing."
-            for what, found in hashes.items()
-            if len(found) > 1
+            f"{label}: the runs used different {what} ({', '.join(sorted(each[:12] for each in values))}), so their "
+            "mean is not meaningful."
+            for what, values in hashes.items()
+            if len(values) > 1
         ]
 
     @property
     def held_out(self) -> bool:
-        """Whether these numbers are on held-out training images."""
+        """True if the accuracy is on held-out training images."""
         return any(result.record.evaluated_on != "test" for result in self.results)
 
     @property
     def protocol(self) -> tuple[object, ...]:
-        """What must be the same for numbers to be ranked: tasks, and which images are on which side."""
+        """What must agree for a ranking: number of tasks, and the split of images."""
         splits = sorted({result.record.stream.split_hash for result in self.results})
         return self.held_out, max(len(result.matrix) for result in self.results), *splits
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Those that there are runs of."""
+        """Seeds of the runs."""
         return tuple(result.seed for result in self.results)
 
     @property
     def pixels(self) -> list[str]:
-        """Hashes of the pixels that were evaluated on: several where the same images were encoded in several ways."""
-        return sorted({told for result in self.results if (told := pixels_hash(result.record))})
+        """Hashes of the evaluated pixels; encodings of the same images can differ."""
+        return sorted({digest for result in self.results if (digest := pixels_hash(result.record))})
 
     @property
     def backbone(self) -> str:
-        """The name of what learned."""
+        """Name of the backbone."""
         return " and ".join(sorted({result.record.backbone.name for result in self.results}))
 
     @property
     def curve(self) -> list[float]:
-        """Average accuracy after each step, in the mean over the seeds."""
-        mean: list[float] = np.mean([result.averages for result in self._alike], axis=0).tolist()
+        """Average accuracy after each step, mean over seeds."""
+        mean: list[float] = np.mean([result.averages for result in self._same_length], axis=0).tolist()
         return mean
 
     @property
     def matrix(self) -> NDArray[np.float64]:
-        """The accuracy matrix, in the mean over the seeds."""
-        mean: NDArray[np.float64] = np.mean([result.matrix for result in self._alike], axis=0)
+        """Accuracy matrix, mean over seeds."""
+        mean: NDArray[np.float64] = np.mean([result.matrix for result in self._same_length], axis=0)
         return mean
 
     @property
-    def _alike(self) -> list[Result]:
-        """Those with as many tasks as the first: the others cannot be averaged with it."""
+    def _same_length(self) -> list[Result]:
+        """Runs with as many tasks as the first."""
         return [result for result in self.results if len(result.matrix) == len(self.results[0].matrix)]
 
 
 def ranks(values: Mapping[Row, float]) -> dict[Row, int]:
-    """The rows that are best (1) and second (2); rows that are level share a rank, and none has one if all are.
+    """Rank the best (1) and second (2) rows; equal rows share a rank, and no rank if all are.
 
     >>> a, b, c = (Row(name, name) for name in "abc")
     >>> {row.label: rank for row, rank in ranks({a: 70.0, b: 71.5, c: 71.5}).items()}
@@ -265,7 +265,7 @@ def ranks(values: Mapping[Row, float]) -> dict[Row, int]:
 
 @dataclass(frozen=True)
 class FormattedCell:
-    """A number as it is shown: mean, standard deviation over several seeds, value at the start, rank, a reference."""
+    """A number as text: mean, standard deviation, start value, rank, note sign."""
 
     mean: str
     std: str = ""
@@ -275,30 +275,29 @@ class FormattedCell:
 
     @property
     def text(self) -> str:
-        """The number alone."""
+        """The number without rank and sign."""
         spread = f" ± {self.std}" if self.std else ""
         return f"{self.mean}{spread}{f' ({self.start})' if self.start else ''}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table before it is set in any language."""
+    """A table in no particular format."""
 
     caption: str
     columns: Sequence[tuple[ColumnGroup, Measure]]
     rows: Sequence[tuple[Row, Sequence[FormattedCell]]]
     notes: Sequence[str] = ()
-    """What its reader must know."""
 
     @property
     def places(self) -> list[tuple[ColumnGroup, int]]:
-        """Groups of columns, with their widths."""
+        """Groups of columns with their widths."""
         return list(Counter(place for place, _ in self.columns).items())
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs in rows (methods) and groups of columns (benchmarks under presets)."""
+    """Runs in rows (methods) and groups of columns (benchmarks with presets)."""
 
     rows: Sequence[Row]
     places: Sequence[ColumnGroup]
@@ -306,56 +305,56 @@ class Comparison:
     failed: Sequence[str] = ()
     missing: Sequence[str] = ()
     others: Sequence[RunRecord] = ()
-    """Records of further runs, which may have run beside these."""
+    """Records of other runs, which may have run at the same time."""
 
     @property
     def recorded(self) -> list[Recorded]:
-        """All runs, as a book takes them."""
+        """All runs in the form of a results file."""
         return [result.run for result in self.results]
 
     @cached_property
     def entries(self) -> dict[tuple[Row, ColumnGroup], Entry]:
-        """What there is of each row in each place."""
-        found = grouped(((result.row, result.place), result) for result in self.results)
-        return {key: Entry(sorted(runs, key=lambda result: result.seed)) for key, runs in found.items()}
+        """Runs by row and group of columns."""
+        groups = grouped(((result.row, result.place), result) for result in self.results)
+        return {key: Entry(sorted(runs, key=lambda result: result.seed)) for key, runs in groups.items()}
 
     def rivals(self, place: ColumnGroup) -> dict[Row, Entry]:
-        """Rows that are ranked: no upper bounds, nothing that carries a mark."""
-        here = {row: self.entries[row, place] for row in self.rows if (row, place) in self.entries}
-        return {row: entry for row, entry in here.items() if not row.bound and not entry.marks}
+        """Return the rows to rank: no upper bounds, no warnings."""
+        entries = {row: self.entries[row, place] for row in self.rows if (row, place) in self.entries}
+        return {row: entry for row, entry in entries.items() if not row.bound and not entry.marks}
 
     def comparable(self, place: ColumnGroup) -> bool:
-        """Whether all rivals met the same tasks and images, pixel for pixel as far as their records say."""
+        """Return True if all ranked rows used the same tasks and images, as far as recorded."""
         rivals = self.rivals(place).values()
         pixels = {each for entry in rivals for each in entry.pixels}
         return len(pixels) <= 1 and len({entry.protocol for entry in rivals}) <= 1
 
     def level(self, place: ColumnGroup) -> dict[Row, Entry]:
-        """Rivals with the most seeds, the same ones: every seed has its own order of classes, easier or harder."""
+        """Return the ranked rows with the most seeds, the same ones, since seeds set the order."""
         rivals = self.rivals(place)
         rows = Counter(entry.seeds for entry in rivals.values())
         most = max(rows, key=lambda seeds: (len(seeds), rows[seeds]), default=())
         return {row: entry for row, entry in rivals.items() if entry.seeds == most}
 
     def ranks(self, place: ColumnGroup, measure: Measure) -> dict[Row, int]:
-        """Best and second of a column, by the digits that are shown."""
+        """Rank a column by the displayed digits."""
         if not measure.better or not self.comparable(place):
             return {}
-        found = {row: entry.value(measure) for row, entry in self.level(place).items()}
-        return ranks({row: measure.better * round(v[0], measure.digits) for row, v in found.items() if v})
+        values = {row: entry.value(measure) for row, entry in self.level(place).items()}
+        return ranks({row: measure.better * round(v[0], measure.digits) for row, v in values.items() if v})
 
     @property
     def seeds(self) -> list[int]:
-        """All seeds that any row has."""
+        """Seeds of all rows."""
         return sorted({result.seed for result in self.results})
 
     @property
     def uneven(self) -> bool:
-        """Whether rows differ in the number of their runs."""
+        """True if rows differ in their number of runs."""
         return len({len(entry.results) for entry in self.entries.values()}) > 1
 
     def tables(self) -> list[Table]:
-        """Accuracy; prompts and cost."""
+        """Return the tables of accuracy, and of prompts and cost."""
         accuracy = (*ACCURACY, SEEDS) if self.uneven else ACCURACY
         return [
             self._table("Accuracy in %", accuracy, self._accuracy_notes()),
@@ -366,97 +365,93 @@ class Comparison:
         columns = [(place, measure) for place in self.places for measure in measures if self._filled(place, measure)]
         ranked = [(place, measure, self.ranks(place, measure)) for place, measure in columns]
         rows = [
-            (row, [self._shown(self.entries.get((row, place)), m, rank.get(row, 0)) for place, m, rank in ranked])
+            (row, [self._format(self.entries.get((row, place)), m, rank.get(row, 0)) for place, m, rank in ranked])
             for row in self.rows
         ]
         return Table(f"{caption}: {self.places[0].label}" if len(self.places) == 1 else caption, columns, rows, notes)
 
     def _filled(self, place: ColumnGroup, measure: Measure) -> bool:
-        here = (entry for (_, where), entry in self.entries.items() if where == place)
-        return measure in (FAA, SEEDS) or any(entry.value(measure) for entry in here)
+        entries = (entry for (_, other), entry in self.entries.items() if other == place)
+        return measure in (FAA, SEEDS) or any(entry.value(measure) for entry in entries)
 
-    def _shown(self, entry: Entry | None, measure: Measure, rank: int) -> FormattedCell:
+    def _format(self, entry: Entry | None, measure: Measure, rank: int) -> FormattedCell:
         if measure is SEEDS:
             return FormattedCell(str(len(entry.results)) if entry else "0")
-        found = entry.value(measure) if entry else None
-        if not entry or not found:
+        values = entry.value(measure) if entry else None
+        if not entry or not values:
             return FormattedCell(NOTHING)
         if measure is TIME:
-            return FormattedCell(duration(found[0]))
-        mean, std = (number(value, measure.digits) for value in found)
-        begun, mixed = entry.start(measure), len({other.held_out for other in self.entries.values()}) > 1
+            return FormattedCell(duration(values[0]))
+        mean, std = (number(value, measure.digits) for value in values)
+        start, mixed = entry.start(measure), len({other.held_out for other in self.entries.values()}) > 1
         signs = (MARKED if entry.marks else "") + (HELD_OUT if mixed and entry.held_out else "")
         return FormattedCell(
             mean,
             "" if measure in (PARAMETERS, DISK) or len(entry.results) == 1 else std,
-            "" if begun is None else number(begun, measure.digits),
+            "" if start is None else number(start, measure.digits),
             rank,
             signs if measure is FAA else "",
         )
 
-    # What must be said
+    # Notes
 
     def _inside_notes(self) -> list[str]:
-        told = {SIMILARITY: _SIMILARITY, DISK: _DISK}
-        there = [measure for measure in told if any(entry.value(measure) for entry in self.entries.values())]
-        return [self._seeds_note(), *(told[measure] for measure in there), *self._time_note()]
+        texts = {SIMILARITY: _SIMILARITY, DISK: _DISK}
+        notes = [texts[one] for one in texts if any(entry.value(one) for entry in self.entries.values())]
+        return [self._seeds_note(), *notes, *self._time_note()]
 
     def _time_note(self) -> list[str]:
-        """Whose runs were not alone on their machine."""
-        company = had_company([result.record for result in self.results], self.others)
+        """List the rows whose runs shared their machine."""
+        concurrent = ran_concurrently([result.record for result in self.results], self.others)
         rows = dict.fromkeys(
             f'"{result.row.label}"' + (f" ({result.place.label})" if len(self.places) > 1 else "")
-            for result, yes in zip(self.results, company, strict=True)
-            if yes
+            for result, shared in zip(self.results, concurrent, strict=True)
+            if shared
         )
         if not rows:
             return []
-        whose = "all rows" if len(rows) == len(self.entries) else shorten(rows)
-        return [
-            f"Time: other runs ran at the same time on such a machine, so that it says little about speed: {whose}."
-        ]
+        labels = "all rows" if len(rows) == len(self.entries) else shorten(rows)
+        return [f"Times of these rows were measured while other runs shared the machine: {labels}."]
 
-    def _departures(self) -> list[str]:
-        """What was set otherwise than the preset that a group of columns is named after."""
-        notes, labels = [], ((result, f"{result.row.label} ({result.place.label})") for result in self.results)
-        changes = grouped((change, label) for result, label in labels for change in _departures(result))
-        for change, where in changes.items():
-            rows = dict.fromkeys(where)
-            told = "in all rows" if len(rows) == len(self.entries) else ", ".join(rows)
-            notes.append(f"Differs from the preset: {change}, {told}.")
-        return notes
+    def _differences(self) -> list[str]:
+        """Return a note per setting that differs from the preset of its group of columns."""
+        labels = ((result, f"{result.row.label} ({result.place.label})") for result in self.results)
+        changes = grouped((change, label) for result, label in labels for change in _overrides(result))
+        rows = {change: dict.fromkeys(some) for change, some in changes.items()}
+        names = {c: "in all rows" if len(some) == len(self.entries) else ", ".join(some) for c, some in rows.items()}
+        return [f"{DIFFERS}: {change}, {labels}." for change, labels in names.items()]
 
     def _accuracy_notes(self) -> list[str]:
         backbones = dict.fromkeys(result.record.backbone.name for result in self.results)
-        found = [self._seeds_note(), _MEANING, f"Backbone: {', '.join(backbones)}."]
-        found += self._usual_note()
+        notes = [self._seeds_note(), MEANING, f"Backbone: {', '.join(backbones)}."]
+        notes += self._defaults_note()
         ranked = [place for place in self.places if any(self.ranks(place, measure) for measure in ACCURACY)]
         if ranked:
             some = any(len(self.level(place)) < len(self.rivals(place)) for place in ranked)
             among = " among the rows with the most seeds" if some else ""
-            found.append(f"Bold: the best of a column{among}; underlined: the second.")
+            notes.append(f"Bold: best of a column{among}; underlined: second.")
         bounds = [row.label for row in self.rows if row.bound]
         if bounds:
-            found.append(f"Upper bound, learned all at once, not ranked: {', '.join(bounds)}.")
-        return found + self._caveats()
+            notes.append(f"Upper bound, trained on all tasks jointly, not ranked: {', '.join(bounds)}.")
+        return notes + self._caveats()
 
-    def _usual_note(self) -> list[str]:
-        """What labels leave out; where that is not the same for all, whose it is."""
+    def _defaults_note(self) -> list[str]:
+        """List the settings that labels omit, and the rows with other defaults."""
         usual = grouped((name, (brief(value), result)) for result in self.results for name, value in result.row.usual)
         if not usual:
             return []
-        most = {name: Counter(value for value, _ in found).most_common(1)[0][0] for name, found in usual.items()}
+        most = {name: Counter(value for value, _ in pairs).most_common(1)[0][0] for name, pairs in usual.items()}
         names = describe(tuple(most.items()))
-        told = [shown + _others(usual[name], most[name]) for shown, name in zip(names, most, strict=True)]
+        texts = [text + _others(usual[name], most[name]) for text, name in zip(names, most, strict=True)]
         own = any(value is None for result in self.results for _, value in result.row.usual)
-        return [f"Where a row says nothing else: {', '.join(told)}{'; none: as the method has it' if own else ''}."]
+        return [f"Defaults in this table: {', '.join(texts)}{'; none: the default of the method' if own else ''}."]
 
     def _seeds_note(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
         if all(len(entry.results) == 1 for entry in self.entries.values()):
-            return f"One run each (seed {seeds}): a difference of a few points may be chance."
-        less = "; where runs are missing, the column Seeds says how many there are" if self.uneven else ""
-        return f"Mean ± standard deviation (population) over the seeds {seeds}{less}."
+            return f"One run each (seed {seeds}): differences of a few points may be noise."
+        less = "; the column Seeds counts the runs of a row" if self.uneven else ""
+        return f"Mean ± standard deviation (population) over seeds {seeds}{less}."
 
     @property
     def own_notes(self) -> list[str]:
@@ -464,42 +459,40 @@ class Comparison:
         return [*self._usual_note(), *self._caveats(), *self._time_note()]
 
     def _caveats(self) -> list[str]:
-        """Why some numbers must not be set against others."""
+        """Return why some numbers must not be compared."""
         entries = [(f"{row.label} ({place.label})", entry) for (row, place), entry in self.entries.items()]
-        found = [text for label, entry in entries for text in entry.mixtures(label)]
+        notes = [text for label, entry in entries for text in entry.mixtures(label)]
         marks = grouped((mark, label) for label, entry in entries for mark in entry.marks)
-        found += [f"{MARKED} {mark}; not ranked: {', '.join(where)}." for mark, where in marks.items()]
-        found += self._departures()
+        notes += [f"{MARKED} {mark}; not ranked: {', '.join(labels)}." for mark, labels in marks.items()]
+        notes += self._differences()
         held = [entry.held_out for entry in self.entries.values()]
         if any(held):
             sign = "" if all(held) else f"{HELD_OUT} "
-            found.append(f"{sign}Evaluated on held-out training images (validation), not on the test set.")
+            notes.append(f"{sign}Evaluated on held-out training images (validation), not on the test set.")
         for place in self.places:
-            found += self.caveats(place)
+            notes += self.caveats(place)
         if self.failed:
-            found.append(f"Failed and not in the table: {', '.join(self.failed)}; failed.json there says why.")
+            notes.append(f"Failed and not in the table: {', '.join(self.failed)}. The reason is in failed.json.")
         if self.missing:
-            found.append(f"Not run yet: {shorten(self.missing)}.")
-        return found
+            notes.append(f"Not run yet: {shorten(self.missing)}.")
+        return notes
 
     def caveats(self, place: ColumnGroup) -> list[str]:
-        """State why rows of a group of columns are not ranked, or what else differs between them."""
+        """Return why rows of a group of columns are not ranked, or how else they differ."""
         rivals = self.rivals(place).items()
-        found = []
+        notes = []
         if len({entry.protocol for _, entry in rivals}) > 1:
-            found.append(
-                f"{place.label}: not ranked, for the rows did not meet the same tasks and images, by number and name."
-            )
+            notes.append(f"{place.label}: not ranked, because the rows used different tasks or images.")
         pixels = grouped((each[:12], row.label) for row, entry in rivals for each in entry.pixels)
-        if len(pixels) > 1 and not found:
-            found.append(f"{place.label}: not ranked, for pixels differ in images of the same names: {_rows(pixels)}.")
-        seeds = grouped((_seeds(entry.seeds), row.label) for row, entry in rivals)
+        if len(pixels) > 1 and not notes:
+            notes.append(f"{place.label}: not ranked, because the pixels of the images differ: {_rows(pixels)}.")
+        seeds = grouped((seed_list(entry.seeds), row.label) for row, entry in rivals)
         if len(seeds) > 1:
-            found.append(f"{place.label}: not all rows have the same seeds and orders of classes: {_rows(seeds)}.")
+            notes.append(f"{place.label}: rows have different seeds and class orders: {_rows(seeds)}.")
         backbones = grouped((entry.backbone, row.label) for row, entry in rivals)
         if len(backbones) > 1:
-            found.append(f"{place.label}: the backbones differ, a cause of differences too: {_rows(backbones)}.")
-        return found
+            notes.append(f"{place.label}: rows use different backbones: {_rows(backbones)}.")
+        return notes
 
 
 def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
@@ -508,14 +501,14 @@ def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
     >>> grouped([("b", 1), ("a", 2), ("b", 3)])
     {'b': [1, 3], 'a': [2]}
     """
-    found: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for key, item in pairs:
-        found.setdefault(key, []).append(item)
-    return found
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
 def _rows(groups: Mapping[str, Sequence[str]]) -> str:
-    """Which rows there are of each; their labels hold commas.
+    """List the rows of each group, quoted because labels contain commas.
 
     >>> _rows({"seed 0": ["apt", "ft, epochs=2"]})
     'seed 0: "apt", "ft, epochs=2"'
@@ -524,31 +517,33 @@ def _rows(groups: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{name}: {shorten(rows)}" for name, rows in quoted.items())
 
 
-def _seeds(numbers: Sequence[int]) -> str:
+def seed_list(numbers: Sequence[int]) -> str:
+    """Format seeds as text."""
     return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-_MEANING = (
-    "FAA: average accuracy over all tasks in the end. CAA: its mean over all steps. "
-    "Forgetting: how far earlier tasks ended below their best."
+MEANING = (
+    "FAA: average accuracy over all tasks after the last one. CAA: its mean over all steps. "
+    "Forgetting: points that earlier tasks lost from their best accuracy."
 )
-_DISK = "On disk: prompts and head, with all that learning further classes needs; the backbone only where it learns."
+DIFFERS = "Differs from the preset"
+_DISK = "On disk: prompts, head and the statistics to continue training; the backbone only if it is trained."
 _SIMILARITY = (
-    "Similarity: mean pairwise cosine of the prompts that different classes receive; eff. rank: how many directions "
-    "these span. In parentheses the mean before training: a low similarity says something only beside it."
+    "Similarity: mean pairwise cosine similarity of the prompts of different classes; eff. rank: number of directions "
+    "that they span. In parentheses the mean before training, to compare with."
 )
 
-SHARED_NOTES = (_MEANING, _SIMILARITY, _DISK)
+SHARED_NOTES = (MEANING, _SIMILARITY, _DISK)
 
 
 # Gathering
 
 MANY = 3
-"""From so many settings on that differ between rows, rows name only those that are not as usual."""
+"""With this number of varied settings, labels omit default values."""
 
 
-def _departures(result: Result) -> list[str]:
-    """Settings of a run that are neither its preset's, nor varied, nor its seed or task; as ``key=value``."""
+def _overrides(result: Result) -> list[str]:
+    """Return settings that differ from the preset and are not varied, as ``key=value``."""
     record = result.record
     if record.preset not in presets.NAMES:
         return []
@@ -559,7 +554,7 @@ def _departures(result: Result) -> list[str]:
 
 
 def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
-    """The finished cells of a grid; rows in the order of its methods."""
+    """Gather the finished runs of a grid; rows in the order of its methods."""
     labels, cells = grid.spec.labels, [outcome.cell for outcome in outcomes]
     rows = [_row(cell.method, cell.varied, labels) for cell in cells]
     places = [ColumnGroup(labels.get(cell.benchmark, cell.benchmark), cell.preset) for cell in cells]
@@ -576,48 +571,45 @@ def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
     )
 
 
-def _others(found: Sequence[tuple[str, Result]], most: str) -> str:
-    """What a setting is for other results than most, and for which: by their place, or their method in it."""
-    there = grouped((result.place, value) for value, result in found)
+def _others(pairs: Sequence[tuple[str, Result]], most: str) -> str:
+    """List the results whose value of a setting is not the most frequent one."""
+    values = grouped((result.place, value) for value, result in pairs)
 
-    def whose(result: Result) -> str:
+    def name(result: Result) -> str:
         place = result.place
-        return place.label if len(set(there[place])) == 1 else f"{result.row.name} in {place.label}"
+        return place.label if len(set(values[place])) == 1 else f"{result.row.name} in {place.label}"
 
-    others = grouped((value, whose(result)) for value, result in found if value != most)
+    others = grouped((value, name(result)) for value, result in pairs if value != most)
     return "".join(f" ({value} for {'; '.join(dict.fromkeys(names))})" for value, names in others.items())
 
 
 _BACKBONE = ("backbone.name", "backbone.weights", "backbone.image_size")
-"""What a backbone is called by."""
+"""Settings that identify a backbone."""
 
 
 def _row(method: str, varied: Varied, labels: Mapping[str, str], usual: Varied = (), backbone: str = "") -> Row:
-    """A row by what is varied of it; where that is the backbone, by its name in words, if it has one."""
+    """Make a row labeled by its varied settings; a backbone is shown by its short name."""
     name = labels.get(method, method)
-    told = tuple(change for change in varied if change not in usual)
+    named = tuple(change for change in varied if change not in usual)
     parts = [name]
     if backbone and any(key in _BACKBONE for key, _ in varied):
-        told, usual = (tuple(change for change in part if change[0] not in _BACKBONE) for part in (told, usual))
+        named, usual = (tuple(change for change in part if change[0] not in _BACKBONE) for part in (named, usual))
         parts.append(backbone)
-    return Row(", ".join((*parts, *describe(told))), method, name, varied, usual)
+    return Row(", ".join((*parts, *describe(named))), method, name, varied, usual)
 
 
 def _backbones(flat: Sequence[dict[str, Value]]) -> list[str]:
-    """The backbone of each in words; nothing where another that differs has the same ones, or there is none."""
+    """Return the short name of each backbone; empty if it is ambiguous or unknown."""
     own = [tuple(settings.get(key) for key in _BACKBONE) for settings in flat]
-    words = [
-        backbone_words(dict(zip(("name", "weights", "image_size"), one, strict=True))) if one[0] else "" for one in own
-    ]
-    of = grouped(zip(words, own, strict=True))
-    return [word if len(set(of[word])) == 1 else "" for word in words]
+    keys = ("name", "weights", "image_size")
+    names = [backbone_words(dict(zip(keys, one, strict=True))) if one[0] else "" for one in own]
+    groups = grouped(zip(names, own, strict=True))
+    return [name if len(set(groups[name])) == 1 else "" for name in names]
 
 
 def _usual(varied: Varied, record: RunRecord, flat: Sequence[dict[str, Value]]) -> Varied:
-    """Of what is varied, that which is as the preset of a run has it; without one, as most runs do.
-
-    Never the tasks: a preset has those that it is asked for.
-    """
+    """Return the varied settings that equal the preset or, without one, most runs."""
+    # A preset has the requested tasks, so they never count as its default.
     varied = tuple((name, value) for name, value in varied if name != "data.tasks")
     if record.preset in presets.NAMES and (preset := record.preset_settings):
         return tuple((name, value) for name, value in varied if name in preset and preset[name] == value)
@@ -625,13 +617,13 @@ def _usual(varied: Varied, record: RunRecord, flat: Sequence[dict[str, Value]]) 
 
 
 def gather_runs(paths: Sequence[str | Path], preset_columns: bool = True) -> Comparison:
-    """Read finished runs in folders or books; rows of a method are distinguished by the settings in which they differ.
+    """Read finished runs from folders or results files; labels show the settings that differ.
 
-    Presets are groups of columns, or otherwise part of the rows' labels.
+    Presets are groups of columns, or part of the labels.
     """
     runs = [run for path in paths for run in _read(Path(path))]
     if not runs:
-        raise UserError("there is no run to compare")
+        raise UserError("No run to compare. Pass folders of finished runs or a results file (.jsonl).")
     results: list[Result] = []
     flat = _settings(runs)
     apart, many = _apart(flat)
@@ -644,9 +636,11 @@ def gather_runs(paths: Sequence[str | Path], preset_columns: bool = True) -> Com
         result = read_result(run, row, place, record.config["seeds"]["order"])
         for other in results:
             if (other.row, other.place, other.seed) == (row, place, result.seed):
-                raise UserError(f"{other.folder} and {run.where} are one and the same run, settings and seed: name one")
+                raise UserError(
+                    f"{other.folder} and {run.where} are the same run (settings and seed). Pass one of them."
+                )
         results.append(result)
-    listed = {name: number for number, name in enumerate(presets.NAMES)}  # other presets come after them
+    listed = {name: number for number, name in enumerate(presets.NAMES)}  # other presets come last
     return Comparison(
         list(dict.fromkeys(result.row for result in results)),
         sorted({r.place for r in results}, key=lambda p: (p.benchmark, listed.get(p.preset, len(listed)), p.preset)),
@@ -655,10 +649,7 @@ def gather_runs(paths: Sequence[str | Path], preset_columns: bool = True) -> Com
 
 
 def _settings(runs: Sequence[Recorded]) -> list[dict[str, Value]]:
-    """All settings of each: those that are younger than its record as they are by default, weights by name and content.
-
-    Files of the same name are the same weights where their content is, wherever they lie.
-    """
+    """Return all settings of each run; weights by file name, and by hash if names are ambiguous."""
     records = [run.record for run in runs]
     names = [without_paths(record.flat_settings.get("backbone.weights")) for record in records]
     contents = grouped((str(name), record.backbone.sha256) for name, record in zip(names, records, strict=True))
@@ -670,28 +661,28 @@ def _settings(runs: Sequence[Recorded]) -> list[dict[str, Value]]:
 
 
 def pixels_hash(record: RunRecord) -> str | None:
-    """Hash of the images that a run was evaluated on, or of all files of their folder; older records have none."""
+    """Return the hash of the evaluated images or their folder; None for older records."""
     return record.data["test"].pixels_sha256 if "test" in record.data else None
 
 
 def _read(path: Path) -> list[Recorded]:
-    """A run's folder, a folder of them at any depth (a grid's), or a book."""
+    """Read a run, a folder of runs at any depth, or a results file."""
     if path.is_file():
         return read_book(path)
     inside = [] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=natural_order)
     if inside:
-        return [run for found in inside for run in _read(found.parent)]
+        return [run for file in inside for run in _read(file.parent)]
     run = Run.open(path)
     if not run.finished:
-        raise UserError(f"only finished runs can be compared, not {path}")
+        raise UserError(f"{path} is not finished. Continue it with 'probprompt train --resume {path}'.")
     return [Recorded.of(run, str(path))]
 
 
 def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
-    """For each run, the settings in which runs of its method and preset differ on some benchmark, other than by seed.
+    """Return the settings that distinguish each run, and if they are many.
 
-    What a preset has otherwise from benchmark to benchmark is not among them. Where they are many, which is told as
-    well, they are for each run those in which any differ: what a row leaves out then is as usual in all of them.
+    These are settings in which runs of one method and preset differ on a benchmark, except seeds. If they are many,
+    all runs get all of them, so that a label can omit the defaults.
     """
     first: dict[tuple[str, ...], dict[str, Value]] = {}
     differ: dict[tuple[str, ...], set[str]] = {}
@@ -707,45 +698,45 @@ def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
 
 
 ROUNDING_S = 2.0
-"""Seconds by which one run may seem to begin before another has ended, though it does not."""
+"""Overlap in seconds that rounding of times can cause."""
 SHARE = 0.1
-"""Of a run's time, what others may take part in."""
+"""Largest share of a run's time in which others may run."""
 
 
-def had_company(records: Sequence[RunRecord], others: Sequence[RunRecord] = ()) -> list[bool]:
-    """For each record whether other runs, of these or others, ran at the same time on a machine just like its own.
+def ran_concurrently(records: Sequence[RunRecord], others: Sequence[RunRecord] = ()) -> list[bool]:
+    """Return, per record, whether another run overlapped on the same kind of machine.
 
     >>> gpu, at = {"gpu": "H200"}, "2026-03-14T09:00:{}+00:00"
-    >>> made = [{"created": at.format(s), "hardware": gpu, "time": {"total_s": 20}} for s in ("00", "10", "30")]
-    >>> had_company([RunRecord.model_validate(record) for record in made])
+    >>> runs = [{"created": at.format(s), "hardware": gpu, "time": {"total_s": 20}} for s in ("00", "10", "30")]
+    >>> ran_concurrently([RunRecord.model_validate(run) for run in runs])
     [True, True, False]
     """
     spans = [(record, span) for record in (*records, *others) if (span := _span(record))]
 
-    def met(record: RunRecord) -> bool:
-        begun, ended = _span(record) or (0.0, 0.0)
+    def overlaps(record: RunRecord) -> bool:
+        first, last = _span(record) or (0.0, 0.0)
         shared = sum(
-            max(0.0, min(ended, end) - max(begun, start))
+            max(0.0, min(last, end) - max(first, start))
             for other, (start, end) in spans
-            if other is not record and _chips(other) == _chips(record)
+            if other is not record and _machine(other) == _machine(record)
         )
-        return shared > max(ROUNDING_S, SHARE * (ended - begun))
+        return shared > max(ROUNDING_S, SHARE * (last - first))
 
-    return [met(record) for record in records]
+    return [overlaps(record) for record in records]
 
 
-def _chips(record: RunRecord) -> tuple[object, ...]:
-    """What machines are distinguished by, whatever a run does with its own."""
+def _machine(record: RunRecord) -> tuple[object, ...]:
+    """Return what identifies the kind of machine."""
     machine = record.hardware
     return machine.machine, machine.processor, machine.cores, machine.gpu
 
 
 def _span(record: RunRecord) -> tuple[float, float] | None:
-    """From when until when it ran, in seconds; None where it does not say when, how long or on what."""
+    """Return start and end in seconds; None if time or hardware is not recorded."""
     if not record.hardware.model_fields_set or "total_s" not in record.time:
         return None
     try:
-        loaded = datetime.fromisoformat(record.created).timestamp()  # a record is begun once images are there
+        loaded = datetime.fromisoformat(record.created).timestamp()  # after the images were loaded
     except ValueError:
         return None
     start = loaded - record.time.get("loading_s", 0.0)

@@ -1,8 +1,7 @@
-"""The pictures of a report: functions from numbers to SVG that takes its colours from the page.
+"""Figures of a report as SVG in the colors of the page.
 
-A figure is drawn in the light colours below. In the SVG each of them becomes a CSS variable of the page, so
-that the same figure stays readable in dark mode and in print. Text stays text: it is small, can be selected,
-and shows class names in any script.
+Figures are drawn in the light colors below, which become CSS variables in the SVG, so that dark mode and print work.
+Text stays text, which can be selected and shows any script.
 """
 
 import functools
@@ -31,7 +30,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
 PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
-"""Colours that people with any kind of colour vision tell apart, all of them at least 4.5:1 on white."""
+"""Colors that remain distinct with color blindness, with a contrast of at least 4.5:1 on white."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven, so that six colours repeat with another marker
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
 SHAPES = {
@@ -44,17 +43,17 @@ SHAPES = {
     "X": "M11.8 1.1l2.2 2.2 2.2-2.2 1.7 1.7-2.2 2.2 2.2 2.2-1.7 1.7-2.2-2.2-2.2 2.2-1.7-1.7 2.2-2.2-2.2-2.2z",
 }
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-"""Characters that no XML or HTML document may hold."""
+"""Characters that XML and HTML do not allow."""
 DEPTH = LinearSegmentedColormap.from_list(
     "depth", ["#f2f5f2", "#cfe3dc", "#94c4c4", "#5098ae", "#276a92", "#194673", "#122a52"]
 )
 THEME = {INK: "ink", MUTED: "muted", RULE: "rule", PAGE: "page"} | {
-    colour: f"series-{index}" for index, colour in enumerate(PALETTE)
+    color: f"series-{index}" for index, color in enumerate(PALETTE)
 }
 STYLE: dict[Any, Any] = {  # Any: the types of the keys differ between versions of matplotlib
     "svg.fonttype": "none",
     "svg.hashsalt": "probprompt",
-    "text.parse_math": False,  # a class may be called "$5"
+    "text.parse_math": False,  # a class may be named "$5"
     "font.size": 9.5,
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -79,27 +78,27 @@ STYLE: dict[Any, Any] = {  # Any: the types of the keys differ between versions 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a plot: values at steps 1, 2, ..., None where there is none; index picks its look."""
+    """One line of a plot: values at steps 1, 2, ... or None, and the index of its style."""
 
     values: Sequence[float | None]
     index: int = 0
 
     @property
     def points(self) -> tuple[list[int], list[float]]:
-        """The steps that have a value, and the values."""
+        """Steps that have a value, and the values."""
         present = [(step, value) for step, value in enumerate(self.values, start=1) if value is not None]
         return [step for step, _ in present], [value for _, value in present]
 
 
 def styled(draw: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Draw with this module's style alone, whatever the reader's matplotlib settings are."""
+    """Draw with the style of this module, independent of the user's matplotlib settings."""
 
     @functools.wraps(draw)
     def with_style(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         every: dict[Any, Any] = dict(matplotlib.rcParamsDefault)
-        defaults = {name: every[name] for name in every if not name.startswith("backend")}  # no window is ever opened
+        defaults = {name: every[name] for name in every if not name.startswith("backend")}
         with matplotlib.rc_context(defaults | STYLE), warnings.catch_warnings():
-            # The reader's browser has the glyphs that the font used to measure text may lack.
+            # The browser has glyphs that the font for measuring text may lack.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
             return draw(*args, **kwargs)
 
@@ -107,7 +106,7 @@ def styled(draw: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
 
 
 def label(text: str, longest: int = 18) -> str:
-    """Make any name fit for a figure: one line, printable, cut where it is too long.
+    """Make a name printable on one line, and shorten it.
 
     >>> label("a\\tvery long name of a class")
     'a very long name …'
@@ -117,14 +116,14 @@ def label(text: str, longest: int = 18) -> str:
 
 
 def contrast(first: str, second: str) -> float:
-    """Contrast ratio of two colours as WCAG 2 defines it, from 1 to 21.
+    """Return the WCAG 2 contrast ratio of two colors, from 1 to 21.
 
     >>> contrast("#000000", "#ffffff")
     21.0
     """
 
-    def luminance(colour: str) -> float:
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    def luminance(color: str) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     light, dark = sorted((luminance(first), luminance(second)), reverse=True)
@@ -132,13 +131,13 @@ def contrast(first: str, second: str) -> float:
 
 
 def shade(value: float, low: float, high: float) -> tuple[str, str]:
-    """Background of a heat map's cell, and the text colour that is easiest to read on it."""
+    """Return the background of a heat map cell and the text color with most contrast."""
     background = to_hex(DEPTH((value - low) / (high - low)))
     return background, max("#000000", "#ffffff", key=lambda ink: contrast(ink, background))
 
 
 def accuracy_floor(values: Sequence[float]) -> float:
-    """Where an axis of accuracies starts: a round number well below the lowest of them.
+    """Return the start of an accuracy axis: a round number below the lowest value.
 
     >>> accuracy_floor([71.0, 96.5])
     60.0
@@ -147,25 +146,25 @@ def accuracy_floor(values: Sequence[float]) -> float:
 
 
 def look(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of a series or a class."""
+    """Return color, marker and dashes of a series or a class."""
     looks: dict[str, tuple[Any, ...]] = {"color": PALETTE, "marker": MARKERS, "linestyle": DASHES}
     return {name: every[index % len(every)] for name, every in looks.items()}
 
 
 def swatch(index: int, line: bool = True) -> Markup:
-    """Legend key of a series or a class, drawn as the figures draw it."""
-    own, colour = look(index), f"var(--series-{index % len(PALETTE)})"
-    marker = f'<path d="{SHAPES[own["marker"]]}" fill="{colour}"/>'
+    """Draw the legend key of a series or a class."""
+    own, color = look(index), f"var(--series-{index % len(PALETTE)})"
+    marker = f'<path d="{SHAPES[own["marker"]]}" fill="{color}"/>'
     if not line:
         return Markup(f'<svg class="swatch dot" viewBox="9 0 10 10" aria-hidden="true">{marker}</svg>')
     dash = own["linestyle"]
     pattern = "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(f"{d:g}" for d in dash[1])}"'
-    stroke = f'<path d="M0 5H28" fill="none" stroke="{colour}" stroke-width="1.6"{pattern}/>'
+    stroke = f'<path d="M0 5H28" fill="none" stroke="{color}" stroke-width="1.6"{pattern}/>'
     return Markup(f'<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">{stroke}{marker}</svg>')
 
 
 def _plot(width: float, height: float) -> tuple[Figure, Axes]:
-    """Make a figure of so many SVG units, on a phone about as many pixels, with one plot."""
+    """Make a figure with one plot; sizes are in SVG units."""
     figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
     return figure, figure.add_subplot()
 
@@ -175,7 +174,7 @@ def _round(match: re.Match[str]) -> str:
 
 
 def _clean(element: ElementTree.Element, prefix: str, referenced: set[str]) -> None:
-    """Rewrite one element for use inside HTML: no namespaces, own ids only, colours of the page."""
+    """Rewrite an element for HTML: no namespaces, prefixed ids, colors of the page."""
     element.tag = element.tag.rpartition("}")[2]
     attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
     element.attrib.clear()
@@ -201,14 +200,14 @@ def _clean(element: ElementTree.Element, prefix: str, referenced: set[str]) -> N
 
 
 def _svg(figure: Figure, key: str, description: str) -> Markup:
-    """Turn a figure into an SVG element for HTML; the key keeps its ids apart from those of others."""
+    """Turn a figure into an SVG element; the key makes its ids unique on the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     root = ElementTree.fromstring(buffer.getvalue())
     view = root.attrib["viewBox"]
     for parent in list(root.iter()):
         for child in list(parent):
-            # The style element would apply to the whole page; the metadata says nothing about the run.
+            # The style element would apply to the whole page.
             if child.tag.rpartition("}")[2] in ("metadata", "style"):
                 parent.remove(child)
     referenced = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', buffer.getvalue()))
@@ -248,7 +247,7 @@ def _draw_averages(axes: Axes, lines: Iterable[Series], total: int, floor: float
 
 @styled
 def average_curves(series: Sequence[Series], total: int, floor: float, description: str) -> Markup:
-    """Average accuracy over the tasks seen so far, after each step, one line per run."""
+    """Draw the average accuracy over the tasks seen so far, one line per run."""
     figure, axes = _plot(400, 215)
     _draw_averages(axes, series, total, floor)
     return _svg(figure, "average", description)
@@ -256,7 +255,7 @@ def average_curves(series: Sequence[Series], total: int, floor: float, descripti
 
 @styled
 def task_panel(series: Sequence[Series], total: int, floor: float, key: str, description: str) -> Markup:
-    """Accuracy on one task from the step that learned it to the last, one line per run."""
+    """Draw the accuracy on one task since it was learned, one line per run."""
     figure = Figure(figsize=(170 / 72, 112 / 72))  # fixed margins: the panels of a page line up
     axes = figure.add_axes((0.15, 0.15, 0.83, 0.8))
     for line in series:
@@ -274,7 +273,7 @@ def _heat_map(axes: Axes, matrix: Any, low: float, high: float) -> Any:
     return axes.imshow(matrix, cmap=DEPTH, vmin=low, vmax=high, interpolation="none", aspect="auto")
 
 
-def _colour_bar(figure: Figure, image: Any, axes: Axes, text: str) -> None:
+def _color_bar(figure: Figure, image: Any, axes: Axes, text: str) -> None:
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=30)
     bar.outline.set_visible(False)
     bar.set_label(text)
@@ -283,16 +282,16 @@ def _colour_bar(figure: Figure, image: Any, axes: Axes, text: str) -> None:
 
 @styled
 def similarity_map(matrix: Sequence[Sequence[float]], labels: Sequence[str], low: float, description: str) -> Markup:
-    """Cosine similarity between the prompts of each two classes."""
+    """Draw the cosine similarity between the prompts of each two classes."""
     figure, axes = _plot(400, 340)
     image = _heat_map(axes, np.asarray(matrix), low, 1.0)
     _name_classes(axes, labels)
-    _colour_bar(figure, image, axes, "cosine similarity")
+    _color_bar(figure, image, axes, "cosine similarity")
     return _svg(figure, "similarity", description)
 
 
 def _name_classes(axes: Axes, labels: Sequence[str]) -> None:
-    if len(labels) > 26:  # names would overlap: the order is said instead
+    if len(labels) > 26:  # names would overlap
         axes.set_xlabel(f"{len(labels)} classes in the order they were learned")
         return
     size = 9.0 if len(labels) <= 14 else 7.5
@@ -303,7 +302,7 @@ def _name_classes(axes: Axes, labels: Sequence[str]) -> None:
 
 @styled
 def block_bars(values: Mapping[str, float], mean: float, description: str) -> Markup:
-    """Mean prompt similarity in each block, against the mean over all of them."""
+    """Draw the mean prompt similarity in each block, and the mean over all."""
     figure, axes = _plot(400, 130)
     places = range(len(values))
     axes.bar(places, list(values.values()), width=0.62, color=PALETTE[0], zorder=2)
@@ -317,14 +316,14 @@ def block_bars(values: Mapping[str, float], mean: float, description: str) -> Ma
 
 @styled
 def relevance_map(part: Relevance, description: str) -> Markup:
-    """Share of each prompt distribution in each block, with the evenness of the shares beside it."""
+    """Draw the share of each prompt distribution in each block, and their evenness."""
     shares = np.asarray(part.usage)
     figure = Figure(figsize=(400 / 72, (92 + 17 * len(part.blocks)) / 72), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     image = _heat_map(left, shares, 0.0, float(max(shares.max(), 1e-9)))
     left.set_yticks(range(len(part.blocks)), [str(block) for block in part.blocks])
     left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    left.xaxis.set_major_formatter(lambda place, _: f"{place + 1:.0f}")  # people count from one
+    left.xaxis.set_major_formatter(lambda place, _: f"{place + 1:.0f}")
     if shares.shape[1] <= 16:
         left.set_xticks(range(shares.shape[1]))
     left.set(xlabel="prompt distribution", ylabel="block")
@@ -351,7 +350,7 @@ def _evenness(axes: Axes, entropy: Sequence[float], max_weight: Sequence[float])
 def scatter(
     axes: Axes, points: Sequence[Sequence[float]], labels: Sequence[int], size: float, names: Sequence[str] = ()
 ) -> None:
-    """Place queries in the plane, one colour and marker per class."""
+    """Draw queries in the plane, a color and marker per class."""
     places, classes = np.asarray(points, dtype=float), np.asarray(labels)
     edge = {"linestyle": "none", "markersize": size, "markeredgecolor": PAGE, "markeredgewidth": 0.5}
     for index in np.unique(classes):
@@ -373,7 +372,7 @@ def query_scatter(points: Sequence[Sequence[float]], labels: Sequence[int], desc
 
 @styled
 def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], description: str) -> Markup:
-    """Training loss over the epochs of all tasks in a row, one group of (epoch, loss) per task."""
+    """Draw the training loss over the epochs of all tasks, given (epoch, loss) per task."""
     figure, axes = _plot(400, 170)
     start = 0
     for task, epochs in enumerate(losses, start=1):
@@ -400,20 +399,22 @@ def loss_curve(losses: Sequence[Sequence[tuple[int, float]]], description: str) 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its value with a standard deviation, and where it started; an outlined one is out of the ranking."""
+    """One bar; an outlined one is not ranked."""
 
     name: str
     value: float
     error: float | None = None
+    """Standard deviation."""
     index: int = 0
     start: float | None = None
+    """Value before training."""
     outlined: bool = False
 
 
 def spread(values: Sequence[float], gap: float, within: tuple[float, float] | None = None) -> list[float]:
-    """Move places apart, as little as possible (in squares), until neighbours keep a gap; the order stays.
+    """Move positions apart, by the least squares, until neighbors keep a gap.
 
-    Those that are then below or above what they are to be ``within`` take all others along as they come back.
+    All positions are then shifted so that none is outside ``within``.
 
     >>> spread([1.0, 5.0, 5.0], 2.0)
     [1.0, 4.0, 6.0]
@@ -428,13 +429,15 @@ def spread(values: Sequence[float], gap: float, within: tuple[float, float] | No
 
 
 @styled
-def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: str) -> Markup:
-    """Named bars with standard deviations, the value written beside each; a diamond marks where it started."""
+def bars(
+    values: Sequence[Bar], axis: str, digits: int, key: str, description: str, baseline: float | None = None
+) -> Markup:
+    """Draw named bars with values and standard deviations; diamonds mark start values."""
     figure, axes = _plot(400, 40 + 18 * len(values))
     for place, bar in enumerate(values):
-        colour = PALETTE[bar.index % len(PALETTE)]
+        color = PALETTE[bar.index % len(PALETTE)]
         axes.barh(
-            place, bar.value, 0.62, color=PAGE if bar.outlined else colour, edgecolor=colour, linewidth=1.0, zorder=2
+            place, bar.value, 0.62, color=PAGE if bar.outlined else color, edgecolor=color, linewidth=1.0, zorder=2
         )
         if bar.error and round(bar.error, digits):
             for ink, width, cap, layer in ((PAGE, 3.0, 3.0, 3.0), (INK, 1.0, None, 3.5)):
@@ -448,6 +451,8 @@ def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: s
     for place, (bar, end) in enumerate(zip(values, ends, strict=True)):
         text = f"{bar.value:.{digits}f}" + ("" if bar.error is None else f" ± {bar.error:.{digits}f}")
         axes.text(end + 0.03 * span, place, text.replace("-", "−"), va="center", color=INK, fontsize=9)
+    if baseline is not None:
+        axes.axvline(baseline, color=INK, linewidth=1.0, linestyle=(0, (1.5, 1.5)), zorder=5)
     axes.set_yticks(range(len(values)), [label(bar.name, 30) for bar in values], color=INK, fontsize=9)
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.set_xlim(lowest - (0.03 * span if lowest < 0 else 0.0), lowest + 1.3 * span)
@@ -462,19 +467,19 @@ def bars(values: Sequence[Bar], axis: str, digits: int, key: str, description: s
 
 
 def _name_ends(axes: Axes, ends: Sequence[tuple[str, int, tuple[float, float]]], height: float) -> None:
-    """Write the name of each line beside its end, so that no two overlap; the index is that of its look."""
+    """Write the name of each line next to its end without overlaps."""
     low, high = axes.get_ylim()
     places = spread([value for _, _, (_, value) in ends], (high - low) * 12.5 / height, (low, high))
     for (name, index, end), place in zip(ends, places, strict=True):
-        colour, text = PALETTE[index % len(PALETTE)], axes.get_yaxis_transform()
-        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4, "relpos": (0.0, 0.5)}
-        style: dict[str, Any] = {"va": "center", "fontsize": 9, "color": colour, "annotation_clip": False}
+        color, text = PALETTE[index % len(PALETTE)], axes.get_yaxis_transform()
+        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4, "relpos": (0.0, 0.5)}
+        style: dict[str, Any] = {"va": "center", "fontsize": 9, "color": color, "annotation_clip": False}
         axes.annotate(label(name, 26), end, (1.05, place), textcoords=text, arrowprops=arrow, **style)
 
 
 @styled
 def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, key: str, description: str) -> Markup:
-    """Average accuracy over the tasks seen so far, after each step, one named line per method."""
+    """Draw the average accuracy over the tasks seen so far, one named line per method."""
     inner = max(160.0, 13.0 * len(lines))
     figure, axes = _plot(440, inner + 50)
     _draw_averages(axes, (line for _, line in lines), total, floor)
@@ -485,7 +490,7 @@ def named_curves(lines: Sequence[tuple[str, Series]], total: int, floor: float, 
 
 @dataclass(frozen=True)
 class Growth:
-    """A line over the values of a setting: (setting, value, value at the start), None where there is no start."""
+    """A line over a setting: points of (setting, value, value at the start or None)."""
 
     name: str
     index: int
@@ -494,17 +499,17 @@ class Growth:
 
 @styled
 def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, description: str) -> Markup:
-    """How a value changes with a setting, one line per method; thin and hollow: the value at the start."""
+    """Draw a value by a setting, one line per method; hollow markers are start values."""
     inner = max(160.0, 13.0 * len(lines))
     figure, axes = _plot(440, inner + 50)
     for line in lines:
         own = look(line.index) | {"linestyle": "-", "clip_on": False}
-        shown = [(place, value) for place, value, _ in line.points]
-        begun = [(place, start) for place, _, start in line.points if start is not None]
-        axes.plot(*zip(*shown, strict=True), **own, linewidth=1.6, markersize=5)
-        if begun:
+        values = [(place, value) for place, value, _ in line.points]
+        starts = [(place, start) for place, _, start in line.points if start is not None]
+        axes.plot(*zip(*values, strict=True), **own, linewidth=1.6, markersize=5)
+        if starts:
             own |= {"linestyle": (0, (1.5, 1.5)), "linewidth": 0.8, "markerfacecolor": PAGE, "markersize": 4.5}
-            axes.plot(*zip(*begun, strict=True), **own)
+            axes.plot(*zip(*starts, strict=True), **own)
     places = sorted({place for line in lines for place, _, _ in line.points})
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.grid(False, axis="x")
@@ -515,7 +520,7 @@ def growth(lines: Sequence[Growth], setting: str, axis: str, key: str, descripti
 
 @dataclass(frozen=True)
 class Overview:
-    """What the overview shows: named lines, one run's accuracy matrix, the similarity of up to two runs' prompts."""
+    """Content of the overview: named lines, an accuracy matrix, up to two similarities."""
 
     lines: Sequence[tuple[str, Series]]
     total: int
@@ -527,7 +532,7 @@ class Overview:
 
 @styled
 def overview(content: Overview, kind: str) -> bytes:
-    """One wide picture of the essentials, as PNG or SVG bytes."""
+    """Draw the main results in one wide figure, as PNG or SVG bytes."""
     maps = content.similarities[:2]
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.03)
     figure = Figure(figsize=(13.2 if maps else 8.8, 3.9), layout=layout, facecolor="white")
@@ -541,10 +546,10 @@ def overview(content: Overview, kind: str) -> bytes:
         image = _heat_map(panel, np.asarray(matrix), low, 1.0)
         panel.set(xticks=[], yticks=[], aspect="equal", ylabel="class")
         _title(panel, "" if number else "Prompt similarity between classes", of)
-        _colour_bar(figure, image, panel, "cosine similarity")
+        _color_bar(figure, image, panel, "cosine similarity")
     buffer = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
-    with matplotlib.rc_context({"svg.fonttype": "path"}):  # a picture on its own brings its letters along
+    with matplotlib.rc_context({"svg.fonttype": "path"}):  # a separate file cannot rely on fonts
         figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
     return buffer.getvalue()
 
@@ -557,8 +562,8 @@ def _title(axes: Axes, text: str, of: str) -> None:
 def _overview_lines(axes: Axes, content: Overview) -> None:
     _draw_averages(axes, (line for _, line in content.lines), content.total, content.floor, 6.0)
     axes.set_ylabel("%")
-    _title(axes, "Average accuracy so far", f"axis from {content.floor:.0f} %" if content.floor else "")
-    names = [f"{label(name, 28)}  {line.points[1][-1]:.1f} %" for name, line in content.lines]
+    _title(axes, "Average accuracy so far", f"axis from {content.floor:.0f}%" if content.floor else "")
+    names = [f"{label(name, 28)}  {line.points[1][-1]:.1f}%" for name, line in content.lines]
     axes.legend(axes.get_lines(), names, frameon=False, loc="lower left", handlelength=3.2)
 
 

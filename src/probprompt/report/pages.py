@@ -1,5 +1,6 @@
-"""The pages of a report: run folders are read and checked, described as text, and set in HTML."""
+"""HTML pages of one run and of a comparison."""
 
+import json
 import math
 import re
 from collections import Counter
@@ -9,20 +10,24 @@ from functools import partial
 from importlib import resources
 from itertools import chain, repeat
 from pathlib import Path
+from shlex import join
 from typing import NamedTuple, Self
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from probprompt.config import flatten, from_stored
+from probprompt import presets
+from probprompt.config import flatten, from_stored, parse_value
 from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report import figures
 from probprompt.report.compare import (
+    DIFFERS,
     FAA,
     FILES,
     FORGETTING,
+    MEANING,
     SIMILARITY,
     ColumnGroup,
     Comparison,
@@ -32,6 +37,7 @@ from probprompt.report.compare import (
     Row,
     Table,
     gather_runs,
+    seed_list,
 )
 from probprompt.report.figures import Bar, Growth, Series
 from probprompt.report.tables import (
@@ -53,7 +59,7 @@ from probprompt.storage import write_bytes, write_error
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of a run contain, read and checked."""
+    """Contents of the files of a run, checked."""
 
     record: RunRecord
     accuracy: Accuracy
@@ -63,14 +69,14 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read a run's folder; a missing or invalid file is an error that names it."""
+        """Read the folder of a run; the error names a missing or invalid file."""
         run = Run.open(folder)
         record = run.record
         return cls(record, run.accuracy, run.diagnostics, run.losses, record.name or run.folder.name)
 
     @property
     def total(self) -> int:
-        """Number of tasks that the run is to learn."""
+        """Number of tasks of the run."""
         return len(self.record.stream.tasks)
 
     @property
@@ -80,13 +86,18 @@ class RunFiles:
 
     @property
     def finished(self) -> bool:
-        """Whether all tasks were learned."""
+        """True if all tasks were learned."""
         return self.steps == self.total
 
     @property
     def matrix(self) -> list[list[float | None]]:
         """Accuracies of the tasks learned so far."""
         return [row[: self.steps] for row in self.accuracy.matrix[: self.steps]]
+
+    @property
+    def random_guess(self) -> str:
+        """Accuracy of a random guess among the classes learned so far, as text."""
+        return percent(100 / len({name for task in self.record.stream.tasks[: self.steps] for name in task}))
 
 
 # The page of a run: text
@@ -113,62 +124,95 @@ def _rows(content: Iterable[tuple[str, object]]) -> list[tuple[str, str, str]]:
 
 
 def _headline(run: RunFiles) -> str:
-    classes = len({name for task in run.record.stream.tasks[: run.steps] for name in task})
-    end = " so far" if not run.finished else " at the end" if run.steps > 1 else ""
-    tasks = f"in {run.steps} tasks, one after another," if run.steps > 1 else "in one task"
-    text = (
-        f"{run.label} learned {count(classes, 'class')} {tasks} and recognises "
-        f"{percent(run.accuracy.final)} of the {run.record.evaluated_on} images{end}"
-    )
-    if run.steps == 1:
-        return text + "."
-    forgetting = run.accuracy.forgetting
-    text += ", averaged over the tasks."
-    if forgetting is None:
+    name = "Final average accuracy" if run.finished and run.steps > 1 else "Accuracy" if run.total == 1 else ""
+    name = name or f"Average accuracy after {run.steps} of {run.total} tasks"
+    images = f"{run.record.evaluated_on} images (random guess: {run.random_guess})"
+    forgetting, text = run.accuracy.forgetting, f"{name} {percent(run.accuracy.final)} on {images}."
+    if run.steps == 1 or forgetting is None:
         return text
     if forgetting < 0.05:
-        return text + " On average, nothing of the earlier tasks was forgotten."
-    return text + f" On the earlier tasks it is {number(forgetting)} points below its best."
+        return f"{text} Earlier tasks lost nothing on average."
+    return f"{text} Earlier tasks lost {number(forgetting)} points on average."
 
 
-def _words(run: RunFiles) -> list[str]:
-    """State briefly what was to be learned, and by which method and backbone."""
+def _setting(run: RunFiles) -> list[str]:
+    """Return benchmark, tasks, classes, method and backbone as text."""
     record, classes = run.record, len({name for task in run.record.stream.tasks for name in task})
     method = f"method {record.method}" if record.method else ""
-    words = (record.benchmark, count(run.total, "task"), count(classes, "class"), method, record.backbone.name)
-    return [word for word in words if word]
+    backbone = f"backbone {record.backbone.name}" if record.backbone.name else ""
+    parts = (record.benchmark, count(run.total, "task"), count(classes, "class"), method, backbone)
+    return [part for part in parts if part]
 
 
-def _badges(run: RunFiles) -> list[str]:
-    badges = [] if run.finished else [f"unfinished: {run.steps} of {count(run.total, 'task')}"]
-    if run.record.evaluated_on != "test":
-        badges.append(f"evaluated on {run.record.evaluated_on} images")
-    badges += run.record.marks
-    if run.record.audit:
-        leaks = ", ".join(map(str, run.record.audit.get("leaks", [])))
-        badges.append(f"audited: LEAKS ({leaks})" if leaks else "audited: predictions depend on their own image alone")
+def _badges(run: RunFiles) -> list[tuple[str, str]]:
+    """Return badges, each with its explanation of one line."""
+    badges, record = [], run.record
+    if not run.finished:
+        text = "All numbers are of the finished tasks. Continue with 'probprompt train --resume RUN'."
+        badges.append((f"Unfinished: {run.steps} of {count(run.total, 'task')}", text))
+    if record.joint:
+        badges.append(("Upper bound", "The run learned all tasks jointly, which continual learning does not allow."))
+    if record.evaluated_on != "test":
+        text = "Accuracy is measured on training images that were held out, not on the test set."
+        badges.append((f"Evaluated on {record.evaluated_on} images", text))
+    text = "The run repeats a known error of published code. Do not compare it with correct runs."
+    badges += [(f"Not comparable: {mark}", text) for mark in record.marks]
+    if record.audit:
+        leaks = ", ".join(map(str, record.audit.get("leaks", [])))
+        text = "The audit checks if predictions depend on anything but their image, such as other images in the batch."
+        badges.append((f"Leakage audit: {f'failed ({leaks})' if leaks else 'passed'}", text))
     return badges
+
+
+def repeat_command(record: RunRecord) -> str:
+    """Return the command that repeats a run; empty if another version made its settings."""
+    if record.settings is None or not record.benchmark or not record.method:
+        return ""
+    arguments = ["probprompt", "train", record.benchmark, "--method", record.method]
+    if record.preset in presets.NAMES:
+        arguments += ["--preset", str(record.preset)]
+    allowed = flatten(record.settings.model_dump(mode="json")).keys() - {"data.benchmark", "data.tasks"}
+    values = {name: record.flat_settings[name] for name in record.preset_overrides if name in allowed}
+    tasks, seeds = record.config["data"].get("tasks"), record.config.get("seeds", {})
+    if isinstance(tasks, int) or (isinstance(tasks, list) and all(isinstance(size, int) for size in tasks)):
+        arguments += ["--tasks", ",".join(map(str, [tasks] if isinstance(tasks, int) else tasks))]
+    elif tasks:
+        values["data.tasks"] = tasks
+    if len(set(seeds.values())) == 1:
+        arguments += ["--seed", str(next(iter(seeds.values())))]
+    else:
+        values |= {f"seeds.{name}": seed for name, seed in seeds.items()}
+    for name, value in values.items():
+        arguments += ["--set", f"{name}={_as_assigned(value)}"]
+    return join([*arguments, *(["--gpus", str(record.world_size)] if record.world_size > 1 else [])])
+
+
+def _as_assigned(value: object) -> str:
+    """Write a value as ``--set`` reads it."""
+    if isinstance(value, str):
+        return value if parse_value(value) == value else json.dumps(value)
+    return "none" if value is None else json.dumps(value)
 
 
 def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     record, accuracy = run.record, run.accuracy
     tiles = [
-        ("Final average (FAA)", percent(accuracy.final, 2), "mean over the tasks after the last step"),
-        ("Cumulative average (CAA)", percent(accuracy.cumulative, 2), "mean of the averages after each step"),
+        ("Final average (FAA\u00a0↑)", percent(accuracy.final), f"random guess: {run.random_guess}"),
+        ("Cumulative average (CAA\u00a0↑)", percent(accuracy.cumulative), "mean over all steps"),
     ]
     if accuracy.forgetting is not None and run.steps > 1:
-        tiles.append(("Forgetting", number(accuracy.forgetting, 2), "points below the best, on earlier tasks"))
+        tiles.append(("Forgetting ↓", number(accuracy.forgetting), "points lost on earlier tasks"))
     if record.trainable_parameters is not None:
         whole = record.backbone.parameters
-        about = [f"{100 * record.trainable_parameters / whole:.2g}\u00a0% of the backbone's"] if whole else []
+        about = [f"{100 * record.trainable_parameters / whole:.2g}% of the backbone"] if whole else []
         if record.model_mb:
             use, learn = (_size(record.model_mb[part]) for part in ("use", "learn"))
-            about.append(f"{use} on disk, {learn} to learn on")
+            about.append(f"{use} to predict, {learn} to continue training")
         tiles.append(("Trained parameters", f"{record.trainable_parameters:,}", "; ".join(about)))
     seconds = record.time.get("total_s")
     if seconds is not None:
         memory = record.peak_memory_mb
-        tiles.append(("Time", duration(seconds), "" if memory is None else f"{memory:,.0f} MB at most"))
+        tiles.append(("Time", duration(seconds), "" if memory is None else f"{memory:,.0f} MB peak memory"))
     return tiles
 
 
@@ -207,21 +251,22 @@ def _floor(runs: Sequence[RunFiles]) -> float:
 
 
 def _average_curve(run: RunFiles, floor: float) -> Markup:
-    words = f"{run.label}: {', '.join(map(number, run.accuracy.averages))}"
-    description = f"Line chart of the average accuracy in percent after each task. {words}."
+    values = ", ".join(map(number, run.accuracy.averages))
+    description = f"Line chart of the average accuracy in percent after each task. {run.label}: {values}."
     return figures.average_curves([Series(run.accuracy.averages)], run.total, floor, description)
 
 
 def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
-    """Draw the accuracy on each task over the steps, and return its drop with it."""
+    """Draw the accuracy on each task over the steps; return it with the change as text."""
     panels = []
     for task, row in enumerate(run.matrix):
         line = Series(row)
         first, last = line.points[1][0], line.points[1][-1]
-        drop = number(first - last)
-        words = f"{run.label} from {number(first)} to {number(last)}, drop {drop}"
-        description = f"Accuracy on task {task + 1} in percent: {words}."
-        panels.append((figures.task_panel([line], run.total, floor, f"task-{task + 1}", description), drop))
+        change = f"{'lost' if first >= last else 'gained'} {number(abs(first - last))}"
+        text = f"{run.label} from {number(first)} to {number(last)}, {change} points"
+        description = f"Accuracy on task {task + 1} in percent: {text}."
+        svg = figures.task_panel([line], run.total, floor, f"task-{task + 1}", description)
+        panels.append((svg, change if task + 1 < run.steps else "last"))
     return panels
 
 
@@ -234,26 +279,26 @@ def _matrix_cell(value: float | None, floor: float) -> tuple[str, str, str] | No
 
 def _mean_similarity(part: Similarity) -> str:
     mean = f"mean {number(part.mean, 2)}"
-    return mean if part.initial_mean is None else f"{mean}, {number(part.initial_mean, 2)} at initialisation"
+    return mean if part.initial_mean is None else f"{mean}, {number(part.initial_mean, 2)} at initialization"
 
 
 def _similarity_figures(part: Similarity) -> list[Markup]:
     """Draw the similarity of prompts, between classes and by block."""
     lowest = min(0.0, math.floor(min(map(min, part.matrix)) * 10) / 10)
-    words = _mean_similarity(part)
-    description = f"Heat map of the cosine similarity between the prompts of {len(part.labels)} classes; {words}."
+    text = f"the prompts of {len(part.labels)} classes; {_mean_similarity(part)}"
+    description = f"Heat map of the cosine similarity between {text}."
     drawn = [figures.similarity_map(part.matrix, part.labels, lowest, description)]
     if len(part.per_block) > 1:
-        spoken = ", ".join(f"block {name}: {number(value, 2)}" for name, value in part.per_block.items())
-        description = f"Bar chart of the mean similarity by block. {spoken}."
+        values = ", ".join(f"block {name}: {number(value, 2)}" for name, value in part.per_block.items())
+        description = f"Bar chart of the mean similarity by block. {values}."
         drawn.append(figures.block_bars(part.per_block, part.mean, description))
     return drawn
 
 
 def _relevance_map(part: Relevance) -> Markup:
     pairs = zip(part.blocks, part.entropy, strict=True)
-    spoken = ", ".join(f"block {block}: {number(value, 2)}" for block, value in pairs)
-    description = f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {spoken}."
+    values = ", ".join(f"block {block}: {number(value, 2)}" for block, value in pairs)
+    description = f"Heat map of the use of {len(part.usage[0])} prompt distributions by block. Entropy by {values}."
     return figures.relevance_map(part, description)
 
 
@@ -267,13 +312,12 @@ def _loss(run: RunFiles) -> Markup | None:
     finite = [value for task in run.losses for _, value in task if math.isfinite(value)]
     if not finite:
         return None
-    words = f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}."
-    return figures.loss_curve(run.losses, words)
+    return figures.loss_curve(run.losses, f"Line chart of the training loss, from {finite[0]:.3g} to {finite[-1]:.3g}.")
 
 
 def render_run(run: RunFiles) -> str:
-    """Set a run in one self-contained HTML page."""
-    floor, inside = _floor([run]), run.diagnostics
+    """Write a run as one self-contained HTML page."""
+    floor, diagnostics = _floor([run]), run.diagnostics
     return _render(
         "report",
         run=run,
@@ -281,21 +325,22 @@ def render_run(run: RunFiles) -> str:
         number=number,
         swatch=figures.swatch,
         headline=_headline(run),
-        setting=_words(run),
+        setting=_setting(run),
         badges=_badges(run),
+        command=repeat_command(run.record),
         tiles=_tiles(run),
         floor=f"{floor:.0f}",
         average=_average_curve(run, floor) if run.total > 1 else None,
         panels=_task_panels(run, floor),
         cells=[[_matrix_cell(value, floor) for value in row] for row in run.matrix],
         ramp=[figures.shade(floor + (100.0 - floor) * part / 6, floor, 100.0)[0] for part in range(7)],
-        similarity=inside.similarity,
-        inside=inside,
-        similarity_figures=_similarity_figures(inside.similarity) if inside.similarity else [],
-        relevance=inside.relevance,
-        relevance_map=_relevance_map(inside.relevance) if inside.relevance else None,
-        queries=inside.queries,
-        query_scatter=_query_scatter(inside.queries) if inside.queries else None,
+        diagnostics=diagnostics,
+        similarity=diagnostics.similarity,
+        similarity_figures=_similarity_figures(diagnostics.similarity) if diagnostics.similarity else [],
+        relevance=diagnostics.relevance,
+        relevance_map=_relevance_map(diagnostics.relevance) if diagnostics.relevance else None,
+        queries=diagnostics.queries,
+        query_scatter=_query_scatter(diagnostics.queries) if diagnostics.queries else None,
         loss=_loss(run),
         config=_rows(flatten(from_stored(run.record.config)).items()),
         provenance=_provenance(run),
@@ -316,7 +361,7 @@ def _render(name: str, **content: object) -> str:
 
 
 def write(path: Path, content: bytes) -> Path:
-    """Write a file, in a new folder if need be; an obstacle is a clear error."""
+    """Write a file, and create its folder if necessary."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -326,26 +371,26 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Write one self-contained HTML page on the given run folders and return its path.
+    """Write one self-contained HTML page about the given runs and return its path.
 
-    One run gets a separate page; several finished runs are compared, as by ``compare``.
+    Several runs must be finished; they are compared, as by ``compare``.
     """
     if not runs:
-        raise UserError("no run was given: name at least one run folder")
+        raise UserError("No run was given. Pass at least one run folder.")
     several = len(runs) > 1
     page = render_comparison(gather_runs(runs, preset_columns=False)) if several else render_run(RunFiles.read(runs[0]))
     return write(Path(out), page.encode("utf-8", "replace"))
 
 
 def save_overview(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Save one wide picture (PNG or SVG, by the name) of the essentials of the given runs.
+    """Save one wide figure (PNG or SVG) of the main results of the given runs.
 
     It shows the average accuracy of all runs, the accuracy matrix of the first, and the prompt similarity of two.
     """
     out = Path(out)
     kind = out.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg"):
-        raise UserError(f"{out} must end in .png or .svg: that says which kind of picture to save")
+        raise UserError(f"Unknown format of {out}. Use a name that ends in .png or .svg.")
     if len(runs) > 1:
         _check_comparable(gather_runs(runs, preset_columns=False))
     return write(out, figures.overview(_overview([RunFiles.read(run) for run in runs]), kind))
@@ -357,7 +402,7 @@ def _check_comparable(comparison: Comparison) -> None:
     if len(places) > 1:
         reasons.insert(0, f"The benchmarks differ: {', '.join(place.benchmark for place in places)}.")
     if reasons:
-        raise UserError(f"these runs cannot share one picture. {' '.join(reasons)}")
+        raise UserError(f"Cannot draw these runs in one figure. {' '.join(reasons)}")
 
 
 def _overview(runs: Sequence[RunFiles]) -> figures.Overview:
@@ -379,15 +424,16 @@ COMPONENTS = ("method.components", "method.components_per_task")
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """Set the comparison in one self-contained HTML page."""
-    # The report's own style sheet: the two pages look alike.
+    """Write a comparison as one self-contained HTML page."""
     style = re.search(r"<style>\n(.*?)</style>", _template("report"), re.DOTALL)
     return _render(
         "comparison",
         style=Markup(style[1] if style else ""),
         title=_title(comparison),
         headline=" ".join(filter(None, (_comparison_verdict(comparison, place) for place in comparison.places))),
-        setting=_setting(comparison),
+        baselines=[text for place in comparison.places if (text := _baselines(comparison, place))],
+        setting=_comparison_setting(comparison),
+        commands=_commands(comparison),
         created=sorted({result.record.created[:10] for result in comparison.results} - {""}),
         failed=comparison.failed,
         tables=[_page_table(comparison, table) for table in comparison.tables()],
@@ -404,17 +450,44 @@ def _title(comparison: Comparison) -> str:
     return f"{what} on {', '.join(where) if len(where) < 4 else count(len(where), 'benchmark')}"
 
 
-def _setting(comparison: Comparison) -> list[str]:
-    presets = list(dict.fromkeys(place.preset for place in comparison.places if place.preset))
-    words = [f"preset{'s' if len(presets) > 1 else ''} {', '.join(presets)}"] if presets else []
-    return [*words, count(len(comparison.results), "run"), f"seeds {', '.join(map(str, comparison.seeds))}"]
+def _comparison_setting(comparison: Comparison) -> list[str]:
+    names = list(dict.fromkeys(place.preset for place in comparison.places if place.preset))
+    parts = [f"preset{'s' if len(names) > 1 else ''} {', '.join(names)}"] if names else []
+    return [*parts, count(len(comparison.results), "run"), seed_list(comparison.seeds)]
+
+
+def _baselines(comparison: Comparison, place: ColumnGroup) -> str:
+    """Return the random guess and the upper bounds of a group of columns as text."""
+    entries = [(row, comparison.entries[row, place]) for row in comparison.rows if (row, place) in comparison.entries]
+    guess = _random_guess(comparison, place)
+    parts = [f"random guess: {percent(guess)}"] if guess else []
+    bounds = [(row, entry.value(FAA)) for row, entry in entries if row.bound]
+    parts += [f"upper bound ({row.label}): {percent(value[0])}" for row, value in bounds if value]
+    if not parts:
+        return ""
+    text = ", ".join(parts)
+    return f"{place.label}: {text}." if len(comparison.places) > 1 else f"{text[0].upper()}{text[1:]}."
+
+
+def _random_guess(comparison: Comparison, place: ColumnGroup) -> float | None:
+    """Return the accuracy in % of a random guess; None if the runs differ in it or do not record their classes."""
+    classes = {len(result.record.stream.classes) for result in comparison.results if result.place == place}
+    return 100 / classes.pop() if len(classes) == 1 and classes != {0} else None
+
+
+def _commands(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the command that repeats the first run of each row in each group of columns."""
+    several = len(comparison.places) > 1
+    first = [(row.label, place, entry.results[0].record) for (row, place), entry in comparison.entries.items()]
+    labeled = ((f"{label} ({place.label})" if several else label, repeat_command(run)) for label, place, run in first)
+    return [(label, command) for label, command in labeled if command]
 
 
 def _comparison_verdict(comparison: Comparison, place: ColumnGroup) -> str:
-    """Who is ahead, by how much, and whether that is more than the spread over the seeds."""
+    """Compare the two best rows; they are level within the standard deviation over seeds."""
     if not comparison.comparable(place):
         return ""
-    ranked = [(found, row) for row, entry in comparison.level(place).items() if (found := entry.value(FAA))]
+    ranked = [(value, row) for row, entry in comparison.level(place).items() if (value := entry.value(FAA))]
     ranked.sort(key=lambda pair: -pair[0][0])
     if len(ranked) < 2:
         return ""
@@ -424,22 +497,24 @@ def _comparison_verdict(comparison: Comparison, place: ColumnGroup) -> str:
     if gap < 0.005:
         level = [row.label for (value, _), row in ranked if round(value, 2) == round(first, 2)]
         return f"{where}{' and '.join(level[:2]) if len(level) < 3 else shorten(level)} are level at {percent(first)}."
-    less = ", less than the spread over the seeds" if gap < max(spread, other) else ""
+    within = ", within the standard deviation over seeds" if gap < max(spread, other) else ""
     points = number(gap, 1 if gap >= 0.05 else 2)
-    return f"{where}{best.label} ends at {percent(first)} on average, {points} points above {next_best.label}{less}."
+    return f"{where}{best.label} reaches {percent(first)} FAA, {points} points above {next_best.label}{within}."
 
 
 # Tables
 
 
 class PageTable(NamedTuple):
-    """A table of the page: groups of columns with widths, headings, rows; true begins a group of columns."""
+    """A table of the page; a true value starts a group of columns."""
 
     caption: str
     groups: list[tuple[str, int]]
     columns: list[tuple[str, bool]]
     rows: list[tuple[Row, Markup, list[tuple[FormattedCell, bool]]]]
     notes: Sequence[str]
+    differences: Sequence[str]
+    """Notes on settings that differ from the preset, which are folded."""
 
 
 def _page_table(comparison: Comparison, table: Table) -> PageTable:
@@ -447,41 +522,43 @@ def _page_table(comparison: Comparison, table: Table) -> PageTable:
     starts = {sum(width for _, width in groups[:group]) for group in range(1, len(groups))}
     looks = _looks(comparison)
     rows = [
-        (row, figures.swatch(looks[row]), [(shown, place in starts) for place, shown in enumerate(cells)])
+        (row, figures.swatch(looks[row]), [(cell, place in starts) for place, cell in enumerate(cells)])
         for row, cells in table.rows
     ]
     columns = [(measure.heading, place in starts) for place, (_, measure) in enumerate(table.columns)]
-    return PageTable(table.caption, groups if len(groups) > 1 else [], columns, rows, table.notes)
+    differences = [note for note in table.notes if note.startswith(DIFFERS)]
+    notes = [note for note in table.notes if not note.startswith((DIFFERS, MEANING))]
+    return PageTable(table.caption, groups if len(groups) > 1 else [], columns, rows, notes, differences)
 
 
-# Pictures
+# Figures
 
 
 def _looks(comparison: Comparison) -> dict[Row, int]:
-    """The index of each row's look: one colour for a method, other dashes and markers for its variations."""
+    """Return the style index of each row: a color per method, then dashes and markers."""
     names, used = list(dict.fromkeys(row.method for row in comparison.rows)), Counter[int]()
-    found = {}
+    looks = {}
     for row in comparison.rows:
-        colour = names.index(row.method) % len(figures.PALETTE)
-        found[row] = colour + len(figures.PALETTE) * used[colour]
-        used[colour] += 1
-    return found
+        color = names.index(row.method) % len(figures.PALETTE)
+        looks[row] = color + len(figures.PALETTE) * used[color]
+        used[color] += 1
+    return looks
 
 
 def _legend(comparison: Comparison) -> list[tuple[Markup, str]]:
-    """The look of each row that is drawn line by line."""
+    """Return the swatch and label of each row that is drawn as a line."""
     drawn = {row for (row, _), entry in comparison.entries.items() if len(entry.matrix) > 1}
     return [(figures.swatch(look), row.label) for row, look in _looks(comparison).items() if row in drawn]
 
 
-def _here(comparison: Comparison, place: ColumnGroup) -> list[tuple[int, Row, Entry]]:
-    """The rows of a place, with the index of their look."""
+def _entries(comparison: Comparison, place: ColumnGroup) -> list[tuple[int, Row, Entry]]:
+    """Return the rows of a group of columns with their style index."""
     entries = comparison.entries
     return [(look, row, entries[row, place]) for row, look in _looks(comparison).items() if (row, place) in entries]
 
 
 def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Markup]]]]:
-    """Titles, texts and figures by subject, a figure of each place."""
+    """Return title, text and figures of each section, a figure per group of columns."""
     subjects: list[tuple[str, str, Callable[[Comparison, ColumnGroup, str], Markup | None]]] = [
         ("Final accuracy", _FINAL, partial(_bars, FAA, "final average accuracy, %")),
         ("Average accuracy", _AVERAGE, _average),
@@ -489,7 +566,7 @@ def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Ma
         ("Prompt similarity", _SIMILAR, partial(_bars, SIMILARITY, "prompt similarity")),
         ("More components", _MORE, _more),
     ]
-    found = []
+    sections = []
     for subject, (title, text, draw) in enumerate(subjects):
         drawn = [
             (place.label, svg)
@@ -497,74 +574,76 @@ def _sections(comparison: Comparison) -> list[tuple[str, str, list[tuple[str, Ma
             if (svg := draw(comparison, place, f"s{subject}-{index}"))
         ]
         if drawn:
-            found.append((title, text, drawn))
-    return found
+            sections.append((title, text, drawn))
+    return sections
 
 
 _FINAL = (
-    "Average accuracy over all tasks in the end (FAA), mean and standard deviation over the seeds. "
-    "An outlined bar is not ranked: an upper bound, or published behaviour that is wrong (†)."
+    "FAA ↑: average accuracy over all tasks after the last one, mean and standard deviation over seeds. The dotted "
+    "line is a random guess. Outlined bars are not ranked: an upper bound, or a known error of published code (†)."
 )
-_AVERAGE = "After each step: the mean accuracy over all tasks learned so far. A point at the end is an upper bound."
-_FORGETTING = "How far the earlier tasks ended below their best, in points. Less is better; below 0 they gained."
+_AVERAGE = "Mean accuracy over all tasks learned so far, after each task. A single point at the end is an upper bound."
+_FORGETTING = "↓ Points that earlier tasks lost from their best accuracy. Negative values are gains."
 _SIMILAR = (
-    "Mean cosine similarity between the prompts that different classes receive. The diamond is the same at the start: "
-    "random prompts begin unlike each other, and only what training changed says something. At 1 they have collapsed."
+    "Mean cosine similarity between the prompts of different classes. The diamond shows it before training; only the "
+    "change is meaningful, because random prompts differ. At 1.0 all classes get the same prompt (collapse)."
 )
-_MORE = "The similarity against the number of components. Dotted, with hollow marks: the same at the start."
+_MORE = "Prompt similarity by number of components. Dotted lines with hollow markers: before training."
 
 
 def _bars(measure: Measure, axis: str, comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None:
-    drawn, words = [], []
-    for look, row, entry in _here(comparison, place):
-        found, begun = entry.value(measure), entry.start(measure)
-        if found is None:
+    drawn, texts = [], []
+    for look, row, entry in _entries(comparison, place):
+        value, start = entry.value(measure), entry.start(measure)
+        if value is None:
             continue
         name = row.label + (MARKED if entry.marks else "")
-        error = found[1] if len(entry.results) > 1 else None
-        drawn.append(Bar(name, found[0], error, look, begun, outlined=row.bound or bool(entry.marks)))
+        error = value[1] if len(entry.results) > 1 else None
+        drawn.append(Bar(name, value[0], error, look, start, outlined=row.bound or bool(entry.marks)))
         spread = "" if error is None else f" ± {number(error, measure.digits)}"
-        first = "" if begun is None else f", {number(begun, measure.digits)} at the start"
-        words.append(f"{name} {number(found[0], measure.digits)}{spread}{first}")
+        first = "" if start is None else f", {number(start, measure.digits)} at the start"
+        texts.append(f"{name} {number(value[0], measure.digits)}{spread}{first}")
     if not drawn:
         return None
-    digits = 1 if measure.better else 2
-    return figures.bars(drawn, axis, digits, key, f"Bar chart of {axis}: {'; '.join(words)}.")
+    digits, guess = 1 if measure.better else 2, _random_guess(comparison, place) if measure is FAA else None
+    return figures.bars(drawn, axis, digits, key, f"Bar chart of {axis}: {'; '.join(texts)}.", guess)
 
 
 def _average(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None:
-    curves = [(index, row, entry.curve) for index, row, entry in _here(comparison, place)]
+    curves = [(index, row, entry.curve) for index, row, entry in _entries(comparison, place)]
     total = max((len(curve) for _, _, curve in curves), default=0)
     if total < 2:
         return None
-    absent = {row: total - len(curve) if row.bound else 0 for _, row, curve in curves}  # a bound is known in the end
+    absent = {
+        row: total - len(curve) if row.bound else 0 for _, row, curve in curves
+    }  # a bound has a value for the last step only
     lines = [(row.label, Series([*[None] * absent[row], *curve], index)) for index, row, curve in curves]
-    words = "; ".join(f"{row.label}: {', '.join(map(number, curve))}" for _, row, curve in curves)
+    values = "; ".join(f"{row.label}: {', '.join(map(number, curve))}" for _, row, curve in curves)
     floor = figures.accuracy_floor([value for _, _, curve in curves for value in curve])
-    description = f"Line chart of the average accuracy in percent after each task. {words}."
+    description = f"Line chart of the average accuracy in percent after each task. {values}."
     return figures.named_curves(lines, total, floor, key, description)
 
 
 def _more(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None:
-    """Similarity against the number of components, where that is varied."""
+    """Draw the similarity by number of components, if that is varied."""
     lines: dict[str, tuple[int, list[tuple[float, float, float | None]]]] = {}
-    for index, row, entry in _here(comparison, place):
+    for index, row, entry in _entries(comparison, place):
         setting = [(name, value) for name, value in row.varied if name in COMPONENTS]
-        found = entry.value(SIMILARITY)
-        if len(setting) != 1 or not found or not isinstance(setting[0][1], int | float):
+        value = entry.value(SIMILARITY)
+        if len(setting) != 1 or not value or not isinstance(setting[0][1], int | float):
             continue
         rest = describe(tuple((name, value) for name, value in row.varied if name not in COMPONENTS))
         name = ", ".join((row.name, *rest))
-        point = (float(setting[0][1]), found[0], entry.start(SIMILARITY))
+        point = (float(setting[0][1]), value[0], entry.start(SIMILARITY))
         lines.setdefault(name, (index, []))[1].append(point)
     grown = [Growth(name, index, sorted(points)) for name, (index, points) in lines.items() if len(points) > 1]
     if not grown:
         return None
-    words = "; ".join(
+    values = "; ".join(
         f"{line.name}: " + ", ".join(f"{number(value, 3)} with {size:g}" for size, value, _ in line.points)
         for line in grown
     )
-    description = f"Line chart of the prompt similarity against the number of components. {words}."
+    description = f"Line chart of the prompt similarity by number of components. {values}."
     return figures.growth(grown, "components", "prompt similarity", key, description)
 
 
@@ -572,7 +651,7 @@ def _more(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None
 
 
 class TasksSection(NamedTuple):
-    """The accuracy on each task over the steps, and the points that each row lost of it."""
+    """Accuracy on each task over the steps, and the points that each row lost."""
 
     label: str
     panels: list[Markup]
@@ -581,15 +660,15 @@ class TasksSection(NamedTuple):
 
 
 def _tasks_section(comparison: Comparison, place: ColumnGroup) -> TasksSection | None:
-    here = [(index, row, entry) for index, row, entry in _here(comparison, place) if len(entry.matrix) > 1]
-    if not here:
+    entries = [(index, row, entry) for index, row, entry in _entries(comparison, place) if len(entry.matrix) > 1]
+    if not entries:
         return None
-    total = max(len(entry.matrix) for _, _, entry in here)
-    floor = figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in here])
+    total = max(len(entry.matrix) for _, _, entry in entries)
+    floor = figures.accuracy_floor([float(np.nanmin(entry.matrix)) for _, _, entry in entries])
     at = comparison.places.index(place)
-    panels = [_comparison_panel(here, task, total, floor, f"t{at}-{task}") for task in range(total)]
+    panels = [_comparison_panel(entries, task, total, floor, f"t{at}-{task}") for task in range(total)]
     rows = []
-    for index, row, entry in here:
+    for index, row, entry in entries:
         drops = [number(value) for value in metrics.per_task_drop(entry.matrix)[:-1]]
         drops += [""] * (total - 1 - len(drops))
         forgetting = entry.value(FORGETTING)
@@ -597,15 +676,17 @@ def _tasks_section(comparison: Comparison, place: ColumnGroup) -> TasksSection |
     return TasksSection(place.label, panels, rows, f"{floor:.0f}")
 
 
-def _comparison_panel(here: Sequence[tuple[int, Row, Entry]], task: int, total: int, floor: float, key: str) -> Markup:
-    series, words = [], []
-    for index, row, entry in here:
+def _comparison_panel(
+    entries: Sequence[tuple[int, Row, Entry]], task: int, total: int, floor: float, key: str
+) -> Markup:
+    series, texts = [], []
+    for index, row, entry in entries:
         if len(entry.matrix) <= task:
             continue
         values = [None if np.isnan(value) else float(value) for value in entry.matrix[task]]
         series.append(Series(values, index))
-        words.append(f"{row.label} from {number(values[task] or 0.0)} to {number(values[-1] or 0.0)}")
-    description = f"Accuracy on task {task + 1} in percent: {'; '.join(words)}."
+        texts.append(f"{row.label} from {number(values[task] or 0.0)} to {number(values[-1] or 0.0)}")
+    description = f"Accuracy on task {task + 1} in percent: {'; '.join(texts)}."
     return figures.task_panel(series, total, floor, key, description)
 
 
@@ -615,7 +696,7 @@ def _comparison_panel(here: Sequence[tuple[int, Row, Entry]], task: int, total: 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     """Write the tables and the page into a folder."""
     if not comparison.results:
-        raise UserError("no run is finished: there is nothing to compare")
+        raise UserError("No run is finished yet. Compare runs once they are.")
     makers: tuple[Callable[[Comparison], str], ...] = (markdown, latex, csv_table, render_comparison)
     return [
         write(out / name, make(comparison).encode("utf-8", "replace")) for name, make in zip(FILES, makers, strict=True)
@@ -623,6 +704,6 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
 
 
 def write_page(comparison: Comparison, path: Path) -> Path:
-    """Put the tables into a page of Markdown; what else stands in it stays."""
+    """Put the tables into a page of Markdown and keep the rest of it."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     return write(path, fill_page(before, comparison).encode())

@@ -1,4 +1,4 @@
-"""The one writer of tables: numbers, Markdown, LaTeX and CSV."""
+"""Formats of numbers, and tables as Markdown, LaTeX and CSV."""
 
 import csv
 import io
@@ -17,24 +17,24 @@ MARKED, HELD_OUT = "†", "‡"
 
 
 def number(value: float, digits: int = 1) -> str:
-    """A number with so many decimals, a real minus and no negative zero."""
+    """Format a number with a minus sign (U+2212) and without negative zero."""
     text = f"{value:,.{digits}f}"
     return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """A number with a percent sign."""
-    return number(value, digits) + "\u00a0%"  # a line must not end between the two
+    """Format a number with a percent sign."""
+    return number(value, digits) + "%"
 
 
 def count(number: int, thing: str) -> str:
-    """How many of a thing, with its plural."""
+    """Format a number of things, with the plural."""
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{number:,} {thing if number == 1 else plural}"
 
 
 def duration(seconds: float) -> str:
-    """Say a time as people do.
+    """Format a time.
 
     >>> duration(42.2), duration(754), duration(7260)
     ('42 s', '12 min 34 s', '2 h 1 min')
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def markdown(comparison: "Comparison") -> str:
-    """The tables in Markdown, with what must be said about them."""
+    """Write the tables with their notes in Markdown."""
     parts = ["# Comparison"]
     for table in comparison.tables():
         parts += [f"## {markdown_text(table.caption)}", table_body(table)]
@@ -70,7 +70,9 @@ def table_body(table: "Table") -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
-    """Set a table of Markdown cells: columns of text, then right-aligned numbers; if negative, counted from the right.
+    """Write a table in Markdown: columns of text, then right-aligned numbers.
+
+    A negative number of text columns counts from the right.
 
     >>> print(markdown_table(["name", "n"], [["a", "1"]]))
     | name |   n |
@@ -90,15 +92,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], text_co
 
 
 def fill_page(page: str, comparison: "Comparison") -> str:
-    """Put the tables into a page of Markdown between two marks, over those that stood there before.
-
-    A page without the marks gets them at its end.
-    """
-    begin, end = "<!-- comparison: made by probprompt compare -->", "<!-- end of comparison -->"
-    before, found, rest = page.partition(begin)
-    after = rest.partition(end)[2] if found else "\n"
+    """Replace the tables between two marks in a page of Markdown, or add them at its end."""
+    start, end = "<!-- comparison: made by probprompt compare -->", "<!-- end of comparison -->"
+    before, mark, rest = page.partition(start)
+    after = rest.partition(end)[2] if mark else "\n"
     tables = markdown(comparison).partition("\n")[2].strip()
-    return f"{before.rstrip() or '# Results'}\n\n{begin}\n\n{tables}\n\n{end}{after}"
+    return f"{before.rstrip() or '# Results'}\n\n{start}\n\n{tables}\n\n{end}{after}"
 
 
 def markdown_text(text: str) -> str:
@@ -107,13 +106,13 @@ def markdown_text(text: str) -> str:
     return "".join(f"\\{letter}" if letter in r"\`*_[]|~" else letter for letter in " ".join(escaped.split()))
 
 
-def _markdown_cell(shown: "FormattedCell") -> str:
-    before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[shown.rank]  # u is not allowed everywhere
-    return f"{before}{shown.text}{after}{shown.sign}"
+def _markdown_cell(cell: "FormattedCell") -> str:
+    before, after = {1: ("**", "**"), 2: ("<ins>", "</ins>"), 0: ("", "")}[cell.rank]  # some sites reject <u>
+    return f"{before}{cell.text}{after}{cell.sign}"
 
 
 def latex(comparison: "Comparison") -> str:
-    """The tables in LaTeX, to be used with booktabs."""
+    """Write the tables in LaTeX for booktabs."""
     head = "% needs \\usepackage{booktabs}\n"
     return head + "\n".join(_latex_table(table) for table in comparison.tables())
 
@@ -156,14 +155,13 @@ def _latex_label(row: "Row") -> str:
     return _latex(row.label) + (r" \emph{(upper bound)}" if row.bound else "")
 
 
-def _latex_cell(shown: "FormattedCell") -> str:
-    text = _latex(shown.text)
-    command = {1: r"\textbf{%s}", 2: r"\underline{%s}", 0: "%s"}[shown.rank]
-    return command % text + _latex(shown.sign)
+def _latex_cell(cell: "FormattedCell") -> str:
+    command = {1: r"\textbf{%s}", 2: r"\underline{%s}", 0: "%s"}[cell.rank]
+    return command % _latex(cell.text) + _latex(cell.sign)
 
 
 def csv_table(comparison: "Comparison") -> str:
-    """One line per run with all its numbers and settings."""
+    """Write one line per run with all its numbers and settings."""
     lines = [result.csv_line() for result in comparison.results]
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
