@@ -15,7 +15,7 @@ import pytest
 
 from html_page import Page
 from probprompt import presets
-from probprompt.config import apply_assignments, nest, parse_config
+from probprompt.config import apply_assignments, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.report.pages import repeat_command, save_overview, write_report
@@ -323,14 +323,12 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
 
 
 def test_command_repeats_the_settings_of_a_run() -> None:
-    config = presets.settings("flagship", "probprompt", "emoji-r", 5) | {"seeds": {"order": 3, "init": 3, "data": 3}}
-    config |= {"backbone": {"name": "demo", "image_size": 32}}
-    arguments = split(repeat_command(RunRecord(config=config)))
-    options = dict(zip(arguments[3:11:2], arguments[4:12:2], strict=True))
-    assert options == {"--method": "probprompt", "--preset": "flagship", "--tasks": "5", "--seed": "3"}
-    given = {"data.benchmark": arguments[2], "data.tasks": 5, "method.name": "probprompt"}
-    repeated = presets.resolve("flagship", apply_assignments(nest(given), arguments[12::2]))
-    assert parse_config(repeated | {"seeds": config["seeds"]}) == parse_config(config)
+    config = presets.settings("flagship", "probprompt", "emoji-r", 5) | {"backbone": {"name": "demo", "image_size": 32}}
+    command = split(repeat_command(RunRecord(config=config | {"seeds": dict.fromkeys(("order", "init", "data"), 3)})))
+    assert command[3:11] == ["--method", "probprompt", "--preset", "flagship", "--tasks", "5", "--seed", "3"]
+    given = {"data": {"benchmark": "emoji-r", "tasks": 5}, "method": {"name": "probprompt"}}
+    repeated = presets.resolve("flagship", apply_assignments(given, command[12::2]))
+    assert command[11:13:2] == ["--set"] and parse_config(repeated) == parse_config(config)
 
 
 def test_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def decoded(work: Callable[[Decoders], Any], pixels: int = 1_000_000, seconds: f
 
 
 def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
-    grey_alpha = encoded(PHOTO.convert("LA"), "PNG")
+    gray_alpha = encoded(PHOTO.convert("LA"), "PNG")
     turned = PHOTO.getexif()
     turned[0x0112] = 6
-    files = [encoded(PHOTO, "PNG"), grey_alpha, encoded(PHOTO, "JPEG", exif=turned), encoded(PHOTO, "WEBP")]
+    files = [encoded(PHOTO, "PNG"), gray_alpha, encoded(PHOTO, "JPEG", exif=turned), encoded(PHOTO, "WEBP")]
 
     async def work(decoders: Decoders) -> None:
         for data in files:
@@ -176,14 +176,14 @@ def batched(work: Callable[[Batcher, Slow], Any], **how: Any) -> Any:
     return asyncio.run(run())
 
 
-def grey(level: int) -> Any:
+def gray(level: int) -> Any:
     return np.full((4, 4, 3), level, np.uint8)
 
 
 def test_requests_are_gathered_and_each_gets_its_own() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
-        waiting = [batcher.predict([grey(level)] * (level % 3 + 1), level % 2 + 1) for level in range(9)]
+        waiting = [batcher.predict([gray(level)] * (level % 3 + 1), level % 2 + 1) for level in range(9)]
         asked = [asyncio.create_task(one) for one in waiting]
         await asyncio.sleep(0.05)
         slow.go.set()
@@ -198,12 +198,12 @@ def test_requests_are_gathered_and_each_gets_its_own() -> None:
 def test_images_of_a_request_are_answered_by_one_version() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
-        before = asyncio.create_task(batcher.predict([grey(1)] * 20, 1))
+        before = asyncio.create_task(batcher.predict([gray(1)] * 20, 1))
         await asyncio.sleep(0.05)
         batcher.classifier = cast(ContinualClassifier, Slow(2))
         slow.go.set()
         assert (await before).version == 1 and len((await before).predictions) == 20
-        assert (await batcher.predict([grey(1)], 1)).version == 2
+        assert (await batcher.predict([gray(1)], 1)).version == 2
 
     batched(work, most=8)
 
@@ -212,7 +212,7 @@ def test_failing_request_does_not_fail_others() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         empty = np.zeros((0, 4, 3), np.uint8)
         outcomes = await asyncio.gather(
-            *(batcher.predict([image], 1) for image in (grey(1), empty, grey(3))), return_exceptions=True
+            *(batcher.predict([image], 1) for image in (gray(1), empty, gray(3))), return_exceptions=True
         )
         assert isinstance(outcomes[1], ValueError)
         assert [isinstance(outcome, Answer) for outcome in outcomes] == [True, False, True]
@@ -223,7 +223,7 @@ def test_failing_request_does_not_fail_others() -> None:
 def test_closing_answers_waiting_requests() -> None:
     async def work(batcher: Batcher, slow: Slow) -> None:
         slow.go.clear()
-        waiting = asyncio.create_task(batcher.predict([grey(5)] * 3, 1))
+        waiting = asyncio.create_task(batcher.predict([gray(5)] * 3, 1))
         await asyncio.sleep(0.02)
         closing = asyncio.create_task(asyncio.to_thread(batcher.close))
         slow.go.set()
@@ -238,10 +238,10 @@ def test_capacity_counts_images_and_bytes() -> None:
     with capacity.reserve(3) as hold:
         with pytest.raises(OverloadedError), capacity.reserve(2):
             pass
-        hold(grey(1))  # 48 bytes
-        hold(grey(1))
+        hold(gray(1))  # 48 bytes
+        hold(gray(1))
         with pytest.raises(OverloadedError):
-            hold(grey(1))
+            hold(gray(1))
         assert (capacity.images, capacity.bytes) == (3, 96)
     assert (capacity.images, capacity.bytes) == (0, 0)
 

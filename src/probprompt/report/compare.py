@@ -30,9 +30,6 @@ Key = TypeVar("Key")
 Item = TypeVar("Item")
 
 
-# What is compared
-
-
 @dataclass(frozen=True)
 class Row:
     """A method with its varied settings."""
@@ -393,8 +390,6 @@ class Comparison:
             signs if measure is FAA else "",
         )
 
-    # Notes
-
     def _inside_notes(self) -> list[str]:
         texts = {SIMILARITY: _SIMILARITY, DISK: _DISK}
         notes = [texts[one] for one in texts if any(entry.value(one) for entry in self.entries.values())]
@@ -535,8 +530,6 @@ _SIMILARITY = (
 
 SHARED_NOTES = (MEANING, _SIMILARITY, _DISK)
 
-
-# Gathering
 
 MANY = 3
 """With this number of varied settings, labels omit default values."""

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 INK, MUTED, RULE, PAGE = "#1b1f27", "#59616e", "#d8dce2", "#fefefe"
 PALETTE = ("#0b62a4", "#c24e0a", "#0a7a5c", "#8d3f92", "#7d6310", "#474d58")
 """Colors that remain distinct with color blindness, with a contrast of at least 4.5:1 on white."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven, so that six colours repeat with another marker
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven, so that six colors repeat with another marker
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)))
 SHAPES = {
     "o": "M14 1.6a3.4 3.4 0 1 0 .01 0z",

@@ -97,10 +97,7 @@ class RunFiles:
     @property
     def random_guess(self) -> str:
         """Accuracy of a random guess among the classes learned so far, as text."""
-        return percent(100 / len({name for task in self.record.stream.tasks[: self.steps] for name in task}))
-
-
-# The page of a run: text
+        return percent(100 / max(1, len(set(chain(*self.record.stream.tasks[: self.steps])))))
 
 
 def _plain(value: object) -> str:
@@ -137,7 +134,7 @@ def _headline(run: RunFiles) -> str:
 
 def _setting(run: RunFiles) -> list[str]:
     """Return benchmark, tasks, classes, method and backbone as text."""
-    record, classes = run.record, len({name for task in run.record.stream.tasks for name in task})
+    record, classes = run.record, len(set(chain(*run.record.stream.tasks)))
     method = f"method {record.method}" if record.method else ""
     backbone = f"backbone {record.backbone.name}" if record.backbone.name else ""
     parts = (record.benchmark, count(run.total, "task"), count(classes, "class"), method, backbone)
@@ -243,17 +240,14 @@ def _tasks(run: RunFiles) -> list[tuple[list[str], str, str]]:
     return list(zip(stream.tasks, chain(train, repeat(NOTHING)), chain(test, repeat(NOTHING)), strict=False))
 
 
-# The page of a run: figures
-
-
 def _floor(runs: Sequence[RunFiles]) -> float:
     return figures.accuracy_floor([v for run in runs for row in run.accuracy.matrix for v in row if v is not None])
 
 
 def _average_curve(run: RunFiles, floor: float) -> Markup:
-    values = ", ".join(map(number, run.accuracy.averages))
-    description = f"Line chart of the average accuracy in percent after each task. {run.label}: {values}."
-    return figures.average_curves([Series(run.accuracy.averages)], run.total, floor, description)
+    averages = run.accuracy.averages
+    description = f"Line chart of the average accuracy in percent after each task: {', '.join(map(number, averages))}."
+    return figures.average_curves([Series(averages)], run.total, floor, description)
 
 
 def _task_panels(run: RunFiles, floor: float) -> list[tuple[Markup, str]]:
@@ -357,9 +351,6 @@ def _render(name: str, **content: object) -> str:
     return figures.UNPRINTABLE.sub("�", environment.from_string(_template(name)).render(content))
 
 
-# Writing
-
-
 def write(path: Path, content: bytes) -> Path:
     """Write a file, and create its folder if necessary."""
     try:
@@ -415,9 +406,6 @@ def _overview(runs: Sequence[RunFiles]) -> figures.Overview:
         matrix_of=first.label,
         similarities=[(f"{name}, {_mean_similarity(part)}", part.matrix) for name, part in maps if part],
     )
-
-
-# The page of a comparison
 
 
 COMPONENTS = ("method.components", "method.components_per_task")
@@ -502,9 +490,6 @@ def _comparison_verdict(comparison: Comparison, place: ColumnGroup) -> str:
     return f"{where}{best.label} reaches {percent(first)} FAA, {points} points above {next_best.label}{within}."
 
 
-# Tables
-
-
 class PageTable(NamedTuple):
     """A table of the page; a true value starts a group of columns."""
 
@@ -529,9 +514,6 @@ def _page_table(comparison: Comparison, table: Table) -> PageTable:
     differences = [note for note in table.notes if note.startswith(DIFFERS)]
     notes = [note for note in table.notes if not note.startswith((DIFFERS, MEANING))]
     return PageTable(table.caption, groups if len(groups) > 1 else [], columns, rows, notes, differences)
-
-
-# Figures
 
 
 def _looks(comparison: Comparison) -> dict[Row, int]:
@@ -647,9 +629,6 @@ def _more(comparison: Comparison, place: ColumnGroup, key: str) -> Markup | None
     return figures.growth(grown, "components", "prompt similarity", key, description)
 
 
-# Task by task
-
-
 class TasksSection(NamedTuple):
     """Accuracy on each task over the steps, and the points that each row lost."""
 
@@ -688,9 +667,6 @@ def _comparison_panel(
         texts.append(f"{row.label} from {number(values[task] or 0.0)} to {number(values[-1] or 0.0)}")
     description = f"Accuracy on task {task + 1} in percent: {'; '.join(texts)}."
     return figures.task_panel(series, total, floor, key, description)
-
-
-# Writing a comparison
 
 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:

@@ -13,9 +13,6 @@ NOTHING = "—"
 MARKED, HELD_OUT = "†", "‡"
 
 
-# Numbers
-
-
 def number(value: float, digits: int = 1) -> str:
     """Format a number with a minus sign (U+2212) and without negative zero."""
     text = f"{value:,.{digits}f}"
@@ -46,9 +43,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-# Tables
 
 
 def markdown(comparison: "Comparison") -> str:
