@@ -451,7 +451,7 @@ class Comparison:
     @property
     def own_notes(self) -> list[str]:
         """Return the notes that are about these runs only, without those that hold for all tables."""
-        return [*self._usual_note(), *self._caveats(), *self._time_note()]
+        return [*self._defaults_note(), *self._caveats(), *self._time_note()]
 
     def _caveats(self) -> list[str]:
         """Return why some numbers must not be compared."""
