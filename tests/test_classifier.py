@@ -94,7 +94,7 @@ def test_the_head_is_always_the_joint_solution_over_all_images(layers: int, inte
         ({**paint("b", 7, seed=5), **paint("f", 6)}, ("f",), ("b",)),
         (paint("d", 5, seed=6), (), ("d",)),
     ):
-        report = made.learn(more, known="refine")
+        report = made.learn(more, existing="extend")
         assert (report.classes, report.refined, made.task_count) == (new, refined, 3)
         every.update({name: every.get(name, []) + group for name, group in more.items()})
         check()
@@ -132,7 +132,7 @@ def test_what_was_learned_is_recognized(two_tasks: ContinualClassifier) -> None:
 
 def test_the_report_says_what_was_learned(two_tasks: ContinualClassifier) -> None:
     made = taught(paint("abc"))
-    report = made.learn(paint("de"), name="second")
+    report = made.learn(paint("de"), note="second")
     assert (report.version, report.classes, report.images, report.refined) == (2, ("d", "e"), 20, ())
     assert report.seconds > 0 and 0 < report.temperature < 10 and report.warnings == ()
     assert report.calibration_error is None  # of 10 held-out images nothing can be said
@@ -220,19 +220,21 @@ def test_predictions_use_the_old_version_while_another_is_learned() -> None:
     assert Asking.stages["learning"][0] == Asking.stages["learning"][1] > 0
 
 
-def test_a_known_class_is_refused_by_name_with_the_choice(two_tasks: ContinualClassifier) -> None:
-    with pytest.raises(UserError, match=r"1 class\(es\).*: b\..*known='refine'"):
+def test_learn_rejects_existing_classes_by_default(two_tasks: ContinualClassifier) -> None:
+    with pytest.raises(UserError, match=r": b\..*--existing extend"):
         two_tasks.learn(paint("bx"))
-    with pytest.raises(UserError, match=r"'B' is the known class 'b'"):
-        two_tasks.learn({"B": paint("b")["b"]}, known="refine")
-    with pytest.raises(UserError, match=r"'refuse' or 'refine', not 'merge'"):
-        two_tasks.learn(paint("b"), known="merge")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"'B'.*'b'"):
+        two_tasks.learn({"B": paint("b")["b"]}, existing="extend")
+    with pytest.raises(UserError, match=r"'merge'.*'error' or 'extend'"):
+        two_tasks.learn(paint("b"), existing="merge")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"'known'.*existing='extend'"):
+        two_tasks.learn(paint("b"), known="refine")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("projections", [0, 60], ids=["kept one by one", "kept as sums"])
 def test_mirror_images_follow_their_images(projections: int) -> None:
     made = taught(paint("abc"), paint("de", 6), **{"head.flip_augment": True, "projections": projections})
-    made.learn(paint("b", 7, seed=5), known="refine")
+    made.learn(paint("b", 7, seed=5), existing="extend")
     made.forget("c")
     every = {**paint("ab"), **paint("de", 6)}
     every["b"] = every["b"] + paint("b", 7, seed=5)["b"]
@@ -273,7 +275,7 @@ def test_large_classes_are_kept_as_sums() -> None:
     kept = made.predictor.state.classes[0].rest.tensors
     assert "rows" not in kept and int(kept["count"]) == 160
     more = paint("a", 20, seed=3)
-    made.learn(more, known="refine")
+    made.learn(more, existing="extend")
     made.forget("b")
     every = paint("ac", 180)
     every["a"] = every["a"] + more["a"]
@@ -284,15 +286,15 @@ def test_what_cannot_be_forgotten_or_refined_exactly_is_refused(two_tasks: Conti
     linear, adapting = taught(paint("ab", 4), method="linear-probe"), taught(paint("ab", 4), adapt_tasks=2)
     for made, name, message in (
         (linear, "a", "the head 'linear' was trained"),
-        (adapting, "a", "cannot be forgotten yet"),
+        (adapting, "a", "'a' yet.*adapt_tasks"),
         (two_tasks, "aa", "'a'"),
         (taught(paint("a", 4), method="ranpac"), "a", "the only class"),
     ):
         with pytest.raises(UserError, match=message):
             made.forget(name)
-    for made, message in ((linear, "only where the head is solved"), (adapting, "still learn in task 2")):
+    for made, message in ((linear, "closed-form head"), (adapting, "still trained in task 2")):
         with pytest.raises(UserError, match=message):
-            made.learn(paint("a", 4), known="refine")
+            made.learn(paint("a", 4), existing="extend")
 
 
 def test_renaming_changes_names_alone() -> None:
@@ -303,7 +305,7 @@ def test_renaming_changes_names_alone() -> None:
     assert made.classes == ("a", "Caf\u00e9", "c") and made.history()[-1].note == "was b"
     assert [answer.probability for answer in after] == [answer.probability for answer in before]
     assert labels_of(after) == ["Caf\u00e9" if answer.label == "b" else answer.label for answer in before]
-    for name, message in (("C", "a class 'c' already"), (" ", "must not be empty"), ("\u200d", "printable|empty")):
+    for name, message in (("C", "'C': class 'c'"), (" ", "must not be empty"), ("\u200d", "printable|empty")):
         with pytest.raises(UserError, match=message):
             made.rename("a", name)
     made.rename("a", "A")  # its own name in another case is nobody else's
@@ -322,12 +324,12 @@ def test_going_back_makes_a_new_version_and_loses_none() -> None:
     torch.testing.assert_close(weight(made), weight(once), rtol=1e-5, atol=1e-6)
     made.rollback(2)
     assert made.classes == tuple("abcde")
-    with pytest.raises(UserError, match=r"no version 9 .*1, 2, 3, 4, 5"):
+    with pytest.raises(UserError, match=r"Version 9 .*1, 2, 3, 4, 5"):
         made.rollback(9)
     made.keep_versions = 2
     made.rename("a", "x")
     assert [one.number for one in made.history()] == [5, 6]
-    with pytest.raises(UserError, match="kept are: 5, 6"):
+    with pytest.raises(UserError, match="versions: 5, 6"):
         made.rollback(1)
     with pytest.raises(UserError, match="at least 1"):
         ContinualClassifier(**TINY, keep_versions=0)
@@ -352,7 +354,7 @@ def test_an_answer_depends_on_its_own_image_alone(two_tasks: ContinualClassifier
     every = flat(paint("abcdex", 3, seed=4))
     alone = [two_tasks.predict(picture)[0] for picture in every]
     for batch in (1, 7, 100):
-        together = list(two_tasks.predict_each(every, batch=batch))
+        together = list(two_tasks.predict_each(every, batch_size=batch))
         assert labels_of(together) == labels_of(alone)
         assert [one.probability for one in together] == pytest.approx([one.probability for one in alone], rel=1e-4)
         assert [one.novelty for one in together] == pytest.approx([one.novelty for one in alone], rel=1e-3, abs=1e-3)
@@ -371,7 +373,7 @@ def test_an_unreadable_file_is_an_answer_with_its_error(two_tasks: ContinualClas
 
 def test_images_are_taken_as_they_are_asked_for(two_tasks: ContinualClassifier) -> None:
     taken, picture = itertools.count(), paint("a", 1)["a"][0]
-    stream = two_tasks.predict_each((picture for _ in taken), batch=4)
+    stream = two_tasks.predict_each((picture for _ in taken), batch_size=4)
     assert [next(stream).label for _ in range(6)] == ["a"] * 6
     assert next(taken) < 60, "a stream of any length is gone through in constant memory"
     stream.close()  # type: ignore[attr-defined]
@@ -382,7 +384,7 @@ def test_what_is_no_image_is_refused(two_tasks: ContinualClassifier) -> None:
     for given, message in refused:
         with pytest.raises(UserError, match=message):
             two_tasks.predict(given)
-    with pytest.raises(UserError, match=r"top_k .*, not 0"):
+    with pytest.raises(UserError, match="top_k 0"):
         two_tasks.predict(paint("a", 1)["a"], top_k=0)
 
 
@@ -414,11 +416,11 @@ def test_pictures_of_no_known_class_are_marked() -> None:
 
 def test_old_classes_that_look_like_new_ones_are_told() -> None:
     made = taught(paint("abc", 20))
-    twin = made.learn({"twin of b": paint("b", 20, seed=7)["b"], "z": paint("z", 20)["z"]}).retention
+    twin = made.learn({"twin of b": paint("b", 20, seed=7)["b"], "z": paint("z", 20)["z"]}).confusion_risks
     assert twin and (twin[0].old, twin[0].new) == ("b", "twin of b") and 0.2 < twin[0].share <= 1
     assert [risk.share for risk in twin] == sorted((risk.share for risk in twin), reverse=True)
     made.rollback(1)
-    assert all(risk.share < twin[0].share / 2 for risk in made.learn(paint("yz", 20)).retention)
+    assert all(risk.share < twin[0].share / 2 for risk in made.learn(paint("yz", 20)).confusion_risks)
 
 
 def test_evaluation_counts_what_predictions_say(two_tasks: ContinualClassifier) -> None:
@@ -436,9 +438,9 @@ def test_evaluation_counts_what_predictions_say(two_tasks: ContinualClassifier) 
     earlier = two_tasks.evaluate(paint("abc"))  # newer classes need not be tested
     assert len(earlier.per_task) == 1 and earlier.forgetting == earlier.per_task[0].forgotten is not None
     assert two_tasks.evaluate(paint("de")).forgetting is None
-    with pytest.raises(UserError, match=r"2 class\(es\).*p, q.*--unknown"):
+    with pytest.raises(UserError, match=r"p, q\..*--unknown"):
         two_tasks.evaluate(paint("apq", 2))
-    with pytest.raises(UserError, match="none of the images can be read"):
+    with pytest.raises(UserError, match="None of the images can be read"):
         two_tasks.evaluate({"a": ["missing.png"]})
 
 
@@ -537,7 +539,7 @@ def test_sums_that_are_kept_are_those_that_are_solved() -> None:
 def test_a_single_image_per_class_is_enough_but_told() -> None:
     made = ContinualClassifier(**PROBPROMPT)
     report = made.learn(paint("abc", 1))
-    assert report.calibration_error is None and "very few images" in report.warnings[0]
+    assert report.calibration_error is None and "a (1), b (1)" in report.warnings[0]
     answer = made.predict(paint("b", 1)["b"])[0]
     assert (answer.label, answer.unknown) == ("b", False)
     assert made.learn(paint("de", 60)).calibration_error is not None
@@ -591,13 +593,13 @@ def test_few_epochs_for_many_images_unless_they_are_set() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "probpromt"}, "Did you mean 'probprompt'"),
+        ({"method": "probpromt"}, "[Dd]id you mean 'probprompt'"),
         ({"preset": "best"}, "'best'"),
         ({"method": "l2p", "preset": "flagship"}, "'flagship'"),
         ({"method": "joint"}, "'joint'"),
-        ({"tasks": 5}, "data.tasks is for runs"),
-        ({"compensate_drift": True}, "head.compensate_drift is for runs"),
-        ({"sample": 5}, "Did you mean 'method.samples'"),
+        ({"tasks": 5}, "data.tasks"),
+        ({"compensate_drift": True}, "head.compensate_drift"),
+        ({"sample": 5}, "'method.samples'"),
         ({"device": "tpu"}, "[Dd]evice 'tpu'"),
     ],
 )
@@ -619,7 +621,7 @@ def test_before_anything_is_learned_there_is_nothing_to_ask(tmp_path: Path) -> N
         lambda: made.save(tmp_path / "model"),
     ]
     for ask in asks:
-        with pytest.raises(UserError, match=r"nothing is learned yet|nothing to save"):
+        with pytest.raises(UserError, match=r"learn\(\)"):
             ask()
 
 
@@ -640,7 +642,7 @@ def test_the_matrix_follows_the_path_to_the_current_version(tmp_path: Path) -> N
     assert before.values[1][0] is None  # version 1 does not know task 2
     known = [value for row in before.values for value in row if value is not None]
     assert len(known) == 3 and all(0 <= value <= 100 for value in known)
-    made.learn(paint("f", 6), name="last")
+    made.learn(paint("f", 6), note="last")
     extended = made.accuracy_matrix()
     assert extended.tasks[-1] == "last" and extended.versions == (1, 2, 3)
     assert tuple(row[:2] for row in extended.values[:2]) == before.values
@@ -654,7 +656,7 @@ def test_the_matrix_follows_the_path_to_the_current_version(tmp_path: Path) -> N
 
 def test_kept_images_keep_their_keys_where_prompts_depend_on_them(tmp_path: Path) -> None:
     made = taught(paint("ab", 10), evaluation="image")
-    made.learn(paint("b", 5, seed=4) | paint("c", 2), known="refine")
+    made.learn(paint("b", 5, seed=4) | paint("c", 2), existing="extend")
     images = {"a": paint("a", 10)["a"], "b": paint("b", 10)["b"] + paint("b", 5, seed=4)["b"], "c": paint("c", 2)["c"]}
     for known in made._state.classes:
         kept = [part.tensors["keys"].tolist() for part in (known.held, known.rest)]

@@ -62,7 +62,7 @@ def test_a_loaded_classifier_is_the_one_that_was_saved(saved: Path, tmp_path: Pa
     loaded.save(tmp_path / "copy")
     assert answers(load(tmp_path / "copy")) == answers(loaded)
     assert load(saved, version=1).classes == ("a", "b")
-    with pytest.raises(UserError, match=r"no version 7; .*1, 2, 3"):
+    with pytest.raises(UserError, match=r"Version 7 .*1, 2, 3"):
         load(saved, version=7)
 
 
@@ -282,20 +282,20 @@ def test_two_writers_never_lose_what_the_other_saved(model: Path, tmp_path: Path
     one.rename("b", "beta")
     one.save(model)
     other.rename("b", "bravo")
-    with pytest.raises(UserError, match="moved on to version 4"):
+    with pytest.raises(UserError, match=r"\(version 4\)"):
         other.save(model)
     assert load(model).classes == ("alpha", "beta", "c", "d")
     other.save(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="another classifier"):
+    with pytest.raises(UserError, match="different model"):
         taught(paint("ab", 2)).save(model)
 
 
 def test_while_one_process_changes_a_classifier_no_other_does(model: Path) -> None:
-    with Store(model).locked(), pytest.raises(UserError, match="another process is changing"):
+    with Store(model).locked(), pytest.raises(UserError, match="Another process is changing"):
         load(model).save(model)
     with changing(model, "cpu") as classifier:
         assert load(model).version == 3, "reading is free"
-        with pytest.raises(UserError, match="another process is changing"), changing(model, "cpu"):
+        with pytest.raises(UserError, match="Another process is changing"), changing(model, "cpu"):
             pass
         classifier.rename("b", "beta")
     assert load(model).version == 4
@@ -324,7 +324,7 @@ def test_readers_find_it_whole_while_a_writer_keeps_a_single_version(model: Path
 
 
 def test_a_change_that_fails_saves_nothing(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="known already"), changing(model, "cpu") as classifier:
+    with pytest.raises(UserError, match="--existing extend"), changing(model, "cpu") as classifier:
         classifier.rename("b", "beta")
         classifier.learn(paint("c"))
     assert load(model).classes == ("alpha", "b", "c", "d")
@@ -336,10 +336,10 @@ def test_a_change_that_fails_saves_nothing(model: Path, tmp_path: Path) -> None:
 def test_a_folder_of_other_things_is_left_alone(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "file").write_text("")
-    for name, message in (("photos", r"other things \(cat\)"), ("file", "is a file")):
+    for name, message in (("photos", r"\(cat\).*new folder"), ("file", "is a file")):
         with pytest.raises(UserError, match=message):
             load(saved).save(tmp_path / name)
-    for name, message in (("photos", "holds no classifier"), ("nowhere", "there is no such folder")):
+    for name, message in (("photos", "current.json"), ("nowhere", "does not exist")):
         with pytest.raises(UserError, match=message):
             load(tmp_path / name)
 
@@ -347,11 +347,11 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path, saved: Path) -> 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("current.json", lambda note: note.update(format=9), "format 9, this version reads 1"),
-        ("current.json", lambda note: note.pop("version"), "damaged"),
-        ("versions/3.json", lambda note: note.pop("state"), "damaged"),
-        ("versions/3.json", lambda note: note["state"]["parts"].update(head="../../x"), "damaged"),
-        ("versions/3.json", lambda note: note["settings"].pop("config"), "damaged"),
+        ("current.json", lambda note: note.update(format=9), "format 9.* format 1"),
+        ("current.json", lambda note: note.pop("version"), "damaged|corrupted"),
+        ("versions/3.json", lambda note: note.pop("state"), "damaged|corrupted"),
+        ("versions/3.json", lambda note: note["state"]["parts"].update(head="../../x"), "damaged|corrupted"),
+        ("versions/3.json", lambda note: note["settings"].pop("config"), "damaged|corrupted"),
         ("versions/3.json", lambda note: note["settings"]["backbone"].update(sha256="0" * 64), "other weights"),
     ],
 )
@@ -369,8 +369,8 @@ def test_objects_that_were_altered_or_are_missing_are_refused(model: Path) -> No
     data = path.read_bytes()
     for content, message in (
         (data[:-1] + bytes([data[-1] ^ 1]), "do not match its digest"),
-        (pickle.dumps({"run": "me"}), "damaged"),
-        (None, "is missing"),
+        (pickle.dumps({"run": "me"}), "damaged|corrupted"),
+        (None, "does not exist"),
     ):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -379,7 +379,7 @@ def test_objects_that_were_altered_or_are_missing_are_refused(model: Path) -> No
 
 def test_going_back_undoes_forgetting_and_refining_goes_on(model: Path) -> None:
     never, more = load(model), paint("c", seed=4)
-    never.learn(more, known="refine")
+    never.learn(more, existing="extend")
     forgot = load(model)
     forgot.forget("c")
     forgot.save(model)
@@ -388,8 +388,8 @@ def test_going_back_undoes_forgetting_and_refining_goes_on(model: Path) -> None:
         back.rollback(3)
     assert load(model).version == 5 and answers(load(model)) == answers(load(model, version=3))
     with changing(model, "cpu") as back:
-        back.learn(more, known="refine")
+        back.learn(more, existing="extend")
     assert answers(load(model)) == answers(never)
     assert [one.what for one in load(model).history()][-3:] == ["forgot", "rolled back", "refined"]
-    with pytest.raises(UserError, match="'c' already"):
+    with pytest.raises(UserError, match="already named 'c'"):
         back.rename("c", "c")

@@ -147,7 +147,7 @@ def test_missing_file_is_a_row_and_no_file_is_wrong(probprompt: Command, saved: 
     assert "None of 1 file(s)" in answer.err
     (tmp_path / "empty").mkdir()
     assert "No images in" in error(probprompt("predict", saved, tmp_path / "empty"))
-    assert "holds no classifier" in error(probprompt("predict", tmp_path / "nowhere", tmp_path))
+    assert "does not exist" in error(probprompt("predict", tmp_path / "nowhere", tmp_path))
 
 
 def test_a_closed_folder_is_a_row(
@@ -244,7 +244,7 @@ def test_an_interrupted_lesson(probprompt: Command, model: Path, split: Split, m
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("probprompt.classifier.continual.settle", interrupt)
+    monkeypatch.setattr("probprompt.classifier.lesson.settle", interrupt)
     answer = probprompt("learn", model, split("3"))
     assert (answer.code, answer.err) == (130, f"Interrupted. {model} is unchanged.\n")
     assert load(model).version == 2

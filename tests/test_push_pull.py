@@ -52,7 +52,7 @@ def make(pictures: Path, folder: Path, weights: str = "random") -> ContinualClas
     backbone = {"name": "test_vit", "weights": weights, "image_size": 32}
     config = {"backbone": backbone, "method": method, "training": {"epochs": 1}, "head": {"projections": 40}}
     classifier = ContinualClassifier(config=config)
-    classifier.learn(some(pictures, 0, 3), name="first | <b>photos</b>")
+    classifier.learn(some(pictures, 0, 3), note="first | <b>photos</b>")
     classifier.save(folder)
     return classifier
 

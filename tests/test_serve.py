@@ -308,7 +308,7 @@ def test_saved_job_is_not_done_twice(small_model: Path, tmp_path: Path, serve: S
             for number, image in enumerate(images):
                 draft.add_image(0, number, image)
             job = draft.accept(kind="teach", state="running", classes=[{"name": "heart", "images": 4}])
-            classifier.learn({"heart": [Image.open(io.BytesIO(image)) for image in images]}, name=title_of(job))
+            classifier.learn({"heart": [Image.open(io.BytesIO(image)) for image in images]}, note=title_of(job))
         else:
             job = draft.accept(kind="rollback", state="running", to=1)
             classifier.rollback(1)
@@ -395,7 +395,7 @@ def test_invalid_arguments_are_reported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, token, words in (
-        ((), "", "holds no classifier"),
+        ((), "", "does not exist"),
         (("--host", "256.1.1.1"), "", "256.1.1.1 port 0"),
         (("--token-file", "missing"), "", "cannot be read"),
         ((), "secret", "6 characters"),

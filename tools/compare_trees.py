@@ -41,7 +41,7 @@ for preset in (None, "ridge"):
         preset=preset, image_size=32, projections=50, evaluation="sample")
     classifier.learn({name: images[name][:4] for name in (first, second, third)})
     classifier.learn({name: images[name] for name in others})
-    classifier.learn({first: images[first][4:]}, known="refine")
+    classifier.learn({first: images[first][4:]}, existing="extend")
     classifier.forget(second)
     classifier.rename(third, "renamed")
     classifier.save(f"model-{preset}")

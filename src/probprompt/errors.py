@@ -1,7 +1,12 @@
 """Errors that a user can correct, and the parts of their messages."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class UserError(Exception):
@@ -62,3 +67,18 @@ def is_out_of_memory(problem: BaseException) -> bool:
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
         return True
     return any(words in str(problem).lower() for words in _NO_MEMORY)
+
+
+def renamed_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function reject old names of arguments with an error that gives the new ones."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in renamed.keys() & kwargs.keys():
+                raise UserError(f"{function.__name__}() has no argument {name!r}. Use {renamed[name]}.")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

@@ -1,4 +1,4 @@
-"""The classifier that people use, and the values it returns."""
+"""Continual classifier, and the values it returns."""
 
 from probprompt.classifier.continual import ContinualClassifier, changing
 from probprompt.classifier.evaluate import AccuracyMatrix

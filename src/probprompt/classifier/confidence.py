@@ -1,4 +1,4 @@
-"""Calibrated probabilities and novelty, fitted on images that the head has not learned from."""
+"""Calibrated probabilities and novelty scores, fitted on images that the head has not learned."""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +11,9 @@ from probprompt.classifier.statistics import Moments
 from probprompt.storage import from_upper, upper
 
 BINS = 10
-UNFITTED = 0.1
-"""Temperature without held-out images: typical of logits between 0 and 1 (results/classifier.md)."""
-SPREAD = 0.5
-"""Standard deviation of the prior of the log temperature; without it, a few correct images would mean certainty."""
-FEWEST = 20
-"""Smallest number of held-out images whose calibration error is meaningful."""
+UNFITTED = 0.1  # temperature without held-out images; typical of logits between 0 and 1
+SPREAD = 0.5  # standard deviation of the prior of the log temperature
+FEWEST = 20  # smallest number of held-out images for which a calibration error is reported
 
 
 @dataclass(frozen=True)
@@ -24,14 +21,12 @@ class Calibration:
     """Temperature of the softmax, ``softmax(logits / temperature)``."""
 
     temperature: float = UNFITTED
-    error: float | None = None
-    """Expected calibration error on held-out images, 0 to 1; None if there are too few."""
-    images: int = 0
-    """Number of held-out images."""
+    error: float | None = None  # expected calibration error on held-out images, 0 to 1; None if there are too few
+    images: int = 0  # number of held-out images
 
 
 def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Calibration:
-    """Fit the temperature on logits (n, C) of held-out images; the error of each half uses that of the other half."""
+    """Fit the temperature on logits (n, C); the error of each half uses that of the other."""
     if len(labels) == 0:
         return Calibration(fallback)
     temperature = fit_temperature(logits, labels, fallback)
@@ -46,47 +41,45 @@ def calibrate(logits: Tensor, labels: Tensor, fallback: float = UNFITTED) -> Cal
     return Calibration(temperature, expected_calibration_error(probabilities, labels), len(labels))
 
 
-def fit_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
-    """Return the most probable temperature, with a normal prior on its logarithm around the default one.
+def fit_temperature(logits: Tensor, labels: Tensor, default: float) -> float:
+    """Return the most probable temperature under a log-normal prior around the default.
 
     >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0]])
-    >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are right: log 3 apart
-    >>> round(fit_temperature(logits.repeat(1000, 1), labels.repeat(1000), usual=0.1), 1)
+    >>> labels = torch.tensor([0, 0, 1, 1])  # three of four are correct: log 3 apart
+    >>> round(fit_temperature(logits.repeat(1000, 1), labels.repeat(1000), default=0.1), 1)
     1.8
-    >>> round(fit_temperature(logits[:2], labels[:2], usual=0.1), 2)  # both are right
+    >>> round(fit_temperature(logits[:2], labels[:2], default=0.1), 2)  # both are correct
     0.1
     """
-    from scipy.optimize import minimize_scalar  # late: it takes long to load
+    from scipy.optimize import minimize_scalar  # slow to load
 
     wide = logits.double()
 
     def loss(log: float) -> float:
-        opinion = ((log - math.log(usual)) / SPREAD) ** 2 / 2
-        return float(nn.functional.cross_entropy(wide / math.exp(log), labels, reduction="sum")) + opinion
+        prior = ((log - math.log(default)) / SPREAD) ** 2 / 2
+        return float(nn.functional.cross_entropy(wide / math.exp(log), labels, reduction="sum")) + prior
 
-    lowest, highest = math.log(1e-3), math.log(1e3)
-    minimum = minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-4})
+    bounds = math.log(1e-3), math.log(1e3)
+    minimum = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
     return math.exp(minimum.x)
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the mean distance of confidence and accuracy over bins of confidence, weighted by images (n, C).
+    """Return the mean gap between confidence and accuracy over bins of confidence.
 
     >>> expected_calibration_error(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]))
     0.0
     """
     confidence, chosen = probabilities.double().max(dim=1)  # (n,)
-    right = (chosen == labels).double()
+    correct = (chosen == labels).double()
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
-    gaps = (abs(float((confidence - right)[bins == number].sum())) for number in bins.unique().tolist())
+    gaps = (abs(float((confidence - correct)[bins == number].sum())) for number in bins.unique().tolist())
     return sum(gaps) / len(labels)
 
 
-KNOWN = 0.95
-"""Share of known images that must pass."""
-SHRINKAGE = 0.3
-"""Shrinkage of covariances towards their mean diagonal."""
-_ROUNDING = 1e-12  # variance that features of length 1 may seem to have where there is none
+KNOWN = 0.95  # share of known images that must pass as known
+SHRINKAGE = 0.3  # shrinkage of covariances towards their mean diagonal
+_ROUNDING = 1e-12  # apparent variance of equal features of length 1
 
 
 def unit(features: Tensor) -> Tensor:
@@ -96,24 +89,23 @@ def unit(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussians:
-    """A mean per class with one covariance for all, and one Gaussian of all images.
+    """One mean per class with a shared covariance, and one Gaussian of all images.
 
-    The score of an image is the squared Mahalanobis distance from the nearest class less that from all images (Ren et
-    al., 2021), so that an image that is far from everything, such as another drawing style, is not novel for that.
-    Both are |x W - m|^2 in coordinates in which the covariance is the identity.
+    The score is the squared Mahalanobis distance from the nearest class minus that from all images (Ren et al., 2021):
+    images far from everything are not novel. Both are |x W - m|^2, where W W^T is the inverse covariance.
     """
 
     within: Tensor  # (D, D): W of the covariance within classes, upper triangular
     means: Tensor  # (C, D)
     whole: Tensor  # (D, D): W of the covariance of all images
-    centre: Tensor  # (1, D)
+    center: Tensor  # (1, D)
 
     @classmethod
     def of(cls, moments: Moments, shrinkage: float = SHRINKAGE) -> "Gaussians":
-        """Fit them to the moments of all images' :func:`unit` features."""
-        centre, covariance = moments.total
+        """Fit the Gaussians to the moments of the :func:`unit` features of all images."""
+        center, covariance = moments.total
         within, whole = _whitening(moments.within, shrinkage), _whitening(covariance, shrinkage)
-        return cls(within, moments.means @ within, whole, centre[None] @ whole)
+        return cls(within, moments.means @ within, whole, center[None] @ whole)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> "Gaussians":
@@ -125,46 +117,45 @@ class Gaussians:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to store, in float32 and without the zeros."""
         halves = {"within": upper(self.within), "whole": upper(self.whole)}
-        return {name: value.float() for name, value in {"means": self.means, "centre": self.centre, **halves}.items()}
+        return {name: value.float() for name, value in {"means": self.means, "centre": self.center, **halves}.items()}
 
     def score(self, features: Tensor) -> Tensor:
-        """Score unit features (n, D): large values belong to no class (n,)."""
-        wide = features.double()  # a difference of large squares decides
+        """Score unit features (n, D); large scores (n,) belong to no class."""
+        wide = features.double()  # the score is a small difference of large squares
         nearest = _squares(wide @ self.within, self.means).amin(dim=1)  # (n,)
-        return nearest - _squares(wide @ self.whole, self.centre)[:, 0]
+        return nearest - _squares(wide @ self.whole, self.center)[:, 0]
 
 
 def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
-    """Return W with W W^T = S^-1 of a covariance shrunk towards its mean diagonal (the identity if it is zero)."""
+    """Return W with W W^T = S^-1, for a covariance S shrunk towards its mean diagonal."""
     level = float(covariance.diagonal().mean())
-    drawn = (1 - shrinkage) * covariance
-    drawn.diagonal().add_(shrinkage * level if level > _ROUNDING else 1.0)
-    eye = torch.eye(len(drawn), dtype=drawn.dtype, device=drawn.device)
-    inverse: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(drawn), eye, upper=False)
+    shrunk = (1 - shrinkage) * covariance
+    shrunk.diagonal().add_(shrinkage * level if level > _ROUNDING else 1.0)  # the identity if it is zero
+    eye = torch.eye(len(shrunk), dtype=shrunk.dtype, device=shrunk.device)
+    inverse: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(shrunk), eye, upper=False)
     return inverse.T
 
 
-def _squares(points: Tensor, centres: Tensor) -> Tensor:
-    return points.square().sum(dim=1)[:, None] + centres.square().sum(dim=1) - 2 * points @ centres.T
+def _squares(points: Tensor, centers: Tensor) -> Tensor:
+    return points.square().sum(dim=1)[:, None] + centers.square().sum(dim=1) - 2 * points @ centers.T
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Scores of known images: the median, and the limit that 95% stay below."""
+    """Median score of known images, and the limit that 95% stay below."""
 
     usual: float = 0.0
-    limit: float | None = None
-    """None without held-out images: then nothing is flagged as unknown."""
+    limit: float | None = None  # None without held-out images: nothing is then flagged as unknown
 
     @classmethod
     def of(cls, scores: Tensor) -> "Scale":
-        """Measure scores (n,) of held-out images."""
+        """Measure the scores (n,) of held-out images."""
         count = len(scores)
         if count < 2:
             return cls()
         ordered = scores.double().sort().values
-        place = min(count, math.ceil((count + 1) * KNOWN)) - 1
-        return cls(float(ordered[(count - 1) // 2]), float(ordered[place]))
+        quantile = min(count, math.ceil((count + 1) * KNOWN)) - 1
+        return cls(float(ordered[(count - 1) // 2]), float(ordered[quantile]))
 
     def novelty(self, scores: Tensor) -> Tensor:
         """Scale scores (n,) so that the median is 0 and the limit 1."""
@@ -174,7 +165,7 @@ class Scale:
 
 
 def auroc(known: Tensor, unknown: Tensor) -> float:
-    """Probability that an unknown image scores above a known one; ties count half.
+    """Return the probability that an unknown image scores above a known one; ties count half.
 
     >>> auroc(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]))
     0.875
@@ -186,7 +177,7 @@ def auroc(known: Tensor, unknown: Tensor) -> float:
 
 
 def false_positive_rate(known: Tensor, unknown: Tensor, share: float = KNOWN) -> float:
-    """Return the share of unknown images that pass if this share of the known ones does.
+    """Return the share of unknown images that pass if this share of known images does.
 
     >>> false_positive_rate(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 3.0]))
     0.5

@@ -1,4 +1,4 @@
-"""Measure a classifier: accuracy, calibration, novelty and forgetting on labeled images, and what versions kept."""
+"""Evaluation of a classifier and its versions on labeled images."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +22,12 @@ from probprompt.progress import ProgressCallback
 
 @dataclass(frozen=True)
 class Earlier:
-    """A version that had just learned a task."""
+    """A kept version that had just learned a task."""
 
     task: int
     predictor: Predictor
-    same_features: bool
-    """Whether its features of images are those of the current version."""
-    uids: tuple[int, ...]
-    """Of the classes in the order of its head."""
+    same_features: bool  # it computes the same features as the current version
+    uids: tuple[int, ...]  # class uids in the order of its head
     answers: list[Tensor] = field(default_factory=list)
 
 
@@ -41,13 +39,13 @@ def evaluate(
     unknown: object,
     progress: ProgressCallback,
 ) -> Evaluation:
-    """Measure the current version on labeled images, and its novelty on images of no known class."""
+    """Measure the current version on labeled images, and its novelty on unknown ones."""
     names = predictor.state.names
     foreign = [name for name in given.classes if name not in names]
     if foreign:
         raise UserError(
-            f"{len(foreign)} class(es) are not known: {shorten(foreign)}. {suggest(foreign[0], names)} Leave them "
-            "out, or give them as images of no known class (unknown, --unknown)"
+            f"Unknown classes: {shorten(foreign)}. {suggest(foreign[0], names)} Remove their folders, or pass these "
+            "images with --unknown."
         )
     rows = [names.index(name) for name in given.classes]
     labels = iter(given.images.labels.tolist())
@@ -55,33 +53,33 @@ def evaluate(
     images = (InputImage(name, partial(given.images.read, row)) for row, name in enumerate(given.images.names))
     size = engine.config.images_at_a_time(engine.device.type)
     truth: list[int] = []
-    answers, strange = list[tuple[Tensor, Tensor]](), list[Tensor]()
+    outputs, unknown_novelty = list[tuple[Tensor, Tensor]](), list[Tensor]()
     unreadable: list[tuple[str, str]] = []
     with progress.stage("evaluating", len(given.images)):
         for batch in predictor.judge_each(images, size):
-            pairs = zip(batch.images, labels, strict=False)  # labels go on in the next batch
-            truth += [rows[label] for (_, found), label in pairs if not isinstance(found, UnreadableImageError)]
-            answers.append((batch.probabilities.cpu(), batch.novelty.cpu()))
+            pairs = zip(batch.images, labels, strict=False)  # the rest of the labels belongs to later batches
+            truth += [rows[label] for (_, pixels), label in pairs if not isinstance(pixels, UnreadableImageError)]
+            outputs.append((batch.probabilities.cpu(), batch.novelty.cpu()))
             for one in earlier if batch.pixels else ():
                 features = batch.features if one.same_features else one.predictor.look(batch.pixels)
                 one.answers.append(one.predictor.judge(features)[0].argmax(dim=1).cpu())
             unreadable += batch.unreadable
             progress.advance(len(batch.images))
     if not truth:
-        raise UserError("none of the images can be read: there is nothing to evaluate")
+        raise UserError("None of the images can be read. Check the folder.")
     for batch in predictor.judge_each(pictures(unknown, engine.short_side), size) if unknown is not None else ():
-        strange.append(batch.novelty.cpu())
+        unknown_novelty.append(batch.novelty.cpu())
         unreadable += batch.unreadable
-    if unknown is not None and not sum(map(len, strange)):
-        raise UserError("none of the unknown images can be read: give a folder, or a list, of images")
-    probabilities, novelty = (torch.cat(parts) for parts in zip(*answers, strict=True))
-    known = _measure(predictor.state, earlier, torch.tensor(truth), probabilities, novelty)
-    known = replace(known, unreadable=tuple(unreadable))
-    if not strange:
-        return known
-    far = torch.cat(strange)
+    if unknown is not None and not sum(map(len, unknown_novelty)):
+        raise UserError("None of the unknown images can be read. Pass a folder or a list of images.")
+    probabilities, novelty = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+    evaluation = _measure(predictor.state, earlier, torch.tensor(truth), probabilities, novelty)
+    evaluation = replace(evaluation, unreadable=tuple(unreadable))
+    if not unknown_novelty:
+        return evaluation
+    far = torch.cat(unknown_novelty)
     return replace(
-        known,
+        evaluation,
         auroc=auroc(novelty, far),
         fpr_at_95=false_positive_rate(novelty, far),
         unknown_images=len(far),
@@ -90,10 +88,10 @@ def evaluate(
 
 
 def _earlier(engine: ModelFactory, predictor: Predictor, kept: Sequence[SavedVersion]) -> Iterator[Earlier]:
-    """Return the kept versions that had just learned a task, except the last task."""
-    state, found = predictor.state, {one.version.number: one.state for one in kept}
+    """Yield the kept versions that had just learned a task, except the last task."""
+    state, states = predictor.state, {one.version.number: one.state for one in kept}
     for index, task in enumerate(state.tasks[:-1]):
-        then = found.get(task.version)
+        then = states.get(task.version)
         if then is not None and len(then.tasks) == index + 1:
             same = _same(then.method, state.method)
             yield Earlier(index, engine.predictor(then), same, tuple(one.uid for one in then.classes))
@@ -110,17 +108,17 @@ def _measure(
     state: State, earlier: Sequence[Earlier], truth: Tensor, probabilities: Tensor, novelty: Tensor
 ) -> Evaluation:
     chosen = probabilities.argmax(dim=1)  # (n,)
-    right = (chosen == truth).double()
+    correct = (chosen == truth).double()
     count = len(state.names)
     confusion = (truth * count + chosen).bincount(minlength=count * count).view(count, count)
-    scores = _per_task(state, earlier, truth, right)
-    newest = {known.name for known in state.classes if known.task == len(state.tasks) - 1}  # cannot be forgotten yet
+    scores = _per_task(state, earlier, truth, correct)
+    newest = {known.name for known in state.classes if known.task == len(state.tasks) - 1}  # not forgotten yet
     lost = [score.forgotten for score in scores if score.forgotten is not None and newest.isdisjoint(score.classes)]
     return Evaluation(
-        accuracy=100 * float(right.mean()),
+        accuracy=100 * float(correct.mean()),
         images=len(truth),
         per_task=scores,
-        per_class={state.names[row]: 100 * float(right[truth == row].mean()) for row in truth.unique().tolist()},
+        per_class={state.names[row]: 100 * float(correct[truth == row].mean()) for row in truth.unique().tolist()},
         forgetting=sum(lost) / len(lost) if lost else None,
         confusion=tuple(tuple(row) for row in confusion.tolist()),
         classes=state.names,
@@ -129,8 +127,8 @@ def _measure(
     )
 
 
-def _per_task(state: State, earlier: Sequence[Earlier], truth: Tensor, right: Tensor) -> tuple[TaskScore, ...]:
-    """Return the accuracy on the images of each task now and when it was learned; omit tasks without images."""
+def _per_task(state: State, earlier: Sequence[Earlier], truth: Tensor, correct: Tensor) -> tuple[TaskScore, ...]:
+    """Return the accuracy per task now and when it was learned; skip tasks without images."""
     task_of = torch.tensor([known.task for known in state.classes])[truth]  # (n,)
     uid_of = torch.tensor([known.uid for known in state.classes])[truth]  # (n,)
     then = {one.task: one for one in earlier}
@@ -139,7 +137,7 @@ def _per_task(state: State, earlier: Sequence[Earlier], truth: Tensor, right: Te
         own = task_of == index
         if not bool(own.any()):
             continue
-        now, before = 100 * float(right[own].mean()), None
+        now, before = 100 * float(correct[own].mean()), None
         if index in then:
             answers = torch.tensor(then[index].uids)[torch.cat(then[index].answers)]  # (n,)
             before = 100 * float((answers[own] == uid_of[own]).double().mean())
@@ -150,40 +148,36 @@ def _per_task(state: State, earlier: Sequence[Earlier], truth: Tensor, right: Te
     return tuple(scores)
 
 
-MOST_CLASSES = 100
-"""Largest number of classes whose prompts are compared."""
-_SAME_KNOWLEDGE = ("renamed", "rolled back")  # versions that recognize what an earlier one does
+MOST_CLASSES = 100  # largest number of classes whose prompts are compared
+_SAME_KNOWLEDGE = ("renamed", "rolled back")  # versions that predict like an earlier one
 
 
 @dataclass(frozen=True)
 class AccuracyMatrix:
-    """Accuracy in % on the held-out images of each task (rows) by each version that is kept (columns)."""
+    """Accuracy in % on held-out images of each task (rows) by each kept version (columns)."""
 
     tasks: tuple[str, ...]
     versions: tuple[int, ...]
     values: tuple[tuple[float | None, ...], ...]
-    """None where a version did not know the task, or its images were seen through other prompts."""
+    """None if a version did not know the task, or its prompts have changed since."""
 
 
 def held_out_accuracy(engine: ModelFactory, state: State, logits: Tensor, labels: Tensor) -> tuple[float | None, ...]:
-    """Accuracy in % on each task's held-out images (logits (h, C) of a head that has not seen them, labels (h,)).
-
-    None where nothing was held out, and where prompts have changed since the images were seen.
-    """
+    """Return held-out accuracy in % per task; None without images or after prompts changed."""
     task_of = torch.tensor([known.task for known in state.classes], device=labels.device)[labels]  # (h,)
-    right = (logits.argmax(dim=1) == labels).double()
+    correct = (logits.argmax(dim=1) == labels).double()
     changed = max((task for task in range(len(state.tasks)) if engine.adapts(task)), default=0)
     return tuple(
-        100 * float(right[task_of == task].mean()) if task >= changed and bool((task_of == task).any()) else None
+        100 * float(correct[task_of == task].mean()) if task >= changed and bool((task_of == task).any()) else None
         for task in range(len(state.tasks))
     )
 
 
 def accuracy_matrix(kept: Sequence[SavedVersion]) -> AccuracyMatrix:
-    """What versions on the way to the current one recognised of each task's held-out images."""
+    """Return the held-out accuracy of each task under the versions before the current one."""
     tasks = kept[-1].state.tasks if kept else ()
     steps = [one for one in kept if one.version.what not in _SAME_KNOWLEDGE]
-    steps = [one for one in steps if one.state.tasks == tasks[: len(one.state.tasks)]]  # on the way to the current one
+    steps = [one for one in steps if one.state.tasks == tasks[: len(one.state.tasks)]]
     values = tuple(
         tuple(one.state.held_out[row] if row < len(one.state.held_out) else None for one in steps)
         for row in range(len(tasks))
@@ -192,10 +186,7 @@ def accuracy_matrix(kept: Sequence[SavedVersion]) -> AccuracyMatrix:
 
 
 def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
-    """Similarity of the prompts for one held-out image per class; None where the queries of images are not kept.
-
-    They are kept if the head reads them in addition to the features (``head.with_query``).
-    """
+    """Return the similarity of prompts of one image per class; None without stored queries."""
     head = engine.config.head
     if not state.classes or not isinstance(head, ClosedFormSettings) or not head.with_query:
         return None
@@ -204,7 +195,7 @@ def diversity(engine: ModelFactory, state: State) -> dict[str, Any] | None:
     for known in state.classes[:MOST_CLASSES]:
         kept = known.held.tensors if len(known.held.tensors["rows"]) else known.rest.tensors
         if len(kept.get("rows", ())):
-            queries.append(kept["rows"][0, width : 2 * width])  # features, then the query, then readings of blocks
+            queries.append(kept["rows"][0, width : 2 * width])  # features, query, intermediate features
             names.append(known.name)
             keys += kept["keys"][:1].tolist() if "keys" in kept else []
     if len(names) < 2:

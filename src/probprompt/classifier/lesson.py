@@ -1,4 +1,4 @@
-"""How one state becomes the next: learning, refining, forgetting."""
+"""Transitions between states: learning, extending and forgetting classes."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ from probprompt.heads.closed_form import ClosedFormHead, RidgeHead
 from probprompt.heads.head import Head
 from probprompt.progress import ProgressCallback
 
-Known = Literal["refuse", "refine"]
-FEW = 5  # images of a class below which a word is due
+Existing = Literal["error", "extend"]
+FEW = 5  # images of a class below which a warning is given
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Images to be learned: their labels in the head's order, and which of them are held out."""
+    """Images of one ``learn`` call, their labels in the head's order, and which are held out."""
 
     loaded: Loaded
     labels: Tensor  # (n,)
@@ -41,16 +41,16 @@ class Lesson:
     warnings: tuple[str, ...]
 
     def task(self, old: State, chosen: Tensor | None = None) -> TaskImages:
-        """Return the images, or those chosen by booleans (n,), as the next task after a state."""
+        """Return the images, or those chosen by booleans (n,), as the next task."""
         rows = (torch.ones_like(self.held) if chosen is None else chosen).nonzero().flatten()
         return TaskImages(len(old.tasks), len(old.classes), len(self.new), rows, self.labels[rows])
 
 
 def read_lesson(
-    engine: ModelFactory, old: State, given: LabeledImages, known: Known, progress: ProgressCallback
+    engine: ModelFactory, old: State, given: LabeledImages, existing: Existing, progress: ProgressCallback
 ) -> Lesson:
-    """Load images, tell new classes from known ones, and hold some images out."""
-    new, refined = sort_classes(engine, old, given.classes, known)
+    """Load images, distinguish new from existing classes, and hold some images out."""
+    new, refined = sort_classes(engine, old, given.classes, existing)
     with progress.stage("reading images", len(given.images)):
         loaded = load(given.images, engine.device, progress.advance)
     refuse_empty(given.classes, loaded.labels.tolist(), loaded.unreadable)
@@ -68,7 +68,7 @@ def read_lesson(
             few.append(f"{order[label]} ({len(rows)})")
     warnings = unreadable(loaded.unreadable)
     if few:
-        warnings.append(f"classes with very few images will not be recognised well: {shorten(few)}")
+        warnings.append(f"Expect low accuracy for classes with fewer than {FEW} images: {shorten(few)}")
     return Lesson(loaded, labels, held, new, refined, tuple(warnings))
 
 
@@ -105,39 +105,39 @@ def with_lesson(
 
 
 def sort_classes(
-    engine: ModelFactory, state: State, classes: tuple[str, ...], known: Known
+    engine: ModelFactory, state: State, classes: tuple[str, ...], existing: Existing
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which classes are new, and which are known and are to be refined."""
-    if known not in ("refuse", "refine"):
-        raise UserError(f"known must be 'refuse' or 'refine', not {known!r}")
+    """Return the new classes, and the existing ones that get more images."""
+    if existing not in ("error", "extend"):
+        raise UserError(f"Unknown value {existing!r} for 'existing'. Expected 'error' or 'extend'.")
     named = {same_name(name): name for name in state.names}
     for name in classes:
-        there = named.get(same_name(name))
-        if there is not None and there != name:
-            raise UserError(f"{name!r} is the known class {there!r} but for its spelling: write both alike")
-    found = tuple(name for name in classes if name in state.names)
-    if found and known == "refuse":
+        same = named.get(same_name(name))
+        if same is not None and same != name:
+            raise UserError(f"Class {name!r} differs from the existing class {same!r} only in spelling. Use {same!r}.")
+    extended = tuple(name for name in classes if name in state.names)
+    if extended and existing == "error":
         raise UserError(
-            f"{len(found)} class(es) are known already: {shorten(found)}. Say known='refine' (--known refine) to learn "
-            "their images as more of the same, or leave them out, or give them other names"
+            f"Classes already in the model: {shorten(extended)}. Add these images to them with --existing extend "
+            "(existing='extend'), or rename or remove their folders."
         )
-    if found and not engine.closed_form:
+    if extended and not engine.closed_form:
         raise UserError(
-            f"{shorten(found)}: a class that is known gets more images only where the head is solved in closed form "
-            f"(ridge, lda, nearest-mean), not under {engine.config.head.kind!r}, which would need its old images again"
+            f"Cannot add images to {shorten(extended)}: the head {engine.config.head.kind!r} would need the old images "
+            "again. Create a model with a closed-form head (ridge, lda or nearest-mean) to do this."
         )
-    if found and engine.adapts(len(state.tasks)):
+    if extended and engine.adapts(len(state.tasks)):
         raise UserError(
-            f"{shorten(found)}: a class that is known gets more images only once prompts no longer change "
-            f"(training.adapt_tasks), and they still learn in task {len(state.tasks) + 1}"
+            f"Cannot add images to {shorten(extended)}: prompts are still trained in task {len(state.tasks) + 1}. "
+            "Teach new classes first, or create the model with a lower training.adapt_tasks."
         )
-    return tuple(name for name in classes if name not in state.names), found
+    return tuple(name for name in classes if name not in state.names), extended
 
 
 def _extended(
     engine: ModelFactory, state: State, lesson: Lesson, features: Tensor, model: PromptedModel
 ) -> tuple[KnownClass, ...]:
-    """The classes with what is kept of the new images."""
+    """Return the classes with the stored features of the new images."""
     classes = list(state.classes)
     order = (*state.names, *lesson.new)
     keys = model.known(lesson.loaded.store, torch.arange(len(features), device=features.device)).keys  # (n,)
@@ -162,20 +162,17 @@ def _extended(
             held=Part.of({name: rows if name == "keys" else rows.float() for name, rows in held.items()}),
             rest=Part.of(kept),
         )
-        classes[label : label + 1] = [known]  # in its place, or at the end
+        classes[label : label + 1] = [known]  # replace it, or append
     return tuple(classes)
 
 
 def _needed(head: Head) -> dict[str, Tensor]:
-    """The tensors of a head that predict."""
+    """Return the tensors of a head that prediction needs."""
     return {name: value for name, value in head.state_dict().items() if name not in head.learning_only}
 
 
-# What follows from the sums ----------------------------------------------------------------------------------------
-
-
 def unlearned(engine: ModelFactory, state: State, rest: Statistics, head: Head) -> Head:
-    """The head that has not learned from the held-out images: solved without them, or trained so all along."""
+    """Return a head that has not learned from the held-out images."""
     if not isinstance(head, ClosedFormHead):
         return head
     judge = copy.deepcopy(head)
@@ -184,13 +181,13 @@ def unlearned(engine: ModelFactory, state: State, rest: Statistics, head: Head) 
 
 
 def held_rows(engine: ModelFactory, state: State) -> list[Tensor]:
-    """Features (n, D) of the held-out images of each class."""
+    """Return the features (n, D) of the held-out images of each class."""
     return [known.held.tensors["rows"].to(engine.device) for known in state.classes]
 
 
 @torch.no_grad()
 def settle(engine: ModelFactory, state: State, rest: Statistics, judge: Head) -> State:
-    """Calibrate a state whose head and classes are in place by ``judge``, and keep its Gaussians and its sums."""
+    """Calibrate a state with the head ``judge``, and add its Gaussians and statistics."""
     held = held_rows(engine, state)
     features = torch.cat(held)  # (h, D)
     labels = torch.cat([torch.full((len(rows),), label) for label, rows in enumerate(held)]).to(engine.device)
@@ -211,19 +208,19 @@ def settle(engine: ModelFactory, state: State, rest: Statistics, judge: Head) ->
 
 
 def forget(engine: ModelFactory, state: State, name: str) -> State:
-    """The state that has never learned a class, but for prompts that adapted to it: solved from what remains."""
+    """Return the state without a class, its head solved from the remaining ones."""
     if not engine.closed_form:
         raise UserError(
-            f"{name!r} cannot be forgotten exactly: the head {engine.config.head.kind!r} was trained on it together "
-            "with other classes. Heads in closed form (ridge, lda, nearest-mean) can forget"
+            f"Cannot forget {name!r} exactly: the head {engine.config.head.kind!r} was trained on all classes jointly. "
+            "Only closed-form heads (ridge, lda, nearest-mean) can forget."
         )
     if engine.adapts(len(state.tasks)):
         raise UserError(
-            f"{name!r} cannot be forgotten yet: prompts still learn in task {len(state.tasks) + 1} "
-            "(training.adapt_tasks), beside a head with a row for each class"
+            f"Cannot forget {name!r} yet: prompts are still trained in task {len(state.tasks) + 1}. "
+            "Teach new classes first, or create the model with a lower training.adapt_tasks."
         )
     if len(state.classes) == 1:
-        raise UserError(f"{name!r} is the only class that is known: a classifier without any says nothing")
+        raise UserError(f"Cannot forget {name!r}: it is the only class. Teach another class first.")
     remaining = tuple(known for known in state.classes if known.name != name)
     state = replace(state, classes=remaining, sums=None)
     head = engine.build(replace(state, method=None, head=None)).head
@@ -234,21 +231,17 @@ def forget(engine: ModelFactory, state: State, name: str) -> State:
     return settle(engine, state, rest, unlearned(engine, state, rest, head))
 
 
-WORTH_TELLING = 0.05
-"""Smaller shares are not reported."""
+MIN_RISK = 0.05  # smaller shares are not reported
 
 
 @torch.no_grad()
 def confusion_risks(engine: ModelFactory, state: State, judge: Head, old: int) -> tuple[ConfusionRisk, ...]:
-    """Which of the first ``old`` classes may now be taken for which of the others, the largest share first.
-
-    It is told by the held-out images, which ``judge`` has not learned from; a class without any is skipped.
-    """
+    """Estimate how often held-out images of old classes are classified as later ones."""
     risks, names = [], state.names
     for label, rows in enumerate(held_rows(engine, state)[:old]):
         if not len(rows):
             continue
         shares = (judge(rows).double() / state.calibration.temperature).softmax(dim=1).mean(dim=0).tolist()  # (C,)
         later = enumerate(shares[old:], old)
-        risks += [ConfusionRisk(names[label], names[new], share) for new, share in later if share >= WORTH_TELLING]
+        risks += [ConfusionRisk(names[label], names[new], share) for new, share in later if share >= MIN_RISK]
     return tuple(sorted(risks, key=lambda risk: (-risk.share, risk.old, risk.new)))

@@ -1,4 +1,4 @@
-"""Results of a classifier: predictions, reports of learning, versions, evaluations."""
+"""Predictions, learning reports, versions and evaluations of a classifier."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Prediction:
     label: str | None
     """Most probable class, even if the image is unknown; None if it could not be read."""
     probability: float
-    """Of that class."""
+    """Probability of that class."""
     top: tuple[tuple[str, float], ...]
     """Most probable classes with their probabilities."""
     unknown: bool
@@ -39,13 +39,12 @@ class LearnReport:
 
     version: int
     classes: tuple[str, ...]
-    """New classes."""
     images: int
     seconds: float
     calibration_error: float | None
     """Expected calibration error on held-out images, 0 to 1; None without held-out images."""
     temperature: float
-    retention: tuple[ConfusionRisk, ...]
+    confusion_risks: tuple[ConfusionRisk, ...]
     """Old classes that may be classified as new ones, the largest risk first."""
     warnings: tuple[str, ...] = ()
     refined: tuple[str, ...] = ()
@@ -57,17 +56,14 @@ class Version:
     """A kept version of the classifier."""
 
     number: int
-    when: str
-    """ISO time, UTC."""
+    when: str  # ISO time, UTC
     what: str
     """learned, refined, forgot, renamed or rolled back."""
     classes: tuple[str, ...]
     """Classes that were changed."""
     images: int
-    """Number of images learned."""
     note: str = ""
-    known: int = 0
-    """Number of classes."""
+    known: int = 0  # number of classes
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,13 @@ class TaskScore:
     classes: tuple[str, ...]
     images: int
     accuracy: float
-    """Among all present classes."""
+    """Accuracy among all current classes."""
     when_learned: float | None
-    """Of the version that had just learned it, among its classes; None if that is not kept."""
+    """Accuracy of the version that had just learned the task; None if it is not kept."""
 
     @property
     def forgotten(self) -> float | None:
-        """Percentage points lost since."""
+        """Percentage points lost since the task was learned."""
         return None if self.when_learned is None else self.when_learned - self.accuracy
 
 
@@ -101,7 +97,7 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...]
     """Number of images by true class (row) and predicted class (column)."""
     classes: tuple[str, ...]
-    """Rows and columns of the confusion."""
+    """Classes of the rows and columns of ``confusion``."""
     calibration_error: float
     flagged: float
     """Share of these images that are flagged as unknown, in %."""
@@ -113,4 +109,4 @@ class Evaluation:
     """Share of unknown images that pass if 95% of the known ones do, 0 to 1."""
     unknown_images: int = 0
     unknown_flagged: float | None = None
-    """The share of the unknown images that is marked as unknown, in %."""
+    """Share of the unknown images that are flagged as unknown, in %."""

@@ -1,4 +1,4 @@
-"""What all states of a classifier share: settings, backbone, device; and how a state becomes a model."""
+"""Model factory and predictor of a classifier."""
 
 import copy
 import threading
@@ -29,18 +29,15 @@ from probprompt.errors import UserError
 from probprompt.heads.closed_form import ClosedFormHead, ClosedFormSettings, RidgeHead, RidgeSettings
 from probprompt.methods import find
 
-STEPS = {"cpu": 160, "cuda": 1600}
-"""The most training steps of a task where the number of epochs is not set: fewer epochs for many images. On a CPU, a
-step of the default backbone takes seconds."""
+STEPS = {"cpu": 160, "cuda": 1600}  # most training steps per task if epochs are not set; on a CPU a step takes seconds
 
 
 @dataclass(frozen=True)
 class JudgedBatch:
-    """A batch of images, and what a model makes of the readable ones."""
+    """A batch of images with the outputs for its readable ones."""
 
     images: list[tuple[InputImage, Pixels | UnreadableImageError]]
-    pixels: list[Pixels]
-    """Of the readable images; so are the rows of the tensors."""
+    pixels: list[Pixels]  # readable images; rows of the tensors correspond to them
     features: Tensor  # (n, D or more)
     probabilities: Tensor  # (n, C)
     novelty: Tensor  # (n,)
@@ -48,12 +45,12 @@ class JudgedBatch:
     @property
     def unreadable(self) -> list[tuple[str, str]]:
         """Sources of the unreadable images, and the reasons."""
-        return [(image.source, str(found)) for image, found in self.images if isinstance(found, UnreadableImageError)]
+        return [(image.source, str(error)) for image, error in self.images if isinstance(error, UnreadableImageError)]
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A state, ready to predict; it never changes."""
+    """A state that is ready to predict; it never changes."""
 
     model: PromptedModel
     viewer: Preprocessor
@@ -62,31 +59,31 @@ class Predictor:
 
     @torch.no_grad()
     def look(self, pixels: list[Pixels]) -> Tensor:
-        """What the head is given of images: (n, D or more)."""
+        """Return the head's input (n, D or more) for images."""
         device = self.viewer.mean.device
         store, rows = Packed.of(pixels, device), torch.arange(len(pixels), device=device)
         return self.model.look(self.viewer.evaluation(store, rows), keys=self.model.known(store, rows).keys)
 
     @torch.no_grad()
     def judge(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities (n, C) and novelty (n,) of what :meth:`look` gave."""
+        """Return probabilities (n, C) and novelty (n,) for the output of :meth:`look`."""
         logits: Tensor = self.model.head(features)
         probabilities = (logits.double() / self.state.calibration.temperature).softmax(dim=1)
-        width = self.model.backbone.width  # the prompted feature alone, where the head reads the query beside it
+        width = self.model.backbone.width  # the prompted feature, without a query after it
         return probabilities, self.state.scale.novelty(self.gaussians.score(unit(features[:, :width].float())))
 
     def judge_each(self, images: Iterator[InputImage], size: int) -> Iterator[JudgedBatch]:
-        """Decode images in the background and judge them in batches, in their order."""
+        """Decode images in the background and yield their predictions in batches, in order."""
         stream = decode_ahead(images)
         while group := list(islice(stream, size)):
-            pixels = [found for _, found in group if not isinstance(found, UnreadableImageError)]
+            pixels = [image for _, image in group if not isinstance(image, UnreadableImageError)]
             features = self.look(pixels) if pixels else self.gaussians.means.new_zeros(0, self.model.backbone.width)
             judged = self.judge(features) if pixels else (features.new_zeros(0, len(self.state.names)), features[:, 0])
             yield JudgedBatch(group, pixels, features, *judged)
 
 
 class ModelFactory:
-    """Builds models from states. The backbone is loaded when it is first needed."""
+    """Builds models from states; the backbone is loaded on first use."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class ModelFactory:
         prepared: Mapping[str, Any] | None = None,
         home: Path | None = None,
     ) -> None:
-        """Where something was learned before: the hash of its weights, how images were prepared, and its folder."""
+        """Set up; ``sha256``, ``prepared`` and ``home`` are those of a saved classifier."""
         self.config, self.device, self.own_epochs = config, device, own_epochs
         self._expected, self._prepared, self._home = sha256, prepared, home
         self._loading = threading.Lock()
@@ -105,7 +102,7 @@ class ModelFactory:
 
     @property
     def backbone(self) -> LoadedBackbone:
-        """The frozen backbone, on the device; one for all threads."""
+        """The frozen backbone on the device, shared by all threads."""
         with self._loading:
             if self._backbone is None:
                 loaded = load_frozen(self.config.backbone, self._expected, self._home)
@@ -117,7 +114,7 @@ class ModelFactory:
 
     @cached_property
     def viewer(self) -> Preprocessor:
-        """How images are prepared."""
+        """Preprocessor of the images."""
         size = self.backbone.preprocessing.image_size
         viewer = build_preprocessor(self.config, self.backbone, self.device, enlarged(size))
         if self._prepared is not None:
@@ -126,43 +123,42 @@ class ModelFactory:
 
     @cached_property
     def short_side(self) -> int | None:
-        """What the short side of an image is reduced to when it is decoded."""
+        """Length of the short edge of decoded images; None keeps their size."""
         return self.config.data.short_side(enlarged(self.backbone.preprocessing.image_size))
 
     @property
     def closed_form(self) -> bool:
-        """Whether the head is solved, not trained."""
+        """True if the head is solved in closed form."""
         return isinstance(self.config.head, ClosedFormSettings)
 
     def adapts(self, task: int) -> bool:
-        """Whether prompts learn in this task."""
+        """Return True if prompts are trained in this task."""
         return self.config.adapts(task, not self.closed_form)
 
-    # Models ---------------------------------------------------------------------------------------------------------
-
     def build(self, state: State) -> PromptedModel:
-        """The model of a state, without what only learning needs."""
+        """Build the model of a state, without what only learning needs."""
         backbone = self.backbone
         if find(self.config.method.name).trains_backbone:
             backbone = replace(backbone, model=copy.deepcopy(backbone.model))
         tensors: dict[str, Tensor] = {}
         if state.method is not None and state.head is not None:
-            rows = {f"head.{name}": value for name, value in state.head.tensors.items()}
-            tensors = {**state.method.tensors, **rows}
+            tensors = {**state.method.tensors, **{f"head.{name}": value for name, value in state.head.tensors.items()}}
         try:
             return build_model(self.config, backbone, self.device, state=ModelState(state.adapted, tensors))
         except ValueError as problem:
-            raise UserError(f"the classifier is damaged: its tensors do not fit its settings ({problem})") from problem
+            raise UserError(
+                f"The saved model is corrupted: its tensors do not match its settings ({problem})."
+            ) from problem
 
     def predictor(self, state: State) -> Predictor:
-        """A state that has learned something, ready to predict."""
+        """Build the predictor of a state that has classes."""
         assert state.gaussians is not None
         model = self.build(state)
         model.fix()
         return Predictor(model, self.viewer, state, Gaussians.from_tensors(state.gaussians.tensors, self.device))
 
     def learner(self, state: State, images: Loaded, sums: Statistics | None) -> Learner:
-        """A learner that goes on from a state; ``sums`` are what a head in closed form was solved from."""
+        """Build a learner that continues from a state and the statistics of its images."""
         model = self.build(state)
         learner = Learner(model, images, self.viewer, self._config_for(len(images.labels)))
         if state.later is not None:
@@ -172,7 +168,7 @@ class ModelFactory:
         return learner
 
     def _config_for(self, images: int) -> RunConfig:
-        """Settings for so many images: where nobody set them, as many epochs as make :data:`STEPS` steps at most."""
+        """Return the settings with default epochs reduced to at most :data:`STEPS` steps."""
         training, most = self.config.training, STEPS[self.device.type]
         steps = max(1, images // min(training.batch_size, images))
         if not self.own_epochs or training.epochs * steps <= most:
@@ -181,37 +177,34 @@ class ModelFactory:
         return self.config.model_copy(update={"training": training.model_copy(update={"epochs": epochs})})
 
     def solve(self, head: ClosedFormHead, moments: Moments, strength: float | None, solve: bool = True) -> None:
-        """Give a head sums over images, and solve it from them."""
+        """Set the statistics of a head, and solve it from them."""
         if isinstance(head, RidgeHead):
             value = float("nan") if strength is None else strength
             head.register_buffer("strength", torch.tensor(value, dtype=torch.float64, device=self.device))
         head.solve_sums(moments.counts, moments.totals, moments.moment, solve)
 
-    # Sums -----------------------------------------------------------------------------------------------------------
-
     @cached_property
     def widths(self) -> dict[str, int]:
-        """The width of everything that is added up of an image, by name; what the head is solved from comes last."""
-        width = self.backbone.model.width
-        head = self.config.head
+        """Width of each kind of summed features; the head is solved from the last."""
+        width, head = self.backbone.model.width, self.config.head
         if isinstance(head, RidgeSettings) and head.projections:
             return {"unit": width, "lifted": head.projections + head.unprojected_width(width)}
         return {"unit": width, "plain": head.input_width(width)}
 
     @cached_property
     def views(self) -> Views:
-        """How features are seen by what adds them up; what a head projects is drawn before it learns."""
+        """Transformations of features before they are summed, by name."""
         width, head = self.backbone.model.width, self.build(State()).head
         views = {"unit": lambda features: unit(features[:, :width]), "plain": lambda features: features}
         return {**views, "lifted": head.lift} if isinstance(head, ClosedFormHead) else views
 
     def sums(self, state: State) -> Statistics:
-        """Sums over all images of a state that are not held out; its own to change."""
-        if state.sums is not None and state.sums.there:
+        """Return a new copy of the statistics of all images that are not held out."""
+        if state.sums is not None and state.sums.available:
             return Statistics.from_tensors(state.sums.tensors, self.widths, self.device)
         empty = Statistics.zero(len(state.classes), self.widths, self.device)
         return add_up((known.rest.tensors for known in state.classes), empty, self.views)
 
     def with_held_out(self, state: State, sums: Statistics) -> Statistics:
-        """The sums over all images, those that are held out among them."""
+        """Return the statistics of all images, including held-out ones."""
         return add_up((known.held.tensors for known in state.classes), copy.deepcopy(sums), self.views)

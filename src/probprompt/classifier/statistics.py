@@ -1,8 +1,7 @@
-"""Statistics of the images of classes, for later learning, forgetting and calibration.
+"""Statistics of the images of each class, for later learning, forgetting and calibration.
 
-Features of a few held-out images per class are kept one by one; probabilities and the novelty threshold are calibrated
-on them. Of the others the features or the sums over them are kept, whichever is smaller. Sums over all classes follow
-from these and are stored only to save time.
+Features of a few held-out images per class are stored one by one, for calibration. Of the other images, features or
+sums are stored, whichever is smaller. Sums over all classes follow from these and are stored only to save time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +15,15 @@ from probprompt import randomness
 from probprompt.heads.closed_form import symmetric
 from probprompt.storage import from_upper, upper
 
-CHUNK = 4096  # images that are added up at a time
-VIEWS = ("rows", "mirrors")
-"""Features kept one by one: of images, and of their horizontal flips if the head learns them."""
+CHUNK = 4096  # images per addition
+VIEWS = ("rows", "mirrors")  # features stored per image: its own, and of its horizontal flip if the head learns flips
 Views = Mapping[str, Callable[[Tensor], Tensor]]
 """Transformations of features (n, D) before they are summed, (n, L), by name."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Counts (C,), sums (C, L) and the sum of squares (L, L) over the images of classes, in float64."""
+    """Counts (C,), sums (C, L) and sum of squares (L, L) of images by class, in float64."""
 
     counts: Tensor
     totals: Tensor
@@ -33,7 +31,7 @@ class Moments:
 
     @classmethod
     def zero(cls, classes: int, width: int, device: torch.device) -> Self:
-        """Return statistics of no image."""
+        """Return moments of no image."""
         nothing = torch.zeros(classes, dtype=torch.float64, device=device)
         return cls(nothing, nothing.new_zeros(classes, width), nothing.new_zeros(width, width))
 
@@ -46,7 +44,7 @@ class Moments:
         return Moments(self.counts + other.counts, self.totals + other.totals, self.moment + other.moment)
 
     def add_class(self, label: int, rows: Tensor) -> None:
-        """Add images of one class (n, L)."""
+        """Add images (n, L) of one class."""
         wide = rows.to(self.moment)
         self.counts[label] += len(wide)
         self.totals[label] += wide.sum(dim=0)
@@ -54,14 +52,13 @@ class Moments:
 
     @property
     def means(self) -> Tensor:
-        """The mean of each class (C, L)."""
+        """Mean of each class (C, L)."""
         return self.totals / self.counts.clamp(min=1)[:, None]
 
     @property
     def within(self) -> Tensor:
-        """The covariance within classes, one for all (L, L)."""
-        whole = symmetric(self.moment)  # the upper half may be rounded otherwise, and is not kept
-        scatter = whole - self.totals.T @ self.means
+        """Shared covariance within classes (L, L)."""
+        scatter = symmetric(self.moment) - self.totals.T @ self.means  # the upper half is not stored
         return (scatter + scatter.T) / 2 / (self.counts.sum() - (self.counts > 0).sum()).clamp(min=1)
 
     @property
@@ -74,7 +71,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of transformed features by name; those that the head is solved from come last."""
+    """Moments of transformed features by name; the head is solved from the last."""
 
     of: dict[str, Moments]
 
@@ -85,7 +82,7 @@ class Statistics:
 
     @property
     def solved(self) -> Moments:
-        """Moments that a closed-form head is solved from."""
+        """Moments from which a closed-form head is solved."""
         return list(self.of.values())[-1]
 
     def grown(self, classes: int) -> "Statistics":
@@ -94,16 +91,15 @@ class Statistics:
 
     def add_rows(self, label: int, rows: Tensor, views: Views) -> None:
         """Add images of one class by their features (n, D)."""
-        for some in rows.split(CHUNK):
+        for chunk in rows.split(CHUNK):
             for name, moments in self.of.items():
-                moments.add_class(label, views[name](some.double()))
+                moments.add_class(label, views[name](chunk.double()))
 
     def add_class(self, label: int, kept: Mapping[str, Tensor], views: Views) -> None:
         """Add the stored features or sums of a class."""
         if "rows" in kept:
-            for view in VIEWS:
-                if view in kept:
-                    self.add_rows(label, kept[view].to(self.solved.moment.device), views)
+            for view in filter(kept.__contains__, VIEWS):
+                self.add_rows(label, kept[view].to(self.solved.moment.device), views)
             return
         for name, moments in self.of.items():
             moments.counts[label] += kept["count"].to(moments.counts)[0]
@@ -111,30 +107,29 @@ class Statistics:
             moments.moment.add_(_symmetric(kept[f"{name}.moment"], moments.moment))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to store; of symmetric matrices one half."""
-        found = {"count": self.solved.counts}
+        """Return the tensors to store, one half of each symmetric matrix."""
+        tensors = {"count": self.solved.counts}
         for name, moments in self.of.items():
-            # The lower half, which alone a solve reads: a product of a matrix with itself need not be symmetric to the
-            # last bit on every processor.
-            found[f"{name}.totals"], found[f"{name}.moment"] = moments.totals, upper(moments.moment.T)
-        return found
+            # A solve reads only the lower half; on some processors the two halves differ in rounding.
+            tensors[f"{name}.totals"], tensors[f"{name}.moment"] = moments.totals, upper(moments.moment.T)
+        return tensors
 
     @classmethod
     def from_tensors(cls, kept: Mapping[str, Tensor], widths: Mapping[str, int], device: torch.device) -> Self:
         """Restore the result of :meth:`tensors`."""
-        found = cls.zero(len(kept["count"]), widths, device)
-        for name, moments in found.of.items():
+        restored = cls.zero(len(kept["count"]), widths, device)
+        for name, moments in restored.of.items():
             moments.counts.copy_(kept["count"])
             moments.totals.copy_(kept[f"{name}.totals"])
             moments.moment.copy_(_symmetric(kept[f"{name}.moment"], moments.moment))
-        return found
+        return restored
 
 
 def compact(rows: Tensor, before: Mapping[str, Tensor], views: Views, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Keep features (n, D) of a class, with what is kept of it already: one by one, or as sums where that is less."""
+    """Add features (n, D) to the tensors of a class, as rows or as sums if these are smaller."""
     if "rows" in before:
         rows, before = torch.cat([before["rows"].to(rows), rows]), {}
-    if not before and 4 * rows.numel() <= 8 * sum(side * (side + 3) // 2 for side in widths.values()):
+    if not before and 4 * rows.numel() <= 8 * sum(width * (width + 3) // 2 for width in widths.values()):
         return {"rows": rows.float()}
     sums = Statistics.zero(1, widths, rows.device)
     if before:
@@ -150,7 +145,7 @@ def hold_out(count: int, *key: randomness.Key) -> list[int]:
 
 
 def add_up(kept: Iterable[Mapping[str, Tensor]], sums: Statistics, views: Views) -> Statistics:
-    """Add what is kept of each class, in order, to sums that have room for them."""
+    """Add the stored tensors of each class, in order."""
     for label, tensors in enumerate(kept):
         sums.add_class(label, tensors, views)
     return sums

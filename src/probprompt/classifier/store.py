@@ -1,4 +1,4 @@
-"""The state of a classifier and its versions on disk. A state never changes: learning makes another one."""
+"""State of a classifier and its versions on disk; states are immutable."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from probprompt.storage import is_part, lock, read_json, read_tensors, store_by_
 
 
 class Part:
-    """Tensors that belong together and never change: in memory, or in a file that is read when they are needed."""
+    """Immutable tensors that are in memory, or in a file that is read on first use."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, path: Path | None = None) -> None:
         self._tensors, self._path = tensors, path
@@ -31,20 +31,20 @@ class Part:
             assert self._path is not None
             if not self._path.is_file():
                 raise UserError(
-                    f"{self._path} is missing: if the classifier was changed since it was loaded, load it again; if it "
-                    "was pulled without its statistics, it predicts but cannot learn or change (push it with "
-                    "--with-statistics, and pull that); else its folder is damaged"
+                    f"{self._path} does not exist. If the model was changed since it was loaded, load it again. If it "
+                    "was pulled without statistics, it can only predict: push it with --trainable and pull it again. "
+                    "Otherwise its folder is corrupted."
                 )
             self._tensors = read_tensors(self._path, torch.device("cpu"))[0]
         return self._tensors
 
     @property
-    def there(self) -> bool:
-        """Whether the tensors can be had: a part that can be made again may have been removed."""
+    def available(self) -> bool:
+        """True if the tensors are available; parts that can be recomputed may have been removed."""
         return self._tensors is not None or (self._path is not None and self._path.is_file())
 
     def store(self, folder: Path) -> str:
-        """Keep the tensors in a folder of files named by their contents; returns that name."""
+        """Save the tensors in a folder of files named by content; return the name."""
         if self.digest is None or not (folder / f"{self.digest}.safetensors").is_file():
             self.digest = store_by_contents(folder, self.tensors)
         self._path = self._path or folder / f"{self.digest}.safetensors"
@@ -52,37 +52,31 @@ class Part:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Keep copies on the CPU, so that nobody changes them."""
+        """Copy tensors to the CPU."""
         return cls({name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()})
 
 
 FORMAT = 1
-Busy = Callable[[], None]
-"""Called repeatedly while another process holds a lock; it waits, or raises an error to cancel."""
+Busy = Callable[[], None]  # called repeatedly while another process holds a lock; it waits or raises an error
 _OWN = {"current.json", "versions", "objects", ".lock"}
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # from a description that was altered
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True)
 class KnownClass:
-    """A class, with what is kept of its images for later learning."""
+    """A class with the stored features of its images."""
 
-    uid: int
-    """Unique among all classes that the classifier ever had, renamed and forgotten ones included."""
+    uid: int  # unique among all classes of the classifier, including renamed and forgotten ones
     name: str
-    task: int
-    """The task that added it."""
+    task: int  # task that added it
     images: int
-    held: Part
-    """``rows``: features of the held-out images (h, D); ``mirrors``: those of their horizontal flips; ``keys`` (h,):
-    hashes of their pixels, if the method needs them."""
-    rest: Part
-    """Of the other images: ``rows`` (n, D) and any ``keys`` (n,), or sums over them."""
+    held: Part  # held-out images: rows (h, D), mirrors of their flips, keys of their pixels
+    rest: Part  # other images: rows (n, D) with optional keys (n,), or sums over them
 
 
 @dataclass(frozen=True)
 class LearnedTask:
-    """One call of ``learn`` that brought new classes."""
+    """One call of ``learn`` that added classes."""
 
     name: str
     version: int
@@ -95,23 +89,18 @@ class State:
 
     classes: tuple[KnownClass, ...] = ()
     tasks: tuple[LearnedTask, ...] = ()
-    adapted: tuple[int, ...] = ()
-    """The number of classes of each task in which prompts learned."""
+    adapted: tuple[int, ...] = ()  # number of classes of each task in which prompts were trained
     next_uid: int = 0
-    method: Part | None = None
-    """The method's tensors, with those of a backbone that learns."""
+    method: Part | None = None  # tensors of the method, and of a backbone that is trained
     head: Part | None = None
     gaussians: Part | None = None
-    later: Part | None = None
-    """What else a learner needs: a head that leads prompts, statistics for the refit, prototypes."""
-    sums: Part | None = None
-    """Sums over all images that are not held out; they follow from the classes."""
-    strength: float | None = None
-    """Lambda of a ridge head, once it is chosen."""
+    later: Part | None = None  # further tensors of a learner: auxiliary head, statistics for the refit, prototypes
+    sums: Part | None = None  # statistics of all images that are not held out; they can be recomputed
+    strength: float | None = None  # penalty of a ridge head, once it is chosen
     calibration: Calibration = field(default_factory=Calibration)
     scale: Scale = field(default_factory=Scale)
     held_out: tuple[float | None, ...] = ()
-    """Accuracy in % on the held-out images of each task, under a head that has not seen them; None where unknown."""
+    """Held-out accuracy in % per task, of a head that has not learned it; None if unknown."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,17 +114,17 @@ class State:
                 _ = part.tensors
 
     def note(self, keep: Callable[[Part], str]) -> "StateNote":
-        """Describe the state, its parts by the names that ``keep`` gives them."""
+        """Describe the state, its parts by the names that ``keep`` returns."""
         parts = {name: getattr(self, name) for name in ("method", "head", "gaussians", "later", "sums")}
         classes = [
             ClassNote(**{**vars(known), "held": keep(known.held), "rest": keep(known.rest)}) for known in self.classes
         ]
-        digests = {name: keep(part) for name, part in parts.items() if part is not None and part.there}
+        digests = {name: keep(part) for name, part in parts.items() if part is not None and part.available}
         return StateNote(**{**vars(self), "classes": classes, "parts": digests})
 
 
 class ClassNote(BaseModel):
-    """A class as it is stored, its parts by their digests."""
+    """A class as stored, its parts by their digests."""
 
     uid: int
     name: str
@@ -146,7 +135,7 @@ class ClassNote(BaseModel):
 
 
 class StateNote(BaseModel):
-    """A state as it is stored, its parts by their digests."""
+    """A state as stored, its parts by their digests."""
 
     classes: list[ClassNote]
     tasks: tuple[LearnedTask, ...]
@@ -159,7 +148,7 @@ class StateNote(BaseModel):
     held_out: tuple[float | None, ...]
 
     def state(self, find: Callable[[str], Part]) -> State:
-        """Return the state; its parts are read when they are needed."""
+        """Return the state; its parts are read on first use."""
         plain = {name: value for name, value in vars(self).items() if name not in ("classes", "parts")}
         known = (KnownClass(**{**vars(one), "held": find(one.held), "rest": find(one.rest)}) for one in self.classes)
         parts: dict[str, Any] = {name: find(digest) for name, digest in self.parts.items()}
@@ -167,7 +156,7 @@ class StateNote(BaseModel):
 
 
 class VersionNote(BaseModel):
-    """The contents of ``versions/NUMBER.json``."""
+    """Contents of ``versions/NUMBER.json``."""
 
     version: Version
     token: str
@@ -176,7 +165,7 @@ class VersionNote(BaseModel):
 
 
 class Current(TypedDict):
-    """The contents of ``current.json``."""
+    """Contents of ``current.json``."""
 
     format: int
     model: str
@@ -189,12 +178,11 @@ class SavedVersion:
 
     version: Version
     state: State
-    token: str
-    """Unique among all versions of that number."""
+    token: str  # unique among all versions of that number
 
 
 def lock_folder(folder: Path, name: str, busy: Busy) -> IO[str] | None:
-    """Lock a folder, which is created, by a file in it; None if files cannot be locked."""
+    """Create a folder and lock it by a file in it; return None if files cannot be locked."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +196,7 @@ def lock_folder(folder: Path, name: str, busy: Busy) -> IO[str] | None:
 
 @dataclass
 class Store:
-    """The folder of a saved classifier."""
+    """Folder of a saved classifier."""
 
     folder: Path
     _held: bool = field(default=False, init=False)
@@ -220,15 +208,12 @@ class Store:
 
     @contextmanager
     def locked(self, busy: Busy | None = None) -> Iterator[None]:
-        """Keep other processes from writing while the block lasts; the lock ends with the process and can be nested.
-
-        While another process holds the lock, ``busy`` is called; without ``busy`` that is an error.
-        """
+        """Keep other processes from writing; without ``busy``, a lock held by another is an error."""
         if self._held:
             yield
             return
         self._check_folder()
-        with lock_folder(self.folder, ".lock", busy or self._refuse) or nullcontext():  # no lock keeps no process out
+        with lock_folder(self.folder, ".lock", busy or self._reject) or nullcontext():
             self._held = True
             try:
                 yield
@@ -239,54 +224,52 @@ class Store:
                         (self.folder / ".lock").unlink()
                         self.folder.rmdir()
 
-    def _refuse(self) -> None:
-        raise UserError(f"another process is changing {self.folder}: wait for it, or stop it")
+    def _reject(self) -> None:
+        raise UserError(f"Another process is changing {self.folder}. Wait until it ends, or stop it.")
 
     def _check_folder(self) -> None:
-        """Reject a folder that holds anything but a classifier."""
+        """Raise an error if the folder contains anything but a classifier."""
         if self.exists or not self.folder.exists():
             return
         if not self.folder.is_dir():
-            raise UserError(f"{self.folder} is a file: a classifier is saved as a folder")
+            raise UserError(f"{self.folder} is a file. Pass a folder for the model.")
         strange = [path.name for path in self.folder.iterdir() if path.name not in _OWN and not is_part(path)]
         if strange:
-            raise UserError(
-                f"{self.folder} holds no classifier, but other things ({shorten(sorted(strange), 3)}): "
-                "choose a new folder"
-            )
+            contents = shorten(sorted(strange), 3)
+            raise UserError(f"{self.folder} contains other files than a model ({contents}). Choose a new folder.")
 
     def head(self) -> Current:
         """Read ``current.json``."""
         if not self.exists:
-            hint = "" if self.folder.exists() else ": there is no such folder"
-            raise UserError(f"{self.folder} holds no classifier (no current.json){hint}")
-        found: Any = read_json(self.folder / "current.json")
-        found = found if isinstance(found, dict) else {}
-        number = found.get("format")
+            reason = "contains no model (no current.json)" if self.folder.exists() else "does not exist"
+            raise UserError(f"{self.folder} {reason}. Create a model with 'probprompt learn {self.folder} FOLDER'.")
+        content: Any = read_json(self.folder / "current.json")
+        content = content if isinstance(content, dict) else {}
+        number = content.get("format")
         if number != FORMAT:
-            raise UserError(f"{self.folder} has classifier format {number!r}, this version reads {FORMAT}")
-        if not isinstance(found.get("version"), int) or not isinstance(found.get("model"), str):
-            raise UserError(f"{self.folder / 'current.json'} is damaged: it names no version")
-        return Current(format=FORMAT, model=found["model"], version=found["version"])
+            raise UserError(f"{self.folder} has model format {number!r}. This version reads format {FORMAT}.")
+        if not isinstance(content.get("version"), int) or not isinstance(content.get("model"), str):
+            raise UserError(f"{self.folder / 'current.json'} is corrupted: it contains no version number.")
+        return Current(format=FORMAT, model=content["model"], version=content["version"])
 
     def read(self, number: int) -> tuple[dict[str, Any], SavedVersion]:
         """Read a version, after its settings."""
         path = self._version_file(number)
-        found = read_json(path)
+        content = read_json(path)
         try:
-            note = VersionNote.model_validate(found)
+            note = VersionNote.model_validate(content)
             return note.settings, SavedVersion(note.version, note.state.state(self._part), note.token)
-        except _DAMAGE as problem:
-            raise UserError(f"{path} is damaged: it does not describe a classifier ({problem!r})") from problem
+        except _MALFORMED as problem:
+            raise UserError(f"{path} is corrupted: it does not describe a classifier ({problem!r}).") from problem
 
     def numbers(self, current: int) -> list[int]:
         """Return the kept versions, the current one last; later ones were never finished."""
-        found = (re.fullmatch(r"(\d+)\.json", path.name) for path in (self.folder / "versions").glob("*.json"))
-        return sorted(number for match in found if match and (number := int(match[1])) <= current)
+        matches = (re.fullmatch(r"(\d+)\.json", path.name) for path in (self.folder / "versions").glob("*.json"))
+        return sorted(number for match in matches if match and (number := int(match[1])) <= current)
 
     def _part(self, digest: str) -> Part:
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise ValueError(f"{digest!r} names no object")
+            raise ValueError(f"{digest!r} is not a digest")
         return Part(path=self._objects / f"{digest}.safetensors")
 
     def write(
@@ -297,19 +280,16 @@ class Store:
         ancestors: Mapping[int, str],
         keep: int,
     ) -> None:
-        """Add the versions that are not stored yet, make the last one current, and prune older ones.
-
-        ``ancestors``: tokens by number of all versions that they come from, kept or not.
-        """
+        """Add new versions, make the last one current, and prune; ``ancestors`` are all tokens before."""
         with self.locked():
-            there = self._check_ancestor(model, ancestors)
+            stored = self._check_ancestor(model, ancestors)
             for folder in (self._objects, self.folder / "versions"):
                 folder.mkdir(parents=True, exist_ok=True)
             chosen = every[-keep:]
             for one in chosen:
-                if one.version.number > there:
+                if one.version.number > stored:
                     state = one.state.note(lambda part: part.store(self._objects))
-                    if one is not chosen[-1]:  # computed again when they are needed
+                    if one is not chosen[-1]:
                         state.parts.pop("sums", None)
                     note = VersionNote(version=one.version, token=one.token, settings=dict(settings), state=state)
                     write_json(self._version_file(one.version.number), note.model_dump())
@@ -318,17 +298,17 @@ class Store:
             self._prune(current, keep)
 
     def _check_ancestor(self, model: str, ancestors: Mapping[int, str]) -> int:
-        """Return the number of the stored version, from which the versions to write must come; 0 if none is stored."""
+        """Return the stored version's number, 0 if none; raise an error if it is no ancestor."""
         if not self.exists:
             return 0
         head = self.head()
         if head["model"] != model:
-            raise UserError(f"{self.folder} holds another classifier: load that one, or choose another folder")
+            raise UserError(f"{self.folder} contains a different model. Choose another folder.")
         token = self.read(head["version"])[1].token
         if ancestors.get(head["version"]) != token:
             raise UserError(
-                f"{self.folder} has moved on to version {head['version']}, which this classifier does not know: "
-                "load it again and repeat the change, or save into another folder"
+                f"{self.folder} was changed by another process (version {head['version']}). "
+                "Load it again and repeat the change, or save to another folder."
             )
         return head["version"]
 
@@ -340,7 +320,7 @@ class Store:
             state = read_json(self._version_file(number))["state"]
             needed |= {digest for known in state["classes"] for digest in (known["held"], known["rest"])}
             needed |= {digest for name, digest in state["parts"].items() if name != "sums" or number == current}
-        with suppress(OSError):  # what cannot be removed is harmless
+        with suppress(OSError):
             for path in (self.folder / "versions").iterdir():
                 if path.stem.isdigit() and int(path.stem) not in kept:
                     path.unlink()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -41,7 +41,6 @@ class Format(StrEnum):
     csv = "csv"
 
 
-_KNOWN: dict[Existing, Any] = {Existing.error: "refuse", Existing.extend: "refine"}
 
 
 # Changing a model
@@ -87,7 +86,7 @@ def learn(
     with _changing(model, device, create) as classifier:
         if keep_versions is not None:
             classifier.keep_versions = keep_versions
-        report = classifier.learn(folder, known=_KNOWN[existing], name=note, progress=screen)
+        report = classifier.learn(folder, existing=existing.value, note=note, progress=screen)
     _show_report(screen, model, classifier, report)
 
 
@@ -102,9 +101,9 @@ def _show_report(screen: Screen, model: Path, classifier: "ContinualClassifier",
         screen.print(f"Calibration error: {100 * report.calibration_error:.1f}% on held-out images.")
     else:
         screen.print("Calibration error: unknown, too few held-out images.")
-    if report.retention:
+    if report.confusion_risks:
         screen.print("Possible confusions, estimated from stored statistics:")
-        rows = [(risk.old, risk.new, f"{100 * risk.share:.0f}%") for risk in report.retention[:_MOST_RISKS]]
+        rows = [(risk.old, risk.new, f"{100 * risk.share:.0f}%") for risk in report.confusion_risks[:_MOST_RISKS]]
         screen.listing(("class", "classified as", "images"), rows)
     elif classifier.task_count > 1 and report.classes:
         screen.print("No confusions of old with new classes expected, estimated from stored statistics.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from probprompt.classifier import changing
-from probprompt.classifier.lesson import Known
+from probprompt.classifier.lesson import Existing
 from probprompt.classifier.outputs import LearnReport
 from probprompt.errors import UserError, is_out_of_memory
 from probprompt.progress import ProgressCallback
@@ -85,9 +85,9 @@ def main(arguments: list[str]) -> None:
         os.nice(10)  # predictions have priority
     try:
         write_progress("loading", 0, 1)
-        known: Known = "refine" if request.refine else "refuse"
+        existing: Existing = "extend" if request.refine else "error"
         with changing(folder, request.device, busy=wait) as classifier:
-            learned = classifier.learn(request.images, known=known, name=request.name, progress=Lines())
+            learned = classifier.learn(request.images, existing=existing, note=request.name, progress=Lines())
     except UserError as problem:
         write(Message(error=str(problem)))
     except (MemoryError, RuntimeError, OSError) as problem:

@@ -249,7 +249,7 @@ def _done(version: int) -> JobChanges:
 
 def _report(learned: LearnReport) -> Report:
     fields = {name: value for name, value in vars(learned).items() if name in Report.model_fields}
-    risks = [Risk(**vars(risk)) for risk in learned.retention]
+    risks = [Risk(**vars(risk)) for risk in learned.confusion_risks]
     return Report(**{**fields, "classes": [*learned.classes, *learned.refined], "retention": risks})
 
 
