@@ -25,7 +25,7 @@ from probprompt.heads.closed_form import RidgeSettings
 from probprompt.heads.linear import LinearSettings
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs import grid as runs_grid
-from probprompt.runs.executors import TimeEstimator, carry_out, run_grid
+from probprompt.runs.executors import TimeEstimator, execute, run_grid
 from probprompt.runs.grid import SILENT_GRID, ExecutionOptions, Grid, GridCallback, Outcome, RunActions, parse_spec
 from probprompt.runs.run import Run, RunRecord, config_hash
 from run_cases import GRID as TINY
@@ -80,7 +80,7 @@ def _name(folder: Path) -> str:
 
 
 def names(grid: Grid) -> list[str]:
-    return [cell.name for cell in grid.cells]
+    return [cell.name for cell in grid.runs]
 
 
 def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_grid_is_not_resumed_with_other_weights(spec: Spec, tmp_path: Path) -> N
         outcome.run.update(backbone={"sha256": before})
     weights.write_bytes(b"another")
     more = Grid(spec(settings=settings, seeds=[0, 1]), tmp_path / "grid")
-    with pytest.raises(UserError, match=rf"mine.safetensors holds now .*{before}"):
+    with pytest.raises(UserError, match=rf"mine.safetensors .*{before}"):
         worker.run(more)
     weights.write_bytes(b"as it was")
     assert all(outcome.run for outcome in worker.run(more))
@@ -106,8 +106,8 @@ def test_grid_holds_all_combinations_by_seed(spec: Spec, tmp_path: Path) -> None
     rows = [f"probprompt,components={n},epochs={e}" for n in (4, 8) for e in (1, 2)]
     rows += [f"linear-probe,epochs={e}" for e in (1, 2)]  # it has no components: they are not varied
     assert names(grid) == [f"pictures/custom/{row}/seed-{seed}" for seed in (0, 1) for row in rows]
-    assert all(cell.folder == tmp_path / cell.name for cell in grid.cells)
-    third = grid.cells[2]
+    assert all(cell.folder == tmp_path / cell.name for cell in grid.runs)
+    third = grid.runs[2]
     assert third.varied == (("method.components", 8), ("training.epochs", 1))
     assert third.config.method.model_dump()["components"] == 8 and third.config.training.epochs == 1
 
@@ -115,7 +115,7 @@ def test_grid_holds_all_combinations_by_seed(spec: Spec, tmp_path: Path) -> None
 def test_settings_override_presets_and_variations_both(spec: Spec, pictures: Path, tmp_path: Path) -> None:
     chosen = {"training": {"batch_size": 16, "epochs": 5}, "method.samples": 2, "flip": False}
     asked = spec(presets=["matched"], seeds=[3], settings=chosen, vary={"training.epochs": [7]})
-    for cell in Grid(asked, tmp_path).cells:
+    for cell in Grid(asked, tmp_path).runs:
         own: dict[str, Any] = {"training": {"batch_size": 16, "epochs": 7, "flip": False}}
         own |= {"method": {"samples": 2}} if cell.method == "probprompt" else {}
         wanted = merge(presets.settings("matched", cell.method, str(pictures)), own)
@@ -127,11 +127,11 @@ def test_settings_override_presets_and_variations_both(spec: Spec, pictures: Pat
 def test_settings_of_a_head_reach_the_cells_with_such_a_head(spec: Spec, tmp_path: Path) -> None:
     kinds, settings = {"head.kind": ["linear", "ridge"]}, {**TINY, "head.projections": 500}
     asked = spec(presets=["matched"], methods=["probprompt"], seeds=[0], settings=settings, vary=kinds)
-    heads = [cell.config.head for cell in Grid(asked, tmp_path).cells]
+    heads = [cell.config.head for cell in Grid(asked, tmp_path).runs]
     assert heads == [LinearSettings(), RidgeSettings(projections=500)]
     other = spec(methods=["lda", "ranpac"], seeds=[0], vary={"head.shrinkage": [0.1, 0.2]})
-    assert [cell.config.head.model_dump().get("shrinkage") for cell in Grid(other, tmp_path).cells[:2]] == [0.1, 0.2]
-    with pytest.raises(UserError, match=r"head.shrinkage: no cell of the grid has such a head, only linear"):
+    assert [cell.config.head.model_dump().get("shrinkage") for cell in Grid(other, tmp_path).runs[:2]] == [0.1, 0.2]
+    with pytest.raises(UserError, match=r"head.shrinkage.* linear"):
         Grid(spec(settings={**TINY, "head.shrinkage": 0.1}), tmp_path)
 
 
@@ -139,10 +139,8 @@ def test_methods_without_the_preset_are_left_out(spec: Spec, tmp_path: Path) -> 
     grid = Grid(spec(presets=["flagship", "custom"], seeds=[0]), tmp_path)
     row = "pictures/{}/{}/seed-0".format
     assert names(grid) == [row("flagship", "probprompt"), row("custom", "probprompt"), row("custom", "linear-probe")]
-    assert grid.left_out.startswith(
-        "flagship on pictures for linear-probe (The preset 'flagship' supports only probprompt"
-    )
-    with pytest.raises(UserError, match="the grid has no cell: flagship on pictures"):
+    assert grid.left_out.startswith("flagship on pictures for linear-probe (the preset 'flagship' is for probprompt")
+    with pytest.raises(UserError, match="no runs: flagship on pictures"):
         Grid(spec(presets=["flagship"], methods=["linear-probe"]), tmp_path)
 
 
@@ -163,21 +161,24 @@ def test_names_of_folders_are_readable_safe_and_unique(spec: Spec, tmp_path: Pat
     [
         (
             {"methods": ["probpromt"], "benchmarks": ["emojir"], "presets": ["mached"]},
-            ["'probpromt'. Did you mean 'probprompt'", "'emoji-r'?", "'mached'. Did you mean 'matched'?"],
+            ["mean 'probprompt'", "'emoji-r'?", "'matched'?"],
         ),
         ({"settings": {"training": {"epoch": 1}, "smaples": 2}}, ["'training.epochs'", "'smaples'"]),
         ({"vary": {"rates": [1]}, "settings": {}}, ["Unknown setting 'rates'"]),
-        ({"vary": {"enabled": [True]}, "methods": "linear-probe", "settings": {"epochs": 2}}, ["'epochs'"]),
-        ({"settings": {"seeds": {"order": 1}}}, ["seeds.order is no setting of a grid: name them in its seeds"]),
-        ({"vary": {"method.name": ["l2p"]}}, ["method.name is no setting of a grid: name them in its methods"]),
-        ({"settings": {"preset": "x"}}, ["preset is no setting of a grid: name them in its presets"]),
+        (
+            {"vary": {"enabled": [True]}, "methods": "linear-probe", "settings": {"epochs": 2}},
+            ["'epochs' is ambiguous"],
+        ),
+        ({"settings": {"seeds": {"order": 1}}}, ["seeds.order cannot be a setting of a grid. Use its seeds"]),
+        ({"vary": {"method.name": ["l2p"]}}, ["method.name cannot be a setting of a grid. Use its methods"]),
+        ({"settings": {"preset": "x"}}, ["preset cannot be a setting of a grid. Use its presets"]),
         (
             {"vary": {"training.epochs": [1, 0]}},
             [f"pictures/custom/{name},epochs=0: training.epochs: " for name in ("probprompt", "linear-probe")],
         ),
-        ({"vary": {"training.epochs": [2, 2]}}, ["would lie in pictures/custom/probprompt,epochs=2/seed-0: name a"]),
-        ({"method": []}, ["'method'. Did you mean 'methods'?"]),
-        ({"methods": []}, ["the grid names no methods"]),
+        ({"vary": {"training.epochs": [2, 2]}}, ["folder pictures/custom/probprompt,epochs=2/seed-0. List each"]),
+        ({"method": []}, ["'methods'?"]),
+        ({"methods": []}, ["The grid has no methods"]),
         ({"seeds": [-1]}, ["seeds.0: "]),
         ({"vary": {"training": {"epochs": 3}}}, ["vary.training.epochs: "]),
     ],
@@ -198,7 +199,7 @@ def test_wrong_device_and_equal_names_are_rejected(spec: Spec, pictures: Path, t
         run_grid(Grid(spec(), tmp_path), RunActions(worker.start, worker.resume, "gpu"))
     assert worker.started == []
     (tmp_path / "pictures" / "a").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"pictures have one name, rename one"):
+    with pytest.raises(UserError, match=r"Rename .*pictures"):
         Grid(spec(benchmarks=[str(pictures), str(tmp_path / "pictures")]), tmp_path / "out")
 
 
@@ -218,9 +219,9 @@ def test_folder_with_other_settings_is_rejected(spec: Spec, tmp_path: Path) -> N
         worker.run(Grid(spec(seeds=[1], methods=["probprompt"]), tmp_path))
     before = list(worker.started)
     changed = merge(TINY, {"training": {"epochs": 3}})
-    with pytest.raises(UserError, match=r"2 cell\(s\) .*seed-0 \(training\.epochs is 1, wanted 3\).* --out"):
+    with pytest.raises(UserError, match=r"\(2 runs\).*seed-0 \(training\.epochs is 1, requested 3\).* --out"):
         worker.run(Grid(spec(seeds=[0, 2], settings=changed), tmp_path))
-    with pytest.raises(UserError, match=r"1 cell\(s\) .*seed-1 \(training\.epochs is 1, wanted 3\)"):  # not finished
+    with pytest.raises(UserError, match=r"\(1 runs\).*seed-1 \(training\.epochs is 1, requested 3\)"):  # not finished
         Grid(spec(seeds=[1], settings=changed), tmp_path).outcomes()
     assert worker.started == before and worker.resumed == []
 
@@ -228,16 +229,16 @@ def test_folder_with_other_settings_is_rejected(spec: Spec, tmp_path: Path) -> N
 def test_failed_run_is_recorded_and_tried_again(spec: Spec, tmp_path: Path) -> None:
     grid, worker = Grid(spec(), tmp_path), Worker(fail="probprompt/seed-0")
     outcomes = worker.run(grid)
-    assert worker.started == [_name(cell.folder) for cell in grid.cells]
+    assert worker.started == [_name(cell.folder) for cell in grid.runs]
     assert [bool(outcome.run) for outcome in outcomes] == [False, True, True, True]
     assert outcomes[0].reason == "RuntimeError: no luck with probprompt"
-    failed = json.loads((grid.cells[0].folder / "failed.json").read_text())
+    failed = json.loads((grid.runs[0].folder / "failed.json").read_text())
     assert failed["type"] == "RuntimeError" and failed["message"] == "no luck with probprompt"
     assert failed["traceback"].startswith("Traceback") and "in start" in failed["traceback"]
     again = Worker()
     outcomes = again.run(grid)
     assert again.started == ["probprompt/seed-0"] and all(outcome.run for outcome in outcomes)
-    assert not (grid.cells[0].folder / "failed.json").exists()
+    assert not (grid.runs[0].folder / "failed.json").exists()
 
 
 def test_interrupted_grid_is_resumed(spec: Spec, tmp_path: Path) -> None:
@@ -255,18 +256,18 @@ def test_interrupted_grid_is_resumed(spec: Spec, tmp_path: Path) -> None:
 
 def test_time_left_is_that_of_similar_runs(spec: Spec, tmp_path: Path) -> None:
     grid = Grid(spec(vary={"components": [4, 8]}), tmp_path)
-    assert TimeEstimator(grid.outcomes()).expect(grid.cells) is None
-    four, eight, probe, *later = grid.cells
+    assert TimeEstimator(grid.outcomes()).estimate(grid.runs) is None
+    four, eight, probe, *later = grid.runs
     Worker(seconds=10.0).start(four.config, four.folder, None, SILENT)
     Worker(seconds=1.0).start(probe.config, probe.folder, None, SILENT)
     pace = TimeEstimator(grid.outcomes())
-    assert pace.expect([later[0]]) == 10.0  # the same row with another seed
-    assert pace.expect([eight]) == 10.0  # the same method
-    assert pace.expect([later[2]]) == 1.0
+    assert pace.estimate([later[0]]) == 10.0  # the same row with another seed
+    assert pace.estimate([eight]) == 10.0  # the same method
+    assert pace.estimate([later[2]]) == 1.0
     Worker(seconds=20.0).start(eight.config, eight.folder, None, SILENT)
-    assert TimeEstimator(grid.outcomes()).expect(later) == 10.0 + 20.0 + 1.0
+    assert TimeEstimator(grid.outcomes()).estimate(later) == 10.0 + 20.0 + 1.0
     other = Grid(spec(methods=["vq-prompt"], seeds=[0]), tmp_path)
-    assert TimeEstimator(grid.outcomes()).expect(other.cells) == pytest.approx(31.0 / 3)  # nothing is alike: the mean
+    assert TimeEstimator(grid.outcomes()).estimate(other.runs) == pytest.approx(31.0 / 3)  # nothing is alike: the mean
 
 
 class Diary(GridCallback):
@@ -275,7 +276,7 @@ class Diary(GridCallback):
     def __init__(self) -> None:
         self.lines: list[object] = []
 
-    def begin(self, cell: runs_grid.Cell, expected: float | None, rest: float | None) -> None:
+    def begin(self, cell: runs_grid.RunSpec, expected: float | None, rest: float | None) -> None:
         self.lines.append(("begin", _name(cell.folder), expected, rest))
 
     def end(self, outcome: Outcome, rest: float | None) -> None:
@@ -297,23 +298,23 @@ def test_watcher_gets_each_run_and_the_time_left(spec: Spec, tmp_path: Path) -> 
 class TwoAtATime:
     """Ends the older of two runs."""
 
-    ahead = places = 2
+    ahead = slots = 2
 
     def __init__(self, worker: Worker) -> None:
-        self._worker, self.running = worker, list[runs_grid.Cell]()
+        self._worker, self.running = worker, list[runs_grid.RunSpec]()
         self.most = 0
 
-    def submit(self, cell: runs_grid.Cell) -> None:
+    def submit(self, cell: runs_grid.RunSpec) -> None:
         self.running.append(cell)
         self.most = max(self.most, len(self.running))
 
     def receive(self) -> Outcome:
-        return RunActions(self._worker.start, self._worker.resume).carry_out(self.running.pop(0), SILENT_GRID)
+        return RunActions(self._worker.start, self._worker.resume).execute(self.running.pop(0), SILENT_GRID)
 
 
 def test_time_left_of_concurrent_runs(spec: Spec, tmp_path: Path) -> None:
     grid, diary, two = Grid(spec(seeds=[0, 1, 2]), tmp_path), Diary(), TwoAtATime(Worker(fail="linear-probe/seed-1"))
-    carry_out(grid.cells, two, diary, TimeEstimator())
+    execute(grid.runs, two, diary, TimeEstimator())
     assert two.most == 2 and not two.running
     assert diary.lines == [("end", number != 3, rest) for number, rest in enumerate((5.0, 4.0, 3.0, 2.0, 2.0, 0.0))]
     assert [bool(outcome.run) for outcome in grid.outcomes()] == [True, True, True, False, True, True]
@@ -322,9 +323,9 @@ def test_time_left_of_concurrent_runs(spec: Spec, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"gpus_per_cell": 0.5}, "--ray local"),
-        ({"cpus_per_cell": 2}, "--ray local"),
-        ({"on": "ray", "workers": 2}, "leave --workers away"),
+        ({"gpus_per_run": 0.5}, "--ray local"),
+        ({"cpus_per_run": 2}, "--ray local"),
+        ({"ray": "ray", "workers": 2}, "Remove --workers"),
     ],
 )
 def test_contradictory_places_are_rejected(asked: dict[str, Any], message: str) -> None:
@@ -358,11 +359,11 @@ def test_options_override_the_file(tmp_path: Path, pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "assignments", "vary", "message"),
     [
-        ({"seeds": ["a"]}, [], [], "got 'a'"),
-        ({"seeds": ["4-1"]}, [], [], "got '4-1'"),
-        ({}, ["epochs"], [], "--set expects KEY=VALUE, got 'epochs'"),
-        ({}, [], ["epochs="], "--vary expects KEY=VALUE, got 'epochs='"),
-        ({}, [], [], "the grid names no methods: give at least one\nthe grid names no benchmarks"),
+        ({"seeds": ["a"]}, [], [], "not 'a'"),
+        ({"seeds": ["4-1"]}, [], [], "not '4-1'"),
+        ({}, ["epochs"], [], "--set takes key=value, not 'epochs'"),
+        ({}, [], ["epochs="], "--vary takes key=value, not 'epochs='"),
+        ({}, [], [], "The grid has no methods.*\nThe grid has no benchmarks"),
     ],
 )
 def test_errors_in_options(given: Any, assignments: Any, vary: Any, message: str) -> None:
@@ -372,7 +373,7 @@ def test_errors_in_options(given: Any, assignments: Any, vary: Any, message: str
 
 def test_example_is_a_grid(tmp_path: Path) -> None:
     read = read_spec(ROOT / "examples" / "compare.toml", options(), [], [])
-    assert len(Grid(read, tmp_path).cells) == 3 * (len(read.methods) + 1)
+    assert len(Grid(read, tmp_path).runs) == 3 * (len(read.methods) + 1)
     assert set(read.labels) <= {*read.methods, *read.benchmarks}
 
 
@@ -456,7 +457,7 @@ def test_time_left_counts_down(
 ) -> None:
     progress, shown = screen
     with progress.grid(3, 0):
-        progress.end(Outcome(Grid(spec(), tmp_path).cells[0], problem={"type": "UserError", "message": "no"}), 3600.0)
+        progress.end(Outcome(Grid(spec(), tmp_path).runs[0], problem={"type": "UserError", "message": "no"}), 3600.0)
         later = time.monotonic() + 1800.0
         monkeypatch.setattr(grid_screen, "time", SimpleNamespace(monotonic=lambda: later))
     assert re.search(r"1/3 about (29|30) min.* left", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue()))
@@ -494,11 +495,11 @@ def test_concurrent_runs_and_one_is_killed(pictures: Path, tmp_path: Path, monke
     grid = Grid(parse_spec(asked), tmp_path / "grid")
     two = ExecutionOptions(workers=2)
     kept, killed = run_grid(grid, RunActions(module.start, module.resume, "cpu"), SILENT_GRID, two)
-    assert kept.run and "its process ended with exit code -9" in killed.reason
+    assert kept.run and "exit code -9" in killed.reason
     (process,) = diary.iterdir()
     assert process.name != str(os.getpid())  # each run has its process
-    alone = api.start(grid.cells[0].config, tmp_path / "alone", "cpu")
-    assert (alone.folder / "accuracy.json").read_text() == (grid.cells[0].folder / "accuracy.json").read_text()
+    alone = api.start(grid.runs[0].config, tmp_path / "alone", "cpu")
+    assert (alone.folder / "accuracy.json").read_text() == (grid.runs[0].folder / "accuracy.json").read_text()
     before = kept.run.folder.joinpath("run.json").read_bytes()
     again = run_grid(grid, RunActions(api.start, api.resume, "cpu"), SILENT_GRID, two)
     assert all(outcome.run for outcome in again)

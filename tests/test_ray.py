@@ -27,7 +27,15 @@ from probprompt.report.compare import gather
 from probprompt.runs import ray_executor
 from probprompt.runs.executors import run_grid
 from probprompt.runs.grid import ExecutionOptions, Grid, GridCallback, GridSpec, Outcome, RunActions, parse_spec
-from probprompt.runs.ray_executor import Losses, Machine, RayCells, Share, find_share, on_ray, parse_address
+from probprompt.runs.ray_executor import (
+    LostWorkers,
+    Machine,
+    RayExecutor,
+    Resources,
+    find_resources,
+    on_ray,
+    parse_address,
+)
 from probprompt.runs.run import Run
 from probprompt.storage import is_part
 from run_cases import GRID, overlay
@@ -114,7 +122,7 @@ class Diary(GridCallback):
         self.notes.append(text)
 
     def end(self, outcome: Outcome, rest: float | None) -> None:
-        self.ended.append((outcome.cell.method, bool(outcome.run)))
+        self.ended.append((outcome.spec.method, bool(outcome.run)))
 
 
 def events(folder: Path) -> list[tuple[Any, ...]]:
@@ -133,15 +141,15 @@ def learned(folder: Path) -> list[bytes]:
 def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
     grid, diary = Grid(spec(methods=["probprompt", "nearest-mean", "lda"]), tmp_path / "ray"), Diary()
     way = RunActions(cluster.workers.start, cluster.workers.resume, "cpu")
-    killed, undisturbed, unlucky = run_grid(grid, way, diary, ExecutionOptions(on="ray", gpus_per_cell=0.5))
+    killed, undisturbed, unlucky = run_grid(grid, way, diary, ExecutionOptions(ray="ray", gpus_per_run=0.5))
     assert killed.run and undisturbed.run and unlucky.reason == "RuntimeError: no luck"
     assert sorted(diary.ended) == [("lda", False), ("nearest-mean", True), ("probprompt", True)]
     assert diary.notes == [
-        "Ray: room for 2 cells at a time on 1 machine(s), 0.5 GPU and 1 CPU each",
-        f"{killed.cell.name}: its worker died (WorkerCrashedError); it goes on from its last checkpoint",
+        "Ray: capacity for 2 parallel runs on 1 machine(s), 0.5 GPU and 1 CPU each.",
+        f"{killed.spec.name}: its worker died (WorkerCrashedError); resuming from its last checkpoint.",
     ]
     second = [(kind, task, at) for task in (0, 1) for kind, at in [*(("epoch", n) for n in range(3)), ("task", None)]]
-    assert events(killed.cell.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
+    assert events(killed.spec.folder) == [second[0], ("resumed", 0, 1), *second[1:]]
     taken = {path.name: json.loads(path.read_text()) for path in cluster.diary.iterdir()}
     assert len(taken) == 3 and str(os.getpid()) not in taken  # each run has its process
     assert all(shares == {"CPU": 1.0, "GPU": 0.5} for shares in taken.values())
@@ -150,26 +158,26 @@ def test_results_equal_those_without_ray(cluster: Cluster, spec: Spec, tmp_path:
     plain = Grid(spec(methods=["probprompt", "nearest-mean"]), tmp_path / "plain")
     outcomes = run_grid(plain, RunActions(api.start, api.resume, "cpu"))
     for there, here in zip((killed, undisturbed), outcomes, strict=True):
-        assert learned(there.cell.folder) == learned(here.cell.folder)
+        assert learned(there.spec.folder) == learned(here.spec.folder)
     tables = [gather(one, one.outcomes()).tables()[0] for one in (Grid(plain.spec, grid.out), plain)]
     assert tables[0] == tables[1] and len(tables[0].rows) == 2
 
 
 @needs_ray
 def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Path) -> None:
-    (cell,) = Grid(spec(), tmp_path).cells
+    (cell,) = Grid(spec(), tmp_path).runs
     way, gone = RunActions(api.start, api.resume, "cpu"), tmp_path / "gone"
-    with pytest.raises(UserError, match=f"does not see the grid's folder {tmp_path}"):
-        ray_executor.carry_out_there(cell, way, gone, 1)  # a machine that joins later, and does not share it
+    with pytest.raises(UserError, match=f"cannot see the folder {tmp_path}"):
+        ray_executor.execute_remotely(cell, way, gone, 1)  # a machine that joins later, and does not share it
     assert not list(tmp_path.iterdir())
 
     def refuse() -> bool:
         raise UserError("not here")
 
-    cells = RayCells(cluster.ray, way, Share(0, 1), gone, GridCallback())
+    cells = RayExecutor(cluster.ray, way, Resources(0, 1), gone, GridCallback())
     cells._running[cluster.ray.remote(refuse).remote()] = cell
     outcome = cells.receive()
-    assert outcome.cell is cell and outcome.reason == "not here" and cells.places == 2
+    assert outcome.spec is cell and outcome.reason == "not here" and cells.slots == 2
     assert [path.name for path in cell.folder.iterdir()] == ["failed.json"]
     cells.stop()
 
@@ -177,13 +185,13 @@ def test_failure_before_a_run_starts(cluster: Cluster, spec: Spec, tmp_path: Pat
 @needs_ray
 def test_machines_need_folder_and_version(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = ray_executor._machines(cluster.ray)
-    with ray_executor._marked(tmp_path / "out") as mark:
+    with ray_executor._folder_mark(tmp_path / "out") as mark:
         ray_executor._check_machines(cluster.ray, machines, mark)
-    with pytest.raises(UserError, match=r"does not see the grid's folder .*out"):
+    with pytest.raises(UserError, match=r"cannot see the folder .*out"):
         ray_executor._check_machines(cluster.ray, machines, mark)  # the mark is gone
-    with ray_executor._marked(tmp_path / "out") as mark:
+    with ray_executor._folder_mark(tmp_path / "out") as mark:
         monkeypatch.setattr(ray_executor, "__version__", "0.0")
-        with pytest.raises(UserError, match=rf"has probprompt {package.__version__}, here is 0\.0"):
+        with pytest.raises(UserError, match=rf"has probprompt {package.__version__}, expected 0\.0"):
             ray_executor._check_machines(cluster.ray, machines, mark)
     assert not list((tmp_path / "out").iterdir())
 
@@ -230,11 +238,8 @@ def test_ctrl_c_stops_and_the_same_command_resumes(
         time.sleep(0.02)
     os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all that belong to the command
     out, err = begun.communicate(timeout=60)
-    assert (begun.returncode, err) == (
-        130,
-        "Interrupted. 0 of 1 runs are finished. Run the same command to continue.\n",
-    )
-    assert out.startswith("Ray: room for ") and out.count("\n") == 1, "Ray itself says nothing"
+    assert (begun.returncode, err) == (130, "interrupted; 0 of 1 cells are finished; go on with the same command\n")
+    assert out.startswith("Ray: capacity for ") and out.count("\n") == 1, "Ray itself says nothing"
     deadline = time.monotonic() + 20
     while processes(begun.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -278,8 +283,8 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "ray://[::1]:1"])
 def test_silent_address_is_rejected(address: str) -> None:
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"no Ray cluster answers at .*:1"):
-        ray_executor._refuse_silent(address)
+    with pytest.raises(UserError, match=r"No Ray cluster at .*:1"):
+        ray_executor._check_reachable(address)
     assert time.monotonic() - start < 10
 
 
@@ -293,57 +298,57 @@ STRONG: Machine = {"Resources": {"CPU": 8.0, "GPU": 2.0}}
         ({}, None, [PLAIN], (0, 1), [4]),
         ({}, None, [PLAIN, STRONG], (1, 1), [0, 2]),
         ({}, "cpu", [PLAIN, STRONG], (0, 1), [4, 8]),
-        ({"gpus_per_cell": 0.25}, None, [STRONG], (0.25, 1), [8]),
-        ({"gpus_per_cell": 0.1, "cpus_per_cell": 0.1}, "cuda", [STRONG], (0.1, 0.1), [20]),
-        ({"gpus_per_cell": 0.0, "cpus_per_cell": 3}, None, [STRONG, PLAIN], (0, 3), [2, 1]),
-        ({"gpus_per_cell": 2}, None, [STRONG], (2, 1), [1]),
+        ({"gpus_per_run": 0.25}, None, [STRONG], (0.25, 1), [8]),
+        ({"gpus_per_run": 0.1, "cpus_per_run": 0.1}, "cuda", [STRONG], (0.1, 0.1), [20]),
+        ({"gpus_per_run": 0.0, "cpus_per_run": 3}, None, [STRONG, PLAIN], (0, 3), [2, 1]),
+        ({"gpus_per_run": 2}, None, [STRONG], (2, 1), [1]),
     ],
 )
 def test_share_of_a_machine(
     asked: dict[str, Any], device: str | None, machines: list[Any], share: tuple[float, float], room: list[int]
 ) -> None:
-    found = find_share(ExecutionOptions(on="ray", **asked), device, machines)
-    assert found == Share(*share) and [found.fits(machine) for machine in machines] == room
+    found = find_resources(ExecutionOptions(ray="ray", **asked), device, machines)
+    assert found == Resources(*share) and [found.fits(machine) for machine in machines] == room
     assert found.device(device) == (device if share[0] else "cpu")
 
 
 @pytest.mark.parametrize(
     ("asked", "device", "message"),
     [
-        ({"gpus_per_cell": 1.5}, None, "GPUs per cell: .* not 1.5"),
-        ({"gpus_per_cell": -1}, None, "GPUs per cell: .* not -1"),
-        ({"cpus_per_cell": 0}, None, "CPUs per cell: .* not 0"),
+        ({"gpus_per_run": 1.5}, None, "GPUs per run: 1.5"),
+        ({"gpus_per_run": -1}, None, "GPUs per run: -1"),
+        ({"cpus_per_run": 0}, None, "CPUs per run: 0"),
         ({}, "cuda", "the cluster has none"),
-        ({"gpus_per_cell": 1}, "cuda:1", "not 'cuda:1'"),
-        ({}, "gpu", "not 'gpu'"),
+        ({"gpus_per_run": 1}, "cuda:1", "got 'cuda:1'"),
+        ({}, "gpu", "got 'gpu'"),
     ],
 )
 def test_impossible_shares_are_rejected(asked: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        find_share(ExecutionOptions(on="ray", **asked), device, [PLAIN])
+        find_resources(ExecutionOptions(ray="ray", **asked), device, [PLAIN])
 
 
 @needs_ray
 def test_shares_larger_than_this_machine(cluster: Cluster, tmp_path: Path) -> None:
     way, diary = RunActions(api.start, api.resume, "cpu"), Diary()
     with (
-        pytest.raises(UserError, match="a cell wants 64 CPU, this machine has 1 GPU and 2 CPU"),
-        on_ray(tmp_path, way, ExecutionOptions(on="ray", cpus_per_cell=64), diary),
+        pytest.raises(UserError, match="A run needs 64 CPU, this machine has 1 GPU and 2 CPU"),
+        on_ray(tmp_path, way, ExecutionOptions(ray="ray", cpus_per_run=64), diary),
     ):
         pass
-    with on_ray(tmp_path, way, ExecutionOptions(on="ray:auto", cpus_per_cell=64), diary):
-        assert diary.notes == ["Ray: no machine of the cluster has 64 CPU now; waiting for one to join"]
+    with on_ray(tmp_path, way, ExecutionOptions(ray="ray:auto", cpus_per_run=64), diary):
+        assert diary.notes == ["Ray: no machine of the cluster has 64 CPU. Waiting for one to join."]
 
 
 def test_run_without_progress_is_given_up(spec: Spec, tmp_path: Path) -> None:
-    first, second = Grid(spec(seeds=[0, 1]), tmp_path).cells
-    losses = Losses()
-    assert [losses.bearable(first) for _ in range(3)] == [True, True, False]
+    first, second = Grid(spec(seeds=[0, 1]), tmp_path).runs
+    losses = LostWorkers()
+    assert [losses.can_retry(first) for _ in range(3)] == [True, True, False]
     checkpoint = second.folder / "checkpoint" / "state.safetensors"
     checkpoint.parent.mkdir(parents=True)
     for moment in (0, 0, 1, 2, 3, 4, 5):
         if moment:
             checkpoint.write_bytes(b"")
             os.utime(checkpoint, ns=(moment, moment))
-        assert losses.bearable(second)
-    assert [losses.bearable(second) for _ in range(2)] == [True, False]
+        assert losses.can_retry(second)
+    assert [losses.can_retry(second) for _ in range(2)] == [True, False]

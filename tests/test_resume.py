@@ -305,7 +305,7 @@ def test_stopped_run_continues_in_the_middle_of_its_task(
     assert outcome(run) == stopped.expected and run.report.exists()
     pick.assert_called_once_with("cpu")  # the device it started on
     answer = probprompt("train", "--resume", run.folder)
-    assert answer.code == 0 and f"{run.folder} is finished already" in answer.out and answer.err == ""
+    assert answer.code == 0 and f"{run.folder} is already finished" in answer.out and answer.err == ""
     assert outcome(run) == stopped.expected
 
 
@@ -361,8 +361,11 @@ def test_other_folders_are_rejected(tmp_path: Path, probprompt: Command) -> None
 
 PREPROCESSING = {"image_size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}  # next to the weights, which are the same
 CHANGES: dict[str, tuple[Callable[[Stopped], object], str]] = {
-    "image": (lambda run: Image.new("RGB", (36, 36)).save(run.images / "class3" / "new.png"), "are not those the run"),
-    "class": (lambda run: shutil.copytree(run.images / "class3", run.images / "class9"), "the tasks of"),
+    "image": (
+        lambda run: Image.new("RGB", (36, 36)).save(run.images / "class3" / "new.png"),
+        "have changed since the run",
+    ),
+    "class": (lambda run: shutil.copytree(run.images / "class3", run.images / "class9"), "The tasks of"),
     "no weights": (lambda run: run.weights.unlink(), "there is no file"),
     "weights": (lambda run: save_weights(run.weights, seed=2), "other weights"),
     "preprocessing": (
@@ -392,7 +395,7 @@ def test_image_that_became_readable_is_rejected(pictures: Path, tmp_path: Path, 
     with pytest.raises(StopHereError):
         train.train(parse_config(settings), tmp_path / "run", progress=Stopper())
     broken.write_bytes(whole)
-    assert "than when the run began (class1/3.png)" in refused(probprompt, Run(tmp_path / "run"))
+    assert "since the run started (class1/3.png)" in refused(probprompt, Run(tmp_path / "run"))
 
 
 def test_weights_may_move_into_the_folder_of_the_run(changed: Stopped, tmp_path: Path) -> None:
@@ -413,5 +416,5 @@ def test_new_pixels(stopped: Stopped, tmp_path: Path, probprompt: Command, monke
     with monkeypatch.context() as cached:
         cached.setattr(ImageCache, "usual", lambda: ImageCache(tmp_path / "cache", worth=0))
         message = refused(probprompt, run)
-        assert re.search(r"the pixels of the train images of .* \(hash a{12}, now [0-9a-f]{12}\)", message)
+        assert re.search(r"The pixels of the train images of .* \(hash a{12}, now [0-9a-f]{12}\)", message)
     assert outcome(train.resume(run.folder)) == stopped.expected  # without a cache, there is no hash to compare

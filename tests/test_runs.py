@@ -323,7 +323,7 @@ def test_used_folders_are_rejected_before_any_work(
         out.write_text("mine")
     before = files(out) if out.is_dir() else set()
     monkeypatch.setattr(train, "prepare", None)
-    with pytest.raises(UserError, match="--resume" if kind == "run" else "choose another folder"):
+    with pytest.raises(UserError, match="--resume" if kind == "run" else "[Cc]hoose another folder"):
         train.train(parse_config(fast(pictures)), out)
     assert before == (files(out) if out.is_dir() else set())
 
@@ -361,7 +361,7 @@ def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Pat
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         before = {name: (run.folder / name).read_bytes() for name in files(run.folder)}
-        with pytest.raises(UserError, match=r"another process is working on .*run"):
+        with pytest.raises(UserError, match=r"Another process is using .*run"):
             train.resume(run.folder)
         assert before == {name: (run.folder / name).read_bytes() for name in files(run.folder)}
         other.kill()
@@ -511,7 +511,7 @@ def test_checkpoints_after_epochs_take_a_small_share_of_the_time(monkeypatch: py
     monkeypatch.setattr("probprompt.runs.checkpoint.time.perf_counter", lambda: now)
     monkeypatch.delenv(CHECKPOINTS)
     size = 1000
-    saving = checkpoint.Saving(lambda: size)
+    saving = checkpoint.CheckpointTimer(lambda: size)
     assert not saving.due()
     now += 1.01
     assert saving.due()  # a small file is taken to need a hundredth of a second until one was written

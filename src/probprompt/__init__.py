@@ -1,11 +1,11 @@
-"""probprompt: teach a frozen vision transformer new classes, one task after another, without keeping old images."""
+"""Teach an image classifier new classes one task at a time, without keeping old images."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# Names are imported when first used: torch and timm take seconds, and help or an error message must not wait.
+# Imported on first use: torch and timm take seconds to load, which would delay help and errors.
 _HOME = {
     "ContinualClassifier": "probprompt.classifier",
     "FrozenViT": "probprompt.backbones.vit",

@@ -1,4 +1,4 @@
-"""``python -m probprompt`` is the command line."""
+"""Command line: ``python -m probprompt``."""
 
 from probprompt.cli import main
 

@@ -1,4 +1,4 @@
-"""One method on one backbone: all figures of a benchmark, measured through the engine."""
+"""Measurements of one method on one backbone, through the engine."""
 
 import math
 import weakref
@@ -24,29 +24,26 @@ from probprompt.methods import Context
 from probprompt.progress import SILENT, ProgressCallback
 from probprompt.prompts import Prompt, Prompts, Readout
 
-MOST_STEPS = 40  # of an epoch: as many as a tenth of CIFAR-100 has in batches of 128
-EPOCHS_TIMED = 4  # what the time is meant for
-EPOCH_IMAGES = 24_000  # of ImageNet-R's training set: what the paper's time per epoch is about
+MOST_STEPS = 40  # per epoch, as for a tenth of CIFAR-100 with batch size 128
+EPOCHS_TIMED = 4
+EPOCH_IMAGES = 24_000  # ImageNet-R's training set, as in the paper's time per epoch
 STAGE_STEPS = {"cuda": 8, "cpu": 2}
-STATIC_STEPS = {"cuda": MOST_STEPS, "cpu": 4}  # of an epoch on features that are kept: it has one length
-PARTS = ("training", "stages", "inference", "latency", "frozen pass")
-"""What is measured, one after the other."""
+STATIC_STEPS = {"cuda": MOST_STEPS, "cpu": 4}  # per epoch on stored features
+PARTS = ("training", "stages", "inference", "latency", "frozen pass")  # parts of a measurement, in order
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Training:
-    """How fast a task is trained, and the bytes that it takes without the images."""
+    """Training speed, and the bytes that it takes without the images."""
 
     rate: Rate
-    peak: int
-    """Largest sum of live tensors: backbone, prompts, head, statistics, gradients, activations, one batch."""
-    reserved: int | None
-    """What the GPU's allocator took from the device; None on a CPU."""
+    peak: int  # largest sum of live tensors: weights, statistics, gradients, activations, one batch
+    reserved: int | None  # memory that the GPU's allocator took from the device; None on a CPU
 
 
 def training(setup: BenchSetup, seconds: float) -> Training | None:
-    """Epochs of the engine: data path, both passes, the backward pass, the optimizer. None where nothing is trained."""
+    """Measure epochs of the engine; None if nothing is trained."""
     if setup.learner.epochs(setup.task) == 0:
         return None
     epochs, device = Epochs(setup), setup.device
@@ -57,20 +54,20 @@ def training(setup: BenchSetup, seconds: float) -> Training | None:
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return Training(rate, peak - without, reserved - without)
     rate = _epochs_per_s(epochs, seconds)
-    with LiveTensors() as live:  # there is no allocator to ask
+    with LiveTensors() as live:  # a CPU has no memory statistics
         epochs(epochs.shortest)
     return Training(rate, held(setup, epochs.optimizer) + live.peak, None)
 
 
 def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
-    """Find a length of an epoch that lets several be made in the time, then make them."""
+    """Choose the length of an epoch so that several fit into the time, and measure them."""
     device, shortest = epochs.setup.device, epochs.shortest
     first, again = (timing.timed(lambda: epochs(shortest), device) for _ in range(2))
     steps = shortest
     if not epochs.setup.model.static:
-        # On a GPU the first steps tell nothing of the later ones: kernels are still compiled, and no step captured.
-        wanted = MOST_STEPS if device.type == "cuda" else math.ceil(seconds / EPOCHS_TIMED / again)
-        steps = max(1, min(MOST_STEPS, wanted))
+        # On a GPU the first steps are not representative: kernels are compiled, and steps captured.
+        steps = MOST_STEPS if device.type == "cuda" else math.ceil(seconds / EPOCHS_TIMED / again)
+        steps = max(1, min(MOST_STEPS, steps))
     measured = timing.rate(lambda: epochs(steps), seconds, device, warm_ups=2)
     measured["first_s"] = first
     measured["warm_up_s"] += first + again
@@ -78,26 +75,26 @@ def _epochs_per_s(epochs: "Epochs", seconds: float) -> Rate:
 
 
 class Epochs:
-    """Trains one epoch after another, and counts what it did."""
+    """Trains one epoch after another, and counts images and steps."""
 
     def __init__(self, setup: BenchSetup) -> None:
         self.setup, self.optimizer = setup, setup.learner.optimizer(setup.task)
         self.shortest = STATIC_STEPS[setup.device.type] if setup.model.static else 1
-        """Steps of the shortest epoch that can be made."""
+        """Steps of the shortest possible epoch."""
         self._number = 0
 
     def __call__(self, steps: int) -> tuple[int, int]:
-        """Train an epoch of so many steps; the images and steps that were made."""
-        made: list[int] = []
+        """Train an epoch of ``steps`` steps; return its images and steps."""
+        done: list[int] = []
         training = self.setup.config.training
         number, task = self._number % training.epochs, self.setup.steps_of(steps)
-        self.setup.learner.train_epoch(task, number, self.optimizer, made.append)
+        self.setup.learner.train_epoch(task, number, self.optimizer, done.append)
         self._number += 1
-        return sum(made) * training.batch_size, sum(made)
+        return sum(done) * training.batch_size, sum(done)
 
 
 def inference(setup: BenchSetup, seconds: float) -> Rate:
-    """Predictions in batches: evaluation views, query, prompted pass, head."""
+    """Measure predictions in batches: evaluation views, query, prompted pass, head."""
     batch = setup.config.training.batch_size
     rows = setup.rows_of(batch).rows
 
@@ -109,7 +106,7 @@ def inference(setup: BenchSetup, seconds: float) -> Rate:
 
 
 def latency(setup: BenchSetup, seconds: float) -> Latency:
-    """Predictions of one image at a time, from its pixels to its logits."""
+    """Measure predictions of one image at a time, from its pixels to its logits."""
     rows = setup.rows_of(len(setup.learner.images.store)).rows
 
     def predict(number: int) -> None:
@@ -119,7 +116,7 @@ def latency(setup: BenchSetup, seconds: float) -> Latency:
 
 
 def frozen_pass(setup: BenchSetup, seconds: float) -> Rate:
-    """The backbone without prompts on images that are ready."""
+    """Measure the backbone without prompts on preprocessed images."""
     batch, model, learner = setup.config.training.batch_size, setup.model, setup.learner
     images = learner.viewer.evaluation(learner.images.store, setup.rows_of(batch).rows)
 
@@ -131,21 +128,21 @@ def frozen_pass(setup: BenchSetup, seconds: float) -> Rate:
 
 
 class Peaks:
-    """The machine's matrix peak in each precision that is asked for, measured once."""
+    """Matrix peaks of the machine by precision, each measured once."""
 
     def __init__(self, device: torch.device, seconds: float = timing.PEAK_SECONDS) -> None:
         self.device, self.seconds = device, min(seconds, timing.PEAK_SECONDS)
-        self.found: dict[Precision, Peak] = {}
+        self.measured: dict[Precision, Peak] = {}
 
     def of(self, precision: Precision) -> Peak:
-        """The peak in this precision."""
-        if precision not in self.found:
-            self.found[precision] = timing.matrix_peak(self.device, precision, self.seconds)
-        return self.found[precision]
+        """Return the peak in this precision."""
+        if precision not in self.measured:
+            self.measured[precision] = timing.matrix_peak(self.device, precision, self.seconds)
+        return self.measured[precision]
 
 
 def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT) -> Entry:
-    """Measure all figures of one method."""
+    """Measure one method."""
     setup = build(config, peaks.device)
     model, backbone = setup.model, setup.backbone
     peak = peaks.of(model.precision)["flops"]
@@ -157,11 +154,11 @@ def measure(config: RunConfig, seconds: float, peaks: Peaks, progress: ProgressC
         return result
 
     trained = next_part(PARTS[0], lambda: training(setup, seconds))
-    passes_backbone = trained is not None and not model.static  # else only the head is trained, on kept features
+    passes_backbone = trained is not None and not model.static  # else only the head, on stored features
     steps = STAGE_STEPS[setup.device.type]
     stages = next_part(PARTS[1], lambda: timing.shares(setup, steps) if passes_backbone else None)
     if not model.head.trained:
-        setup.close()  # it cannot predict before it is solved
+        setup.close()  # solves the head
     predicted = next_part(PARTS[2], lambda: inference(setup, seconds))
     alone = next_part(PARTS[3], lambda: latency(setup, seconds))
     frozen = next_part(PARTS[4], lambda: frozen_pass(setup, seconds))
@@ -212,7 +209,7 @@ def _memory(setup: BenchSetup, trained: Training | None) -> Memory:
 def measure_each(
     configs: Sequence[RunConfig], seconds: float, peaks: Peaks, progress: ProgressCallback = SILENT
 ) -> Iterator[Entry]:
-    """Measure all figures of several methods, one after the other."""
+    """Measure several methods, one after the other."""
     for config in configs:
         with progress.stage(config.method.name, len(PARTS)):
             entry = measure(config, seconds, peaks, progress)
@@ -221,14 +218,8 @@ def measure_each(
         release(peaks.device)
 
 
-# Memory
-
-
 class LiveTensors(TorchDispatchMode):
-    """Adds up the memory of tensors made while it is active, and keeps the largest sum.
-
-    Scratch memory inside an operation is not seen.
-    """
+    """Tracks the largest memory of tensors created while it is active, without scratch memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -238,14 +229,14 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and record the tensors it makes."""
-        made = func(*args, **(kwargs or {}))
+        """Run the operation and record the tensors it creates."""
+        results = func(*args, **(kwargs or {}))
         given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(made):
-            # A view, or what was changed in place, is no new memory.
+        for leaf in tree_leaves(results):
+            # Views and tensors changed in place take no new memory.
             if isinstance(leaf, Tensor) and _address(leaf) not in given and _address(leaf) not in self._known:
                 self._note(leaf)
-        return made
+        return results
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -265,7 +256,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def held(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that training holds all the time: weights, prompts, head, statistics, moments."""
+    """Return the bytes of everything that training keeps: weights, statistics, moments."""
     learner = setup.learner
     parts: list[Tensor] = [*learner.model.parameters(), *learner.model.buffers(), *learner.trained.parameters()]
     parts += [learner.statistics.mean, learner.statistics.variance, learner.prototypes]
@@ -274,27 +265,19 @@ def held(setup: BenchSetup, optimizer: torch.optim.Optimizer) -> int:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of these tensors; what two of them share is counted once."""
+    """Return the bytes of these tensors, counting shared storage once."""
     return sum({_address(one): one.untyped_storage().nbytes() for one in tensors}.values())
-
-
-# Operations
 
 
 @dataclass(frozen=True)
 class Count:
     """Floating-point operations for one image."""
 
-    query: int
-    """The pass without prompts; 0 if the method needs no query."""
-    prompted: int
-    """The pass with prompts (or without, for a method that has none)."""
-    backward: int
-    """The backward pass from the features to the prompts, or to all weights of a backbone that learns."""
-    draws: int = 1
-    """Passes with prompts that a prediction averages."""
-    looks: int = 1
-    """Views of an image that it averages."""
+    query: int  # pass without prompts; 0 if the method needs no query
+    prompted: int  # pass with prompts (or without, for a method that has none)
+    backward: int  # backward pass to the prompts, or to all weights of a trained backbone
+    draws: int = 1  # prompted passes that a prediction averages
+    looks: int = 1  # views of an image that a prediction averages
 
     @property
     def passes(self) -> int:
@@ -314,7 +297,7 @@ class Count:
 
 @torch.no_grad()
 def count_flops(setup: BenchSetup) -> Count:
-    """Count the operations for one image, with the prompts that the method really injects."""
+    """Count the operations for one image, with the prompts that the method injects."""
     model = setup.model
     query = torch.zeros(1, model.backbone.width, device=setup.device) if model.method.needs_query else None
     context = Context(keys=torch.zeros(1, dtype=torch.long, device=setup.device))
@@ -325,11 +308,9 @@ def count_flops(setup: BenchSetup) -> Count:
 
 
 def flops(backbone: FrozenViT, prompts: Prompts | None = None, readout: Readout = "class") -> Count:
-    """Count the matrix products of a query, of a pass with these prompts and of its backward pass, for one image.
+    """Count the matrix products of a query, a prompted pass and its backward pass, per image.
 
-    This is what a machine's matrix peak is measured in. PyTorch counts on its meta device, where nothing is computed
-    and attention is plain products. Norms, activations and softmax are left out: about a hundredth of a pass. What
-    passes share is counted in each, and what a kernel computes twice to save memory only once.
+    Norms, activations and softmax (about 1%) are omitted, and recomputation in kernels counts once.
     """
     memo: dict[int, Any] = {id(backbone._fused): None}  # copies of the weights for kernels
     for weight in backbone.parameters():

@@ -1,4 +1,4 @@
-"""The record of a benchmark: one JSON file, and how a later one compares with it."""
+"""Record of a benchmark in one JSON file, and its comparison with a later one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ KIND, FORMAT = "probprompt bench", 1
 
 
 class Memory(TypedDict):
-    """Bytes; in training None if nothing is trained, reserved None on a CPU too."""
+    """Bytes; None for training if nothing is trained, and for ``training_reserved`` on a CPU."""
 
     training_peak: int | None
     training_reserved: int | None
@@ -29,7 +29,7 @@ class Memory(TypedDict):
 
 
 class Cost(TypedDict):
-    """The columns of the paper's cost table."""
+    """Columns of the paper's cost table."""
 
     prompts_mb: float
     with_backbone_mb: float
@@ -38,7 +38,7 @@ class Cost(TypedDict):
 
 
 class Entry(TypedDict):
-    """What was measured of one method."""
+    """Measurements of one method."""
 
     method: str
     backbone: str
@@ -55,16 +55,14 @@ class Entry(TypedDict):
     frozen_pass: Rate
     memory: Memory
     stages: dict[str, float] | None
-    passes: int
-    """Missing in older records."""
-    flops_per_image: dict[str, int]
-    """Of passes, and of a prediction and a training step."""
+    passes: int  # missing in older records
+    flops_per_image: dict[str, int]  # of passes, and of a prediction and a training step
     share_of_peak: dict[str, float]
     cost: Cost
 
 
 class Point(TypedDict):
-    """Costs at one value of a setting that grows; None if not measured."""
+    """Costs at one value of a varied setting; None if not measured."""
 
     value: int
     training_images_per_s: float | None
@@ -75,7 +73,7 @@ class Point(TypedDict):
 
 
 class Curve(TypedDict):
-    """The costs of a method as one setting grows."""
+    """Costs of a method over the values of one setting."""
 
     axis: str
     label: str
@@ -85,12 +83,12 @@ class Curve(TypedDict):
     config: dict[str, Any]
     points: Sequence[Point]
     exponents: dict[str, dict[str, float]]
-    """By cost: over the whole curve, and over its end, where a fixed cost hides less."""
+    """By cost: over the whole curve, and over its end, where fixed costs matter less."""
     worse_than_linear: Sequence[str]
 
 
 class BenchRecord(TypedDict):
-    """A record: what was measured, on what."""
+    """Measurements and the machine they were made on."""
 
     kind: str
     format: int
@@ -105,7 +103,7 @@ class BenchRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure now, over the same one before."""
+    """A measurement compared with an earlier one."""
 
     subject: str
     words: str
@@ -115,12 +113,12 @@ class Ratio:
 
     @property
     def ratio(self) -> float:
-        """How many times what it was."""
+        """Current value divided by the earlier one."""
         return self.now / self.before
 
     @property
     def better(self) -> bool:
-        """Whether it is no worse than it was."""
+        """True if it is not worse than before."""
         return self.ratio >= 1 if self.more_is_better else self.ratio <= 1
 
 
@@ -131,7 +129,7 @@ def make_record(
     device: torch.device,
     seconds: float,
 ) -> BenchRecord:
-    """Put all that was measured together with what it was measured on."""
+    """Combine measurements with a description of the machine."""
     return {
         "kind": KIND,
         "format": FORMAT,
@@ -154,22 +152,23 @@ def read_record(path: Path) -> BenchRecord:
     """Read an earlier record."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise UserError(f"{path} is no record of probprompt bench: name a file that --out wrote")
+        raise UserError(f"{path} is not a benchmark record. Pass a file written by 'probprompt bench --out FILE'.")
+    remedy = f"Run 'probprompt bench --out {path}' again."
     if content.get("format") != FORMAT:
-        raise UserError(f"{path} has format {content.get('format')!r}, this version reads {FORMAT}: measure it again")
+        raise UserError(f"{path} has format {content.get('format')!r}, expected {FORMAT}. {remedy}")
     if is_changed(content):
-        raise UserError(f"{path} was changed by hand: it has not the hash that it records; measure it again")
+        raise UserError(f"{path} does not match its recorded hash; it may have been edited. {remedy}")
     return cast(BenchRecord, content)
 
 
-def refuse_unwritable(path: Path | None) -> None:
-    """Refuse a file in a folder that is not there, before anything is measured for it."""
+def check_writable(path: Path | None) -> None:
+    """Raise an error if the folder of a file does not exist, before anything is measured."""
     if path and not path.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {path.absolute().parent} to write {path.name} into: make it first")
+        raise UserError(f"Cannot write {path}: folder {path.absolute().parent} does not exist. Create it first.")
 
 
 def ratios(before: BenchRecord, now: BenchRecord) -> list[Ratio]:
-    """Every figure of methods that both records hold."""
+    """Return the ratios of all measurements of methods in both records."""
     return [
         Ratio(new["method"], words, first, second, more_is_better)
         for old, new in matched(before, now)
@@ -179,7 +178,7 @@ def ratios(before: BenchRecord, now: BenchRecord) -> list[Ratio]:
 
 
 def matched(before: BenchRecord, now: BenchRecord) -> Iterator[tuple[Entry, Entry]]:
-    """Pairs of entries on the same method; of several earlier ones that with the most settings in common."""
+    """Yield pairs of entries on the same method, with the earlier one closest in settings."""
     for new in now["results"]:
         same = [old for old in before["results"] if old["method"] == new["method"]]
         if same:
@@ -187,27 +186,27 @@ def matched(before: BenchRecord, now: BenchRecord) -> Iterator[tuple[Entry, Entr
 
 
 def differences(old: Entry, new: Entry) -> list[str]:
-    """Say which settings were others before."""
+    """Describe the settings that differ from before."""
     pairs = zip(_settings(old), _settings(new), strict=True)
     return [f"{name} {before} before, {now} now" for (name, before), (_, now) in pairs if before != now]
 
 
 def _settings(entry: Entry) -> Iterator[tuple[str, object]]:
-    """Yield what two entries must have in common to be compared fairly."""
+    """Yield the settings that two entries must share for a fair comparison."""
     for name, value in entry.items():
         if name in ("backbone", "image_size", "batch", "precision", "classes", "task"):
             yield name, value
-    # How many passes a prediction takes: entries may have no such setting.
+    # Passes of a prediction; older entries lack these settings.
     config = from_stored(entry["config"])
     for group, name, default in (("head", "flip_average", False), ("method", "evaluation_draws", 1)):
         yield name, config[group].get(name, default)
 
 
 def _figures(entry: Entry) -> Iterator[tuple[str, float | None, bool]]:
-    """Yield the words and the value of each figure, and whether more is better."""
+    """Yield the description and value of each measurement, and whether more is better."""
     rates = {"training": entry["training"], "inference": entry["inference"], "one frozen pass": entry["frozen_pass"]}
     for name, rate in rates.items():
         yield f"{name}, images/s", rate and rate["images_per_s"], True
     yield "latency of one image, median, ms", entry["latency"]["median_ms"], False
-    yield "latency of one image, 99 %, ms", entry["latency"]["p99_ms"], False
+    yield "latency of one image, 99%, ms", entry["latency"]["p99_ms"], False
     yield "peak memory in training, bytes", entry["memory"]["training_peak"], False

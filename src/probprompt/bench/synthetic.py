@@ -1,4 +1,4 @@
-"""Something to measure: random images in memory, and the engine that users run, in the middle of its tasks."""
+"""Synthetic setup: random images, and the engine in the middle of its tasks."""
 
 import math
 from collections.abc import Sequence
@@ -27,33 +27,33 @@ from probprompt.heads.closed_form import ClosedFormHead
 from probprompt.heads.linear import AlignmentConfig, ClassStatistics
 from probprompt.methods import TaskSummary
 
-TASKS, CLASSES = 10, 200  # of ImageNet-R, on which the paper's cost table is measured
-FULL_SIDE = 500  # pixels: the short side of a photograph that was stored as it is
-ASPECTS = ((1, 1.0), (1, 1.25), (1, 1.5), (1.25, 1), (1.5, 1))  # height and width over the short side
-STORED = {"cuda": 512, "cpu": 64}  # images in memory: more than a cache of the processor holds
-STILL = 1e-9  # a learning rate at which nothing diverges, however long it is measured
+TASKS, CLASSES = 10, 200  # ImageNet-R, as in the paper's cost table
+FULL_SIDE = 500  # short edge of unscaled photos in pixels
+ASPECTS = ((1, 1.0), (1, 1.25), (1, 1.5), (1.25, 1), (1.5, 1))  # height and width over the short edge
+STORED = {"cuda": 512, "cpu": 64}  # images in memory; more than fit into the processor's cache
+STILL = 1e-9  # learning rate at which nothing diverges
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many classes there are, in how many tasks."""
+    """Number of classes in each task."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def even(cls, tasks: int, classes: int) -> Self:
-        """As many classes in each task, as far as that goes.
+        """Distribute classes evenly over tasks.
 
         >>> Scale.even(3, 7).sizes
         (3, 2, 2)
         """
         if not 1 <= tasks <= classes:
-            raise UserError(f"{classes} classes cannot be cut into {tasks} tasks: each needs one at least")
+            raise UserError(f"Cannot split {classes} classes into {tasks} tasks. Expected 1 to {classes} tasks.")
         return cls(tuple(classes // tasks + (index < classes % tasks) for index in range(tasks)))
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """The tasks that are set: their number (of 200 classes), or their sizes."""
+        """Return the task sizes from the settings, by default of 200 classes."""
         tasks = config.data.tasks
         if tasks is None or isinstance(tasks, int):
             return cls.even(tasks or TASKS, max(CLASSES, 2 * (tasks or TASKS)))
@@ -61,12 +61,12 @@ class Scale:
 
     @property
     def classes(self) -> int:
-        """Classes of all tasks."""
+        """Number of classes of all tasks."""
         return sum(self.sizes)
 
 
 def without_download(config: BackboneConfig) -> BackboneConfig:
-    """Random weights for an architecture whose weights are not given: they cost the same, and none is fetched."""
+    """Replace weights that would be downloaded by random ones, which cost the same."""
     if config.weights is not None or config.name == "demo":
         return config
     named = {item.name: item.source.rpartition("/")[2] for item in pretrained.known()}
@@ -75,7 +75,7 @@ def without_download(config: BackboneConfig) -> BackboneConfig:
 
 
 def measurable(config: RunConfig) -> RunConfig:
-    """The same work at rates so small that nothing diverges; what is refitted after a task, is so for one epoch."""
+    """Lower the learning rates so that nothing diverges, and refits to one epoch."""
     method, once = config.method, {"epochs": 1}
     refits = {name: value.model_copy(update=once) for name, value in method if isinstance(value, AlignmentConfig)}
     still = {"head_lr": STILL, "prompt_lr_scale": 1.0, "min_lr": 0.0}
@@ -90,7 +90,7 @@ def measurable(config: RunConfig) -> RunConfig:
 
 
 def random_images(count: int, short_side: int) -> list[Pixels]:
-    """Noise in the shapes of photographs, its short side so many pixels long."""
+    """Return noise in the shapes of photos with this short edge in pixels."""
     side = math.ceil(1.5 * short_side)
     noise = randomness.stream(0, "bench", "images").bytes(3 * (side + count) * side)
     canvas = np.frombuffer(noise, dtype=np.uint8).reshape(side + count, side, 3)
@@ -101,24 +101,20 @@ def random_images(count: int, short_side: int) -> list[Pixels]:
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """The engine with a task begun, and images to feed it."""
+    """The engine with a started task, and images for it."""
 
     config: RunConfig
     device: torch.device
     backbone: LoadedBackbone
     learner: Learner
-    task: TaskImages
-    """The one that is trained now: the last in which prompts learn. It has an image for each class."""
-    later: int
-    """Classes of the tasks after it."""
-    images_bytes: int
-    """What the images in memory take."""
-    held_before: int
-    """What the device held before anything was built."""
+    task: TaskImages  # current task: the last that trains prompts, with one image per class
+    later: int  # number of classes of later tasks
+    images_bytes: int  # memory of the images
+    held_before: int  # memory that the device held before the setup
 
     @property
     def model(self) -> PromptedModel:
-        """What predicts."""
+        """The model."""
         return self.learner.model
 
     def predict(self, rows: Tensor) -> None:
@@ -127,37 +123,37 @@ class BenchSetup:
         self.model.predict(viewer.evaluation(images, rows), keys=self.model.known(images, rows).keys)
 
     def close(self) -> None:
-        """End the task as the engine does; a head that is solved then learns the classes of later tasks, too."""
+        """End the task as the engine does; a closed-form head also learns later classes."""
         self.learner.finish(self.task, lambda _: None)
         head, seen = self.model.head, self.task.first + self.task.classes
         if isinstance(head, ClosedFormHead) and self.later:
-            _learn_made_up(head, seen, self.later, self.device)
+            _learn_random(head, seen, self.later, self.device)
 
     def steps_of(self, steps: int) -> TaskImages:
-        """The task with so many batches of images; they repeat where fewer are in memory."""
+        """Return the task with images for this number of batches, repeated if necessary."""
         return self.rows_of(steps * self.config.training.batch_size)
 
     def rows_of(self, count: int) -> TaskImages:
-        """The task with so many images, its classes in turn."""
-        places = torch.arange(count, device=self.device)
-        labels = self.task.first + places % self.task.classes
-        return replace(self.task, rows=places % len(self.learner.images.store), labels=labels)
+        """Return the task with this number of images, its classes in turn."""
+        rows = torch.arange(count, device=self.device)
+        labels = self.task.first + rows % self.task.classes
+        return replace(self.task, rows=rows % len(self.learner.images.store), labels=labels)
 
 
 @lru_cache(maxsize=1)
-def made_backbone(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
-    """A backbone to look at: drawing the weights of a large one takes longer than measuring it."""
+def cached_backbone(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
+    """Load a backbone, cached: drawing random weights can take longer than measuring."""
     return load_backbone(name, weights, image_size)
 
 
 def fresh_backbone(name: str, weights: str | None, image_size: int | None) -> LoadedBackbone:
-    """A copy of it, for a measurement to change."""
-    made = made_backbone(name, weights, image_size)
-    return replace(made, model=deepcopy(made.model))
+    """Return a copy of the cached backbone, for a measurement to change."""
+    cached = cached_backbone(name, weights, image_size)
+    return replace(cached, model=deepcopy(cached.model))
 
 
 def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -> BenchSetup:
-    """Put the engine in place and go through all tasks before the one to measure, without training them."""
+    """Set up the engine, and go through all tasks before the measured one without training."""
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     config, scale = measurable(config), scale or Scale.of(config)
     chosen = config.backbone
@@ -174,43 +170,43 @@ def build(config: RunConfig, device: torch.device, scale: Scale | None = None) -
 
 
 def _tasks(scale: Scale, stored: int, device: torch.device) -> list[TaskImages]:
-    """Every task with an image for each of its classes."""
-    found = []
+    """Return all tasks with one image per class."""
+    tasks = []
     for index, classes in enumerate(scale.sizes):
-        first, places = sum(scale.sizes[:index]), torch.arange(classes, device=device)
-        found.append(TaskImages(index, first, classes, places % stored, first + places))
-    return found
+        first, rows = sum(scale.sizes[:index]), torch.arange(classes, device=device)
+        tasks.append(TaskImages(index, first, classes, rows % stored, first + rows))
+    return tasks
 
 
 def _go_to(learner: Learner, tasks: Sequence[TaskImages]) -> TaskImages:
-    """Begin the last task in which prompts learn; those before it are gone through with made-up features."""
+    """Start the last task that trains prompts, after earlier ones with random features."""
     adapted = [task for task in tasks if learner.adapts(task)] or list(tasks)
     method, last = learner.model.method, adapted[-1]
     for task in adapted[:-1]:
         learner.begin(task)
-        method.end_task(_made_up_summary(learner, task) if method.needs_summary else None)
+        method.end_task(_random_summary(learner, task) if method.needs_summary else None)
     learner.begin(last)
     clusters, width = learner.statistics.centroids, learner.model.backbone.width
-    mean, variance = (_numbers(learner.device, last.first, clusters, width) for _ in range(2))
+    mean, variance = (_random(learner.device, last.first, clusters, width) for _ in range(2))
     learner.statistics = ClassStatistics(mean, variance)  # (C before the task, K, D) each
     head = learner.model.head
     if isinstance(head, ClosedFormHead) and last.first:
-        _learn_made_up(head, 0, last.first, learner.device)
+        _learn_random(head, 0, last.first, learner.device)
     return last
 
 
-def _learn_made_up(head: ClosedFormHead, first: int, classes: int, device: torch.device) -> None:
-    """Let a head in closed form learn classes of two made-up images each."""
+def _learn_random(head: ClosedFormHead, first: int, classes: int, device: torch.device) -> None:
+    """Teach a closed-form head classes of two random images each."""
     labels = torch.arange(first, first + classes, device=device).repeat(2)
-    head.learn(_numbers(device, len(labels), head.width), labels, classes, first)
+    head.learn(_random(device, len(labels), head.width), labels, classes, first)
 
 
-def _numbers(device: torch.device, *shape: int) -> Tensor:
+def _random(device: torch.device, *shape: int) -> Tensor:
     return randomness.uniform(shape, 0, "bench", "features").to(device)
 
 
-def _made_up_summary(learner: Learner, task: TaskImages) -> TaskSummary:
+def _random_summary(learner: Learner, task: TaskImages) -> TaskSummary:
     width = learner.model.backbone.width
-    features, logits = (_numbers(learner.device, len(task), size) for size in (width, task.classes))
+    features, logits = (_random(learner.device, len(task), size) for size in (width, task.classes))
     queries = features if learner.model.method.needs_query else None
     return TaskSummary(task.index, task.first, task.classes, task.labels, queries, features, logits)

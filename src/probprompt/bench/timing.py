@@ -1,9 +1,4 @@
-"""Rates, latencies, the matrix peak of the machine, and the shares of a training step.
-
-The shares come from timers around the engine's own calls that wait for the device at each. Waiting makes the steps
-slower, and a step that is otherwise captured and replayed as a whole runs call by call. So this is a separate pass:
-its shares show where the time goes, its sum does not measure speed.
-"""
+"""Rates, latencies, the machine's matrix peak, and the shares of a training step."""
 
 import math
 import os
@@ -23,32 +18,28 @@ from probprompt.backbones.vit import DTYPES, Precision
 from probprompt.bench.synthetic import BenchSetup
 from probprompt.kernels.cuda_graphs import SWITCH
 
-ROUNDS = 5  # that the calls of a measurement are divided into, as far as there are so many
+ROUNDS = 5  # rounds of a measurement, if it has enough calls
 MOST_LATENCIES = 2000
 PEAK_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
-PEAK_SECONDS = 0.4  # for each size
+PEAK_SECONDS = 0.4  # per size
 STAGES = ("data", "query", "prompts", "prompted forward", "backward", "optimiser", "other")
-"""Parts of a training step. The embedding of patches, which both passes share, belongs to the query."""
+"""Parts of a training step; the patch embedding of both passes belongs to the query."""
 
 
 class Rate(TypedDict):
     """Work done in a time; the warm-up before it is reported separately."""
 
-    images_per_s: float
-    """The median of the rounds, since other work on the machine may slow one of them."""
+    images_per_s: float  # median of the rounds, since other work on the machine may slow one of them
     images: int
     steps: int
     seconds: float
-    rounds: Sequence[float]
-    """Images per second in each round of the measurement."""
-    first_s: float
-    """The very first call, with whatever is compiled or captured in it."""
-    warm_up_s: float
-    """All that was done before the measurement, the first call included."""
+    rounds: Sequence[float]  # images per second in each round
+    first_s: float  # seconds of the first call, including compilation and capture
+    warm_up_s: float  # seconds before the measurement, including the first call
 
 
 class Latency(TypedDict):
-    """The time that one image takes, by itself."""
+    """Time for a single image."""
 
     median_ms: float
     p99_ms: float
@@ -56,35 +47,34 @@ class Latency(TypedDict):
 
 
 class Peak(TypedDict):
-    """The most operations per second that square matrix products reach."""
+    """Most operations per second of square matrix products."""
 
     flops: float
     size: int
     precision: Precision
 
 
-Work = Callable[[], tuple[int, int]]
-"""Does something once, and returns how many images and steps that was."""
+Work = Callable[[], tuple[int, int]]  # does something once, and returns its number of images and steps
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all requested work."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that the work takes, to its end on the device."""
+    """Return the seconds that the work takes, including work on the device."""
     synchronize(device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     work()
     synchronize(device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def rate(work: Work, seconds: float, device: torch.device, warm_ups: int = 3) -> Rate:
-    """Repeat the work for about this many seconds, after some calls that are not counted."""
-    # As much as a fifth of the time is spent on warming up; one call more than the first is the least.
+    """Repeat the work for about this time, after a warm-up."""
+    # The warm-up takes at most a fifth of the time, but at least one call after the first.
     warm = [timed(work, device)]
     while len(warm) < warm_ups and (len(warm) < 2 or sum(warm[1:]) < seconds / 5):
         warm.append(timed(work, device))
@@ -104,26 +94,25 @@ def rate(work: Work, seconds: float, device: torch.device, warm_ups: int = 3) ->
 
 
 def _round(work: Work, calls: int, device: torch.device) -> tuple[int, int, float]:
-    """Do the work ``calls`` times without waiting for the device in between; return images, steps and seconds."""
+    """Do the work ``calls`` times without synchronizing; return images, steps and seconds."""
     done: list[tuple[int, int]] = []
     spent = timed(lambda: done.extend(work() for _ in range(calls)), device)
     return sum(images for images, _ in done), sum(steps for _, steps in done), spent
 
 
 def latency(work: Callable[[int], object], seconds: float, device: torch.device) -> Latency:
-    """Time calls one by one for about this many seconds; each gets its number."""
+    """Time numbered calls one by one for about this time."""
     for number in range(3):
         timed(partial(work, number), device)
-    found: list[float] = []
-    begun = time.perf_counter()
-    while len(found) < 2 or (time.perf_counter() - begun < seconds and len(found) < MOST_LATENCIES):
-        found.append(timed(partial(work, len(found)), device))
-    median, tail = (1e3 * float(np.percentile(found, share)) for share in (50, 99))
-    return Latency(median_ms=median, p99_ms=tail, count=len(found))
+    times, start = list[float](), time.perf_counter()
+    while len(times) < 2 or (time.perf_counter() - start < seconds and len(times) < MOST_LATENCIES):
+        times.append(timed(partial(work, len(times)), device))
+    median, tail = (1e3 * float(np.percentile(times, share)) for share in (50, 99))
+    return Latency(median_ms=median, p99_ms=tail, count=len(times))
 
 
 def matrix_peak(device: torch.device, precision: Precision, seconds: float) -> Peak:
-    """Measure the machine's matrix peak: the best of several sizes of square products, ``seconds`` for each."""
+    """Measure the best of several sizes of square products, ``seconds`` for each."""
     best = Peak(flops=0.0, size=0, precision=precision)
     for size in PEAK_SIZES[device.type]:
         source = randomness.generator(device, 0, "bench", "matrix")
@@ -138,15 +127,12 @@ def matrix_peak(device: torch.device, precision: Precision, seconds: float) -> P
         if flops > best["flops"]:
             best = Peak(flops=flops, size=size, precision=precision)
         if products_per_s * seconds < 1:
-            break  # larger ones would take too long
+            break  # larger products would take too long
     return best
 
 
-# Stages
-
-
 class Stopwatch:
-    """Adds up the time of stages; inside one, no other starts."""
+    """Adds up the time of stages; nested stages count to the outer one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -154,7 +140,7 @@ class Stopwatch:
         self._inside = False
 
     def around(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, its time counted to the stage."""
+        """Wrap a call so that its time counts to the stage."""
 
         @wraps(call)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -162,27 +148,28 @@ class Stopwatch:
                 return call(*args, **kwargs)
             self._inside = True
             synchronize(self.device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
                 synchronize(self.device)
-                self.seconds[stage] += time.perf_counter() - begun
+                self.seconds[stage] += time.perf_counter() - start
                 self._inside = False
 
         return counted
 
 
 def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
-    """Return the share of each stage in this many training steps."""
+    """Return the share of each stage in this number of training steps."""
+    # Synchronizing at each call slows steps, so the shares come from a separate pass.
     learner, model, device, task = setup.learner, setup.model, setup.device, setup.steps_of(steps)
     watch = Stopwatch(device)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # a replayed step cannot be timed by call
-        optimizer = learner.optimizer(task)  # a new one, so that the engine makes a new step
+        stack.enter_context(mock.patch.dict(os.environ, {SWITCH: "off"}))  # replayed steps have no calls to time
+        optimizer = learner.optimizer(task)  # a new optimizer makes the engine build a new step
         learner.train_epoch(setup.steps_of(1), 0, optimizer, lambda _: None)
         calls: tuple[tuple[Any, str, str], ...] = (
-            (type(learner.viewer), "random", "data"),  # itself it is frozen
+            (type(learner.viewer), "random", "data"),  # the instance is frozen
             (learner.loader, "_random_views", "data"),
             (model.backbone, "embed", "query"),
             (model.backbone, "query", "query"),
@@ -196,5 +183,5 @@ def shares(setup: BenchSetup, steps: int) -> dict[str, float]:
         for owner, name, stage in calls:
             stack.enter_context(mock.patch.object(owner, name, watch.around(stage, getattr(owner, name))))
         whole = timed(lambda: learner.train_epoch(task, 0, optimizer, lambda _: None), device)
-    found = {stage: seconds / whole for stage, seconds in watch.seconds.items()}
-    return {**found, STAGES[-1]: 1 - sum(found.values())}
+    parts = {stage: seconds / whole for stage, seconds in watch.seconds.items()}
+    return {**parts, STAGES[-1]: 1 - sum(parts.values())}

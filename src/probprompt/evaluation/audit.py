@@ -1,14 +1,12 @@
-"""Proof that a prediction depends on its own image alone: not on the batch it came in, nor on classes not yet seen.
+"""Leakage checks: a prediction must not depend on its batch or on classes not yet seen.
 
-Published code of this field lets the images of a test batch vote on their prompts, or hands an image the prompts of
-its batch mates. Since test batches usually come from one task, that tells a model the task. Here every image is first
-predicted alone; then it is predicted again in batches that differ in size, mates, order and tasks.
+Some published code lets the images of a test batch vote on their prompts, or gives an image the prompts of others in
+its batch. Test batches usually come from one task, so this reveals the task. Here each image is predicted alone, then
+again in batches that differ in size, other images, order and tasks.
 
-Logits are compared. The difference of an image is the largest |found - expected| over the classes, divided by the
-spread of the logits: the mean over images of the largest minus the smallest logit. Rounding depends on the shape of a
-batch, so a difference is allowed up to a tolerance. Where the backbone computes in bf16 that hides weak leaks; so the
-prompts are compared as well, from queries that are the same to the bit: a method computes in float32 and better, and
-what it answers is held to the tolerance of fp32 always.
+The difference of an image is the largest change of its logits, divided by the spread of the logits: the mean over
+images of the largest minus the smallest logit. Rounding depends on the shape of a batch, so small differences pass. In
+bf16 that hides weak leaks. Prompts are therefore also compared, from bit-exact queries and with fp32 tolerance.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,13 +30,13 @@ from probprompt.randomness import pixel_key
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much rounding may do: a difference as part of the spread, and the share of images that may be beyond it."""
+    """Allowed difference as a share of the spread, and share of images that may exceed it."""
 
     difference: float
     share: float = 0.0
 
     def images(self, count: int) -> int:
-        """How many of so many images may be beyond: one at least, where any may.
+        """Return the number of images that may exceed it: at least one if any may.
 
         >>> [Tolerance(0.1, share).images(64) for share in (0.0, 0.01, 0.1)]
         [0, 1, 6]
@@ -47,41 +45,44 @@ class Tolerance:
 
 
 TOLERANCES: dict[Precision, Tolerance] = {"fp32": Tolerance(1e-3), "bf16": Tolerance(0.1, share=0.1)}
-"""By the precision of the backbone's weights. In fp32 the size of a batch changes logits by about 1e-6 of their spread.
-To go from fp32 to bf16 changes them by about 0.01, and by up to 0.03; but where two prompts are nearly tied, either may
-be chosen, which changes an image by 0.2: so in bf16 a share of images may be beyond."""
+"""Tolerances by the precision of the backbone's weights.
 
-_ENORMOUS = 1e9  # stands for a difference that is no number
+In fp32 the batch size changes logits by about 1e-6 of their spread. Going from fp32 to bf16 changes them by about 0.01
+and at most 0.03. Nearly tied prompts may swap, which changes an image by 0.2, so a share of images may exceed it.
+"""
 
-BATCH = 16
-ODD_BATCH = 7
-CHECKS = 9  # how many an audit makes
+LABELS = {"batch mates": "other images", "task-pure batches": "one-task batches"}
+LABELS |= {"repeated": "repeatability", "nothing told": "no task labels"}
+"""Displayed names of checks, where these differ from the names in files."""
+_HUGE = 1e9  # replaces differences that are not finite
+BATCH, ODD_BATCH = 16, 7
+CHECKS = 9  # number of checks in an audit
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must not matter, and how much it did."""
+    """Result of one check."""
 
     name: str
-    question: str
-    """What was compared."""
+    question: str  # what was compared
     images: int = 0
-    worst: float | None = None
-    """The largest difference of an image, as part of the spread of the logits."""
-    share: float | None = None
-    """The share of images beyond the tolerance."""
-    changed: int | None = None
-    """Images whose predicted class changed."""
+    worst: float | None = None  # largest difference of an image, as a share of the spread of the logits
+    share: float | None = None  # share of images beyond the tolerance
+    changed: int | None = None  # number of images whose predicted class changed
     tolerance: float | None = None
     allowed_share: float | None = None
-    passed: bool | None = None
-    """None where the question does not arise."""
+    passed: bool | None = None  # None if the check does not apply
     note: str = ""
+
+    @property
+    def label(self) -> str:
+        """Displayed name."""
+        return LABELS.get(self.name, self.name)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The outcome of all checks, and how they were made."""
+    """Result of all checks."""
 
     precision: Precision
     device: str
@@ -90,30 +91,35 @@ class Audit:
     tasks: int
     batch: int
     spread: float
-    """The mean over images of the largest minus the smallest logit, of images predicted alone."""
+    """Mean over images of the largest minus the smallest logit, predicted alone."""
     checks: tuple[Check, ...]
 
     @property
     def tolerance(self) -> Tolerance:
-        """What rounding may do in this precision."""
+        """Tolerance in this precision."""
         return TOLERANCES[self.precision]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing leaks."""
+        """True if nothing leaks."""
         return not self.leaks
 
     @property
     def leaks(self) -> tuple[str, ...]:
-        """The names of the checks that failed."""
+        """Names of the checks that failed."""
         return tuple(check.name for check in self.checks if check.passed is False)
 
+    @property
+    def verdict(self) -> str:
+        """Outcome as text."""
+        return "no leaks" if self.passed else f"leaks: {', '.join(LABELS.get(name, name) for name in self.leaks)}"
+
     def also(self, check: Check) -> "Audit":
-        """The same with one more check."""
+        """Add a check."""
         return replace(self, checks=(*self.checks, check))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return all of it as plain values."""
         tolerance = {"tolerance": self.tolerance.difference, "allowed_share": self.tolerance.share}
         return {"passed": self.passed, "leaks": list(self.leaks), **tolerance, **asdict(self)}
 
@@ -128,89 +134,73 @@ def audit(
     keys: Tensor | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Audit:
-    """Predict images (n, 3, H, W) of known tasks (n,) in many ways, and compare.
+    """Predict images (n, 3, H, W) of known tasks (n,) in several ways, and compare.
 
-    ``classes`` is the number of classes learned so far; ``strangers`` (m, 3, H, W) are images of classes that were
-    not. Where the tasks of the images are not known, all are given as one. ``keys`` (n,) are what the stored pixels of
-    the images say to a method that asks for it; of images without any, the hash of what the backbone is given.
+    ``classes`` have been learned; ``strangers`` (m, 3, H, W) are images of others. Methods that need ``keys`` (n,) get
+    hashes of the stored pixels, by default of the images.
     """
     if len(images) < 2:
-        raise UserError(f"an audit needs at least 2 images, got {len(images)}")
-    told, prompts = list[Context](), model.method.prompts
+        raise UserError(f"An audit needs at least 2 images, got {len(images)}.")
+    contexts, prompts = list[Context](), model.method.prompts
 
-    def watched(query: Tensor | None, context: Context) -> Prompted:
-        told.append(context)
+    def recorded(query: Tensor | None, context: Context) -> Prompted:
+        contexts.append(context)
         return prompts(query, context)
 
-    with mock.patch.object(model.method, "prompts", watched):
+    with mock.patch.object(model.method, "prompts", recorded):
         subject = _Subject(model, images, tasks, TOLERANCES[model.precision], keys)
-        made: tuple[Callable[[], Check], ...] = (
+        steps: tuple[Callable[[], Check], ...] = (
             partial(_outputs, subject, classes),
             partial(_batch_size, subject),
-            partial(_batch_mates, subject),
+            partial(_other_images, subject),
             partial(_order, subject),
-            partial(_pure_batches, subject),
+            partial(_one_task_batches, subject),
             partial(_unseen_classes, subject, strangers),
             partial(_prompts, subject),
-            partial(_repeated, subject),  # after all else: a model that adapts to what it predicts has done so by now
-            partial(_told, told),
+            partial(_repeated, subject),  # last: a model that adapts to predictions has done so by now
+            partial(_no_task_labels, contexts),
         )
         checks = []
-        for check in made:
-            checks.append(check())
+        for step in steps:
+            checks.append(step())
             advance(1)
-    return Audit(
-        precision=model.precision,
-        device=images.device.type,
-        images=len(images),
-        classes=classes,
-        tasks=len(tasks.unique()),
-        batch=BATCH,
-        spread=subject.spread,
-        checks=tuple(checks),
-    )
+    counts = {"images": len(images), "classes": classes, "tasks": len(tasks.unique()), "batch": BATCH}
+    return Audit(model.precision, images.device.type, **counts, spread=subject.spread, checks=tuple(checks))
 
 
 def compare(
-    name: str, question: str, found: Sequence[Tensor], expected: Tensor, spread: float, tolerance: Tolerance
+    name: str, question: str, variants: Sequence[Tensor], expected: Tensor, spread: float, tolerance: Tolerance
 ) -> Check:
-    """Compare logits (n, C), or other numbers, found in one or several other ways with those expected."""
-    for logits in found:
+    """Compare logits (n, C), or other numbers, of several variants with the expected ones."""
+    count = len(expected)
+    for logits in variants:
         if logits.shape != expected.shape:
             note = f"{logits.shape[1]} logits instead of {expected.shape[1]}"
-            return Check(name, question, len(expected), passed=False, note=note)
-    every = torch.stack(list(found))  # (ways, n, C)
+            return Check(name, question, count, passed=False, note=note)
+    every = torch.stack(list(variants))  # (variants, n, C)
     difference = (every - expected).abs().amax(dim=(0, 2)).double() / spread  # (n,)
-    difference = difference.nan_to_num(_ENORMOUS, _ENORMOUS).clamp(max=_ENORMOUS)
+    difference = difference.nan_to_num(_HUGE, _HUGE).clamp(max=_HUGE)
     beyond = int((difference > tolerance.difference).sum())
     changed = (every.argmax(dim=2) != expected.argmax(dim=1)).any(dim=0)  # (n,)
-    return Check(
-        name,
-        question,
-        images=len(expected),
-        worst=float(difference.max()),
-        share=beyond / len(expected),
-        changed=int(changed.sum()),
-        tolerance=tolerance.difference,
-        allowed_share=tolerance.share,
-        passed=beyond <= tolerance.images(len(expected)),
-    )
+    worst, share, allowed = float(difference.max()), beyond / count, (tolerance.difference, tolerance.share)
+    passed = beyond <= tolerance.images(count)
+    return Check(name, question, count, worst, share, int(changed.sum()), *allowed, passed)
 
 
 def spread_of(logits: Tensor) -> float:
-    """The mean over images of the largest minus the smallest logit (n, C); of its size where there is but one class.
+    """Return the mean range of logits (n, C), or their mean size for a single class.
 
     >>> spread_of(torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.0, 1.0]]))
     2.0
     """
     if not bool(logits.isfinite().all()):
-        raise UserError("the model predicts numbers that are not finite: it cannot be audited")
+        raise UserError("The model predicts values that are not finite. Train it with a lower training.head_lr.")
     sizes = logits.amax(dim=1) - logits.amin(dim=1) if logits.shape[1] > 1 else logits.abs().amax(dim=1)  # (n,)
     return max(float(sizes.double().mean()), 1e-12)
 
 
 class _Subject:
-    """A model under audit, with images and what it predicts of each alone."""
+    """A model under audit, with images and their predictions alone."""
 
     def __init__(
         self, model: PromptedModel, images: Tensor, tasks: Tensor, tolerance: Tolerance, keys: Tensor | None
@@ -222,75 +212,76 @@ class _Subject:
         self.spread = spread_of(self.alone)
 
     def predict_in(self, batches: Sequence[Tensor]) -> Tensor:
-        """Logits (n, C) of all images, predicted in these batches of row numbers."""
+        """Return logits (n, C) of all images, predicted in these batches of rows."""
         logits = torch.cat([self.predict(self.images[batch], self.keys[batch]) for batch in batches])  # (n, C)
         return logits[torch.cat(list(batches)).argsort()]
 
     def predict(self, images: Tensor, keys: Tensor) -> Tensor:
-        """Logits (B, C) of images with their keys (B,), where the method asks for these."""
+        """Return logits (B, C) of images, with keys (B,) if the method needs them."""
         return self.model.predict(images, keys=keys if self.model.method.needs_keys else None)
 
-    def predict_beside(self, mates: Callable[[int], Tensor]) -> Tensor:
-        """Logits (n, C) of all images, each in a batch with its mates (k, 3, H, W), at changing places among them."""
-        found = []
+    def predict_among(self, others_of: Callable[[int], Tensor]) -> Tensor:
+        """Return logits (n, C) of images, each among others (k, 3, H, W) at varying positions."""
+        logits = []
         for row, image in enumerate(self.images):
-            others = mates(row)
-            place = row % (len(others) + 1)
-            batch = torch.cat([others[:place], image[None], others[place:]])  # (k + 1, 3, H, W)
+            others = others_of(row)
+            index = row % (len(others) + 1)
+            batch = torch.cat([others[:index], image[None], others[index:]])  # (k + 1, 3, H, W)
             keys = _hashed(others)
-            keys = torch.cat([keys[:place], self.keys[row : row + 1], keys[place:]])  # (k + 1,)
-            found.append(self.predict(batch, keys)[place])
-        return torch.stack(found)
+            keys = torch.cat([keys[:index], self.keys[row : row + 1], keys[index:]])  # (k + 1,)
+            logits.append(self.predict(batch, keys)[index])
+        return torch.stack(logits)
 
     def noise(self, row: int, *key: str) -> Tensor:
-        """Two images of nothing but noise."""
+        """Return two images of noise."""
         return randomness.normal((2, *self.images.shape[1:]), 0, "audit", *key, row).to(self.images)
 
     def shuffled(self, rows: Tensor, *key: int | str) -> Tensor:
-        """Row numbers in another order."""
+        """Shuffle row numbers."""
         return rows[torch.from_numpy(randomness.permutation(len(rows), 0, "audit", *key)).to(rows.device)]
 
-    def compare(self, name: str, question: str, found: Sequence[Tensor], expected: Tensor | None = None) -> Check:
-        """Compare with what was predicted of each image alone, or with something else."""
-        return compare(name, question, found, self.alone if expected is None else expected, self.spread, self.tolerance)
+    def compare(self, name: str, question: str, variants: Sequence[Tensor], expected: Tensor | None = None) -> Check:
+        """Compare with the predictions of each image alone, or with other ones."""
+        expected = self.alone if expected is None else expected
+        return compare(name, question, variants, expected, self.spread, self.tolerance)
 
 
 def _outputs(subject: _Subject, classes: int) -> Check:
-    question, found = "a logit per class learned, none more", subject.alone.shape[1]
-    note = f"{found} logits for {classes} classes"
-    return Check("outputs", question, len(subject.rows), passed=found == classes, note=note)
+    question, count = "one logit per learned class", subject.alone.shape[1]
+    note = f"{count} logits for {classes} classes"
+    return Check("outputs", question, len(subject.rows), passed=count == classes, note=note)
 
 
 def _batch_size(subject: _Subject) -> Check:
-    found = [subject.predict_in(subject.rows.split(size)) for size in (BATCH, ODD_BATCH)]
-    return subject.compare("batch size", f"alone, and in batches of {BATCH} and {ODD_BATCH}", found)
+    variants = [subject.predict_in(subject.rows.split(size)) for size in (BATCH, ODD_BATCH)]
+    return subject.compare("batch size", f"alone, and in batches of {BATCH} and {ODD_BATCH}", variants)
 
 
-def _batch_mates(subject: _Subject) -> Check:
+def _other_images(subject: _Subject) -> Check:
     images, count = subject.images, len(subject.images)
-    found = [
-        subject.predict_beside(lambda row: images[row][None]),
-        subject.predict_beside(lambda row: subject.noise(row, "mates")),
-        subject.predict_beside(lambda row: images[[(row + 1) % count, (row + count // 2) % count]]),
+    variants = [
+        subject.predict_among(lambda row: images[row][None]),
+        subject.predict_among(lambda row: subject.noise(row, "mates")),
+        subject.predict_among(lambda row: images[[(row + 1) % count, (row + count // 2) % count]]),
     ]
-    return subject.compare("batch mates", "alone, beside itself, beside noise, beside other images", found)
+    return subject.compare("batch mates", "alone, with a copy, with noise, with other images", variants)
 
 
 def _order(subject: _Subject) -> Check:
     batches = subject.rows.split(BATCH)
     expected = subject.predict_in(batches)
-    found = [
+    variants = [
         subject.predict_in([batch.flip(0) for batch in batches]),
         subject.predict_in([subject.shuffled(batch, "order", index) for index, batch in enumerate(batches)]),
     ]
-    return subject.compare("order", "a batch, the same reversed, the same shuffled", found, expected)
+    return subject.compare("order", "a batch, reversed and shuffled", variants, expected)
 
 
-def _pure_batches(subject: _Subject) -> Check:
+def _one_task_batches(subject: _Subject) -> Check:
     name, question = "task-pure batches", "batches of one task, and batches shuffled over tasks"
     present = subject.tasks.unique()
     if len(present) < 2:
-        return Check(name, question, note="not applicable: the images are of one task, or their tasks are not known")
+        return Check(name, question, note="not applicable: images of one task, or of unknown tasks")
     pure = [batch for task in present for batch in subject.rows[subject.tasks == task].split(BATCH)]
     mixed = subject.shuffled(subject.rows, "tasks").split(BATCH)
     return subject.compare(name, question, [subject.predict_in(pure)], subject.predict_in(mixed))
@@ -299,41 +290,41 @@ def _pure_batches(subject: _Subject) -> Check:
 def _unseen_classes(subject: _Subject, strangers: Tensor | None) -> Check:
     name = "unseen classes"
     if strangers is None or not len(strangers):
-        found = subject.predict_beside(lambda row: subject.noise(row, "strangers"))
-        check = subject.compare(name, "alone, and beside images of no class", [found])
-        return replace(check, note="there is no image of a class not learned yet: noise stands for it")
+        logits = subject.predict_among(lambda row: subject.noise(row, "strangers"))
+        check = subject.compare(name, "alone, and with noise", [logits])
+        return replace(check, note="noise is used: no images of classes not learned yet")
     count = len(strangers)
-    found = subject.predict_beside(lambda row: strangers[[row % count, (row + 1) % count]])
-    return subject.compare(name, "alone, and beside images of classes not learned yet", [found])
+    logits = subject.predict_among(lambda row: strangers[[row % count, (row + 1) % count]])
+    return subject.compare(name, "alone, and with images of classes not learned yet", [logits])
 
 
 def _prompts(subject: _Subject) -> Check:
-    """Ask the method alone, in batches of queries that are the same to the bit."""
-    name, question = "prompts", "of the same queries: alone, in batches, in another order, beside their opposites"
+    """Compare the prompts of a method for bit-exact queries in different batches."""
+    name, question = "prompts", "of equal queries: alone, in batches, reordered, with their opposites"
     method = subject.model.method
     if not method.needs_query:
-        return Check(name, question, note="not applicable: the method is asked without queries")
+        return Check(name, question, note="not applicable: the method uses no queries")
     backbone = subject.model.backbone
     queries = torch.cat([backbone.query(image, method.query_readout) for image in subject.images.split(1)])  # (n, D)
     keys = subject.keys
     expected = _injected(method, queries.split(1), keys.split(1))  # (n, P)
     if not expected.numel():
-        return Check(name, question, note="not applicable: nothing is injected")
-    found = [_injected(method, queries.split(size), keys.split(size)) for size in (BATCH, ODD_BATCH)]
-    found.append(_injected(method, queries.flip(0).split(BATCH), keys.flip(0).split(BATCH)).flip(0))
-    crowds = [torch.cat([query, -query, -query]) for query in queries.split(1)]
-    found.append(_injected(method, crowds, [torch.cat([key, ~key, -key]) for key in keys.split(1)])[::3])
-    return replace(compare(name, question, found, expected, spread_of(expected), TOLERANCES["fp32"]), changed=None)
+        return Check(name, question, note="not applicable: no prompts")
+    variants = [_injected(method, queries.split(size), keys.split(size)) for size in (BATCH, ODD_BATCH)]
+    variants.append(_injected(method, queries.flip(0).split(BATCH), keys.flip(0).split(BATCH)).flip(0))
+    opposites = [torch.cat([query, -query, -query]) for query in queries.split(1)]
+    variants.append(_injected(method, opposites, [torch.cat([key, ~key, -key]) for key in keys.split(1)])[::3])
+    return replace(compare(name, question, variants, expected, spread_of(expected), TOLERANCES["fp32"]), changed=None)
 
 
 def _hashed(images: Tensor) -> Tensor:
-    """Keys (n,) of images (n, 3, H, W) that nothing is stored of."""
+    """Return keys (n,) of images (n, 3, H, W) without stored pixels."""
     keys = [pixel_key(image.cpu().float().numpy().view(np.uint8), *image.shape[1:]) for image in images]
     return torch.tensor(keys, device=images.device)
 
 
 def _injected(method: Method, batches: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
-    """All numbers that are injected for each query, (n, P), the method being asked in these batches."""
+    """Return all injected numbers for each query, (n, P), computed in these batches."""
     rows = []
     for queries, some in zip(batches, keys, strict=True):
         context = Context(keys=some) if method.needs_keys else EVALUATION
@@ -344,18 +335,18 @@ def _injected(method: Method, batches: Sequence[Tensor], keys: Sequence[Tensor])
 
 def _repeated(subject: _Subject) -> Check:
     again = subject.predict_in(subject.rows.split(1))
-    return subject.compare("repeated", "alone, and alone again after all the others", [again])
+    return subject.compare("repeated", "alone, and alone again after all other checks", [again])
 
 
-def _told(contexts: Sequence[Context]) -> Check:
-    """What the method was given besides queries, in all predictions of the audit."""
+def _no_task_labels(contexts: Sequence[Context]) -> Check:
+    """Check that the method got nothing besides queries in any prediction."""
     given = {
         name
         for context in contexts
         for name, value in vars(context).items()
         if value is not None and value is not False and (name != "first" or value)
-        if name not in ("draw", "keys")  # all images have the same; the audit makes them of the image's own pixels
+        if name not in ("draw", "keys")  # the same for all images, and a hash of the image's own pixels
     }
-    note = f"the method was told: {', '.join(sorted(given))}" if given else ""
-    question = "neither task, labels nor noise are given to the method"
+    note = f"the method was given: {', '.join(sorted(given))}" if given else ""
+    question = "the method gets no task, labels or noise"
     return Check("nothing told", question, len(contexts), passed=bool(contexts) and not given, note=note)

@@ -1,4 +1,4 @@
-"""What happens inside: how alike the injected prompts are, which components are used, what the queries look like."""
+"""Diagnostics of prompts (similarity, rank, use of components) and a map of queries."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -15,17 +15,14 @@ from probprompt.engine.scorer import Scorer
 from probprompt.methods import EVALUATION, Context, Method, Prompted
 from probprompt.prompts import ClassTokenShift, Prompt, Tokens
 
-QUERIES = 128  # looked at together: a query meets every component in float64
-POINTS = 300  # queries embedded at most: exact t-SNE grows with their square
-SWAPPED = 512  # images at most that are predicted with prompts not their own
-FEWEST = 10  # with fewer distinct points, neighborhoods mean nothing and PCA replaces t-SNE
+QUERIES = 128  # batch size of queries
+POINTS = 300  # most embedded queries; exact t-SNE is quadratic
+SWAPPED = 512  # most images that are predicted with other prompts
+FEWEST = 10  # distinct points below which PCA replaces t-SNE
 
 
 def injected_tokens(method: Method, queries: Tensor, context: Context = EVALUATION) -> dict[int, Tensor]:
-    """The prompt tokens that evaluation injects for these queries, per block: (slots, B, W).
-
-    The slots of a prefix are its keys, then its values; of a shift of the class token its key and its value.
-    """
+    """Return the tokens injected for queries, per block (slots, B, W): keys, then values."""
     prompts = method.prompts(queries if method.needs_query else None, context).prompts
     tokens = {}
     for block, prompt in prompts.items():
@@ -40,13 +37,13 @@ def injected_tokens(method: Method, queries: Tensor, context: Context = EVALUATI
 
 
 def similarity(tokens: dict[int, Tensor]) -> Tensor:
-    """Cosine between the prompts of different queries, averaged over blocks and token slots: (B, B)."""
+    """Return cosines of the prompts of queries, averaged over blocks and slots: (B, B)."""
     every = torch.nn.functional.normalize(torch.cat(list(tokens.values())).double(), dim=-1)  # (slots, B, W)
     return (every @ every.mT).mean(dim=0)
 
 
 def mean_pairwise(matrix: Tensor) -> float:
-    """Mean over pairs of different queries.
+    """Average over pairs of different queries.
 
     >>> mean_pairwise(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
     0.5
@@ -56,13 +53,10 @@ def mean_pairwise(matrix: Tensor) -> float:
 
 
 def effective_rank(tokens: dict[int, Tensor]) -> float:
-    """How many directions the prompts of different queries span: exp of the entropy of the singular values.
-
-    Mean over blocks and slots; 1 when all queries get one and the same prompt.
-    """
+    """Return the number of directions that prompts span, 1 if all queries get the same prompt."""
     every = torch.cat(list(tokens.values())).double()  # (slots, B, W)
     tall = every if every.shape[1] <= every.shape[2] else every.mT
-    # From the small square, which is quicker than a decomposition; what its rounding adds does not count.
+    # Eigenvalues of the smaller square are faster than a decomposition, and exact enough.
     values = torch.linalg.eigvalsh(tall @ tall.mT).clamp_min(0).sqrt()  # (slots, min(B, W))
     share = values / values.sum(dim=-1, keepdim=True).clamp_min(1e-30)  # prompts may all be zero
     return float(torch.special.entr(share).sum(dim=-1).exp().mean())
@@ -72,7 +66,7 @@ def effective_rank(tokens: dict[int, Tensor]) -> float:
 def prompt_diversity(
     method: Method, fresh: Method, queries: Tensor, labels: list[str], keys: Tensor | None = None
 ) -> dict[str, Any] | None:
-    """Similarity of the prompts for one query per class, after training and at the start; None without prompts."""
+    """Return the similarity of prompts for one query per class; None without prompts."""
     tokens = injected_tokens(method, queries, Context(keys=keys))
     if not tokens:
         return None
@@ -91,8 +85,8 @@ def prompt_diversity(
 
 @torch.no_grad()
 def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
-    """How the relevance is spread over the components, per block; None where the method has no such."""
-    parts = [method.relevance(some) for some in queries.split(QUERIES)]
+    """Return how relevance is spread over components, per block; None without components."""
+    parts = [method.relevance(batch) for batch in queries.split(QUERIES)]
     weights = {block: torch.cat([part[block] for part in parts]) for block in parts[0]}  # per block (B, M, N)
     if not weights:
         return None
@@ -107,34 +101,28 @@ def component_usage(method: Method, queries: Tensor) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def mean_and_sampled(method: Method, fresh: Method, queries: Tensor) -> dict[str, float]:
-    """How alike mean prompts are, and those with noise of each image's own; how large that noise is; both before, too.
-
-    ``noise`` is the standard deviation that is left of the samples once they are averaged: about σ/√N_s.
-    """
-    found, keys = dict[str, float](), torch.arange(len(queries), device=queries.device)
-    for when, made in (("", method), ("initial_", fresh)):
-        mean = injected_tokens(made, queries, Context(sampled=False))
-        sampled = injected_tokens(made, queries, Context(sampled=True, keys=keys))
+    """Return similarity and rank of mean and sampled prompts; ``noise`` is about σ/√N_s."""
+    values, keys = dict[str, float](), torch.arange(len(queries), device=queries.device)
+    for when, one in (("", method), ("initial_", fresh)):
+        mean = injected_tokens(one, queries, Context(sampled=False))
+        sampled = injected_tokens(one, queries, Context(sampled=True, keys=keys))
         square = torch.stack([(sampled[block] - mean[block]).square().mean() for block in mean] or [torch.zeros(())])
         noise = float(square.mean().sqrt())
-        found |= {f"{when}noise": noise} if noise else {}
+        values |= {f"{when}noise": noise} if noise else {}
         for kind, tokens in (("mean", mean), ("sampled", sampled)):
             if tokens and (kind == "mean" or noise):
-                found[f"{when}{kind}_similarity"] = mean_pairwise(similarity(tokens))
-                found[f"{when}{kind}_rank"] = effective_rank(tokens)
-    return found
+                values[f"{when}{kind}_similarity"] = mean_pairwise(similarity(tokens))
+                values[f"{when}{kind}_rank"] = effective_rank(tokens)
+    return values
 
 
 @torch.no_grad()
 def selection(method: Method, queries: Tensor) -> dict[str, float]:
-    """How many components are the most relevant for more than 1 % of the images, and the share of the first of them.
-
-    Means over all pools; empty where the method has no components.
-    """
-    most = [method.relevance(some) for some in queries.split(QUERIES)]
-    if not most or not most[0]:
+    """Return how many components lead for over 1% of images, and the largest share."""
+    parts = [method.relevance(batch) for batch in queries.split(QUERIES)]
+    if not parts or not parts[0]:
         return {}
-    weights = torch.cat([torch.cat(list(part.values()), dim=1) for part in most])  # (B, pools, N)
+    weights = torch.cat([torch.cat(list(part.values()), dim=1) for part in parts])  # (B, pools, N)
     first = torch.nn.functional.one_hot(weights.argmax(dim=-1), weights.shape[-1])
     shares = first.double().mean(dim=0)  # (pools, N)
     used = (shares > 0.01).sum(dim=-1).double()
@@ -147,55 +135,51 @@ def selection(method: Method, queries: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def swap_test(scorer: Scorer, rows: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy in % of images with their own prompts, with those of another image, and with the average of all.
-
-    Where the second is no lower than the first, it makes no difference which prompt an image gets. Empty where prompts
-    do not depend on the image.
-    """
+    """Return the accuracy in % with own, another image's and average prompts."""
     model, count = scorer.model, min(SWAPPED, len(rows))
     method, plain = model.method, model.method.prompts
     if not method.needs_query or method.trains_backbone or count < 2:
         return {}
     chosen = torch.from_numpy(randomness.permutation(len(rows), "swap test")[:count]).to(rows.device)
     batches = [rows[part] for part in chosen.tensor_split(-(-count // scorer.batch))]
-    asked = [plain(scorer.queries(some), model.known(scorer.images.store, some)).prompts for some in batches]
-    if not any(part.batch for part in asked[0].values()):
+    prompts = [plain(scorer.queries(batch), model.known(scorer.images.store, batch)).prompts for batch in batches]
+    if not any(part.batch for part in prompts[0].values()):
         return {}
-    sizes = [len(some) / count for some in batches]
+    sizes = [len(batch) / count for batch in batches]
 
     def mean(parts: list[Tensor]) -> Tensor:
         return torch.stack([part.mean(dim=0) * size for part, size in zip(parts, sizes, strict=True)]).sum(dim=0)
 
-    average = {block: _changed([found[block] for found in asked], mean) for block in asked[0]}
+    average = {block: _changed([one[block] for one in prompts], mean) for block in prompts[0]}
 
     def another(query: Tensor | None, context: Context) -> Prompted:
         own = plain(query, context).prompts
         return Prompted({block: _changed([prompt], lambda parts: parts[0].roll(1, 0)) for block, prompt in own.items()})
 
     def accuracy(logits: Callable[[Tensor], Tensor]) -> float:
-        predicted = torch.cat([logits(some).argmax(dim=1) for some in batches])
+        predicted = torch.cat([logits(batch).argmax(dim=1) for batch in batches])
         return 100 * float((predicted == labels[chosen]).double().mean())
 
-    found = {"images": float(count), "own": accuracy(scorer.logits)}
+    results = {"images": float(count), "own": accuracy(scorer.logits)}
     with mock.patch.object(method, "prompts", another):
-        found["swapped"] = accuracy(scorer.computed_logits)
+        results["swapped"] = accuracy(scorer.computed_logits)
     with mock.patch.object(method, "prompts", lambda *_: Prompted(average)):
-        found["average"] = accuracy(scorer.computed_logits)
-    return found
+        results["average"] = accuracy(scorer.computed_logits)
+    return results
 
 
 def _changed(prompts: list[Prompt], change: Callable[[list[Tensor]], Tensor]) -> Prompt:
-    """A prompt whose tensors are made of those of others of its kind; one that is the same for all images stays so."""
+    """Combine the tensors of prompts of one kind; a prompt shared by all images is unchanged."""
     first = prompts[0]
     if first.batch is None:
         return first
     names = [part.name for part in fields(first) if isinstance(getattr(first, part.name), Tensor)]
-    made: dict[str, Any] = {name: change([getattr(prompt, name) for prompt in prompts]) for name in names}
-    return replace(first, **made)
+    tensors: dict[str, Any] = {name: change([getattr(prompt, name) for prompt in prompts]) for name in names}
+    return replace(first, **tensors)
 
 
 def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Project points `(n, D)` onto their two principal components; missing components are zero.
+    """Project points `(n, D)` onto two principal components; missing ones are zero.
 
     >>> np.abs(pca(np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])).round(3)).tolist()
     [[1.414, 0.0], [0.0, 0.0], [1.414, 0.0]]
@@ -210,13 +194,11 @@ def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def tsne(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Embed points `(n, D)` in the plane by t-SNE, with a perplexity of 30 or a third of their number.
-
-    The sums are exact: the default method of scikit-learn adds in threads, and its result changes with their timing.
-    """
+    """Embed points `(n, D)` in the plane by t-SNE."""
     from sklearn.manifold import TSNE
 
     perplexity = min(30.0, (len(points) - 1) / 3)
+    # The default method sums in threads, and its results vary with their timing.
     embedding = TSNE(perplexity=perplexity, init="pca", max_iter=500, method="exact", random_state=0)
     plane: NDArray[np.float64] = embedding.fit_transform(points)
     return plane

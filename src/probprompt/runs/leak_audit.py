@@ -1,4 +1,4 @@
-"""Audits of what there is: a run, a saved model, or a method, which is trained for it; the proof is written down."""
+"""Leakage audits of runs, saved models and methods."""
 
 import os
 import warnings
@@ -33,18 +33,17 @@ from probprompt.runs.run import Run, config_hash
 from probprompt.runs.train import TrainingSetup, prepare
 from probprompt.storage import write_json
 
-SAVED_IMAGES, METHOD_IMAGES = 64, 32
-"""Images to audit a saved model, or a method, with."""
-COMMON_TASKS = 2  # learned before the futures part
-CLASS_IMAGES = 8  # training images of a class: to leak or not to leak needs no accuracy
-_FUTURES = ("as it is", "another", "none")
-_STRANGERS = 16  # images of classes not learned, at most
-_UNSEEN = -1  # stands for the task of a class not learned
+SAVED_IMAGES, METHOD_IMAGES = 64, 32  # number of images to audit a saved model, or a method, with
+COMMON_TASKS = 2  # learned before the futures differ
+CLASS_IMAGES = 8  # training images per class; a leakage audit needs no accuracy
+_FUTURES = ("unchanged", "another", "none")
+_STRANGERS = 16  # most images of classes not learned
+_UNSEEN = -1  # task of a class not learned
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """An audit, and what it is about."""
+    """An audit and its subject."""
 
     subject: str
     audit: Audit
@@ -53,13 +52,13 @@ class AuditReport:
     written: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return all of it as plain values."""
         return {**self.audit.to_json(), "subject": self.subject, **self.about}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Images to audit with, as the backbone is fed."""
+    """Images to audit with, preprocessed."""
 
     images: Tensor  # (n, 3, H, W)
     tasks: Tensor  # (n,)
@@ -72,9 +71,6 @@ class Sample:
         return audit(model, self.images, self.tasks, classes, self.strangers, self.keys, progress.advance)
 
 
-# A saved model --------------------------------------------------------------------------------------------------
-
-
 def audit_saved(
     folder: Path,
     device: torch.device,
@@ -83,14 +79,9 @@ def audit_saved(
     data: str | None = None,
     progress: ProgressCallback = SILENT,
 ) -> AuditReport:
-    """Audit the model of a run, or a model's own folder, and write the proof into the record or beside the model.
-
-    The images are those that the run was evaluated on, or of ``data`` (a folder or a benchmark), or else noise.
-    """
+    """Audit a run or model with its images, those of ``data``, or noise; write the report there."""
     if not folder.is_dir():
-        raise UserError(
-            f"{folder} is not the folder of a run or of a model; a method is audited by its name, with --method NAME"
-        )
+        raise UserError(f"{folder} is not a folder of a run or model. To audit a method, use --method NAME.")
     run = Run.open(folder) if (folder / "run.json").is_file() else None
     with run.locked() if run else nullcontext():
         loaded = load_model(folder, device)
@@ -110,28 +101,28 @@ def audit_saved(
         about = {"method": note["method"], "marks": note["marks"], "model": note["tensors"], "images_of": sample.source}
         home = folder if run or (folder / "model.json").is_file() else folder / "model"
         written = home / ("run.json" if run else "audit.json")
-        proof = AuditReport(str(folder), outcome, {**about, **_circumstances(device)}, written)
+        report = AuditReport(str(folder), outcome, {**about, **_circumstances(device)}, written)
         if run:
-            run.update(audit=proof.to_json())
+            run.update(audit=report.to_json())
         else:
-            write_json(written, proof.to_json())
-        return proof
+            write_json(written, report.to_json())
+        return report
 
 
 def _run_sample(run: Run, loaded: LoadedModel, count: int, device: torch.device, progress: ProgressCallback) -> Sample:
-    """Images that the run was evaluated on; others than at its time are refused."""
+    """Return images that the run was evaluated on; raise an error if they have changed."""
     config, record = run.config.data, run.record
     benchmark = datasets.find(config.benchmark, config.test, config.test_fraction, config.root)
-    found = benchmark.load(config.short_side(_stored_side(loaded)))
-    found = benchmark.select(found, config.validation, config.per_class)
-    before, now = record.stream.split_hash, found.split_hash()
+    data = benchmark.load(config.short_side(_stored_side(loaded)))
+    data = benchmark.select(data, config.validation, config.per_class)
+    before, now = record.stream.split_hash, data.split_hash()
     if before != now:
         raise UserError(
-            f"the images of {config.benchmark} are not those of the run (hash {before[:12]}, now {now[:12]}): "
-            "put them back, or audit with images of another folder (--data FOLDER)"
+            f"The images of {config.benchmark} have changed since the run (hash {before[:12]}, now {now[:12]}). "
+            "Restore them, or audit with other images (--data FOLDER)."
         )
     source = f"{config.benchmark} ({record.evaluated_on})"
-    return _sample(found, config.skip_unreadable, source, loaded, count, device, progress)
+    return _sample(data, config.skip_unreadable, source, loaded, count, device, progress)
 
 
 def _sample(
@@ -143,7 +134,7 @@ def _sample(
     device: torch.device,
     progress: ProgressCallback,
 ) -> Sample:
-    """Choose test images, spread over the tasks learned, and some of classes that were not, and read them."""
+    """Load test images spread over the learned tasks, and some of classes not learned."""
     tasks_learned = (task for task, size in enumerate(loaded.note["task_sizes"]) for _ in range(size))
     learned = dict(zip(loaded.class_names, tasks_learned, strict=True))
     task_of = [learned.get(name, _UNSEEN) for name in data.class_names]
@@ -153,8 +144,8 @@ def _sample(
     unseen = groups.pop(_UNSEEN, [])
     if not groups:
         raise UserError(
-            f"{source} has no test image of the classes that the model knows ({shorten(loaded.class_names)}): "
-            "name a folder of such images, or leave --data away to audit with noise"
+            f"{source} has no test images of the model's classes ({shorten(loaded.class_names)}). "
+            "Pass a folder of such images, or remove --data to audit with noise."
         )
     chosen = [row for group in groups.values() for row in _spread(group, -(-count // len(groups)))]
     others = _spread(unseen, _STRANGERS)
@@ -162,7 +153,7 @@ def _sample(
         own, strange = (load(data.test.subset(rows), device, progress.advance) for rows in (chosen, others))
     unreadable = [name for name, _ in (*own.unreadable, *strange.unreadable)]
     if unreadable and not skip_unreadable:
-        raise UserError(f"{len(unreadable)} image(s) cannot be read, repair or remove them: {shorten(unreadable)}")
+        raise UserError(f"Cannot read {len(unreadable)} image(s): {shorten(unreadable)}. Repair or remove them.")
     note = loaded.note["preprocessing"]
     size, resized, mean, std = (note[name] for name in ("image_size", "resized", "mean", "std"))
     view = Preprocessor.of(size, resized, mean, std, note.get("interpolation", "bilinear"), device)
@@ -180,16 +171,13 @@ def _views(viewer: Preprocessor, images: Loaded) -> Tensor:
 
 
 def _spread(rows: list[int], count: int) -> list[int]:
-    """At most so many of the rows, evenly from all over them."""
+    """Return up to ``count`` rows, evenly spaced."""
     places = torch.linspace(0, len(rows) - 1, min(count, len(rows))).round().long().tolist()
     return [rows[place] for place in places]
 
 
-# A method -------------------------------------------------------------------------------------------------------
-
-
 def quick_config(method: str, benchmark: str, given: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of the shortest training that an audit of a method needs: an epoch of a few images."""
+    """Return the settings of a short training for the audit of a method."""
     quick: Settings = {"training": {"epochs": 1, "batch_size": 8}, "alignment": {"epochs": 1}, "head": {"kind": None}}
     if methods.find(method).preferred_head == "ridge":
         quick["head"]["projections"] = 256
@@ -204,10 +192,10 @@ def audit_method(
     count: int = METHOD_IMAGES,
     progress: ProgressCallback = SILENT,
 ) -> AuditReport:
-    """Train a method on the first tasks of a stream, under several futures, and audit what it has become.
+    """Train a method on the first tasks under several futures, and audit it.
 
-    The streams agree in the tasks that are learned. After them come the benchmark's classes; or the same in another
-    order and number of tasks, with other images; or nothing at all. The models must be the same.
+    The streams share the tasks that are learned. They continue with the benchmark's classes, with the same in another
+    order and number of tasks and with other images, or not at all. The models must be identical.
     """
     models, subject = list[PromptedModel](), config.method.name
     first = prepare(config, device, SILENT)
@@ -215,8 +203,8 @@ def audit_method(
     futures, other = (_FUTURES if common < len(first.tasks) else _FUTURES[:1]), _with_another_future(first, common)
     with progress.stage(subject, len(futures) * common + CHECKS):
         for future in futures:
-            workshop = first if future == _FUTURES[0] else prepare(other, device, SILENT)
-            learner, tasks = _world(workshop, future, common)
+            setup = first if future == _FUTURES[0] else prepare(other, device, SILENT)
+            learner, tasks = _learner_before(setup, future, common)
             with _deterministic(device):
                 for task in tasks:
                     learner.fit(task)
@@ -224,11 +212,11 @@ def audit_method(
             models.append(learner.model)
         sample = _test_sample(first, common, count)
         known = sum(task.classes for task in first.tasks[:common])
-        same = _future(models, sample, device)
+        same = _future_classes(models, sample, device)
         model = models[0]
         model.set_precision(precision)
         outcome = sample.audit(model, known, progress).also(same)
-        progress.describe("independent" if outcome.passed else f"leaks: {', '.join(outcome.leaks)}")
+        progress.describe(outcome.verdict)
     about = {
         "method": config.to_stored()["method"],
         "marks": list(config.method.marks()),
@@ -238,28 +226,28 @@ def audit_method(
     return AuditReport(subject, outcome, {**about, **_circumstances(device)})
 
 
-def _with_another_future(workshop: TrainingSetup, common: int) -> RunConfig:
-    """Settings whose tasks are others after the common ones."""
-    names = [tuple(workshop.class_names[label] for label in task.classes) for task in workshop.stream]
+def _with_another_future(setup: TrainingSetup, common: int) -> RunConfig:
+    """Return settings with other tasks after the common ones."""
+    names = [tuple(setup.class_names[label] for label in task.classes) for task in setup.stream]
     later = [name for group in reversed(names[common:]) for name in reversed(group)]
     half = len(later) // 2 if len(names) - common == 1 else 0
-    others = (later[:half], later[half:]) if half > 1 else (later,)  # another number, but no task of one class
+    others = (later[:half], later[half:]) if half > 1 else (later,)  # another number of tasks, none of one class
     groups = (*names[:common], *map(tuple, others))
-    data = workshop.config.data.model_copy(update={"tasks": groups})
-    return workshop.config.model_copy(update={"data": data})
+    data = setup.config.data.model_copy(update={"tasks": groups})
+    return setup.config.model_copy(update={"data": data})
 
 
-def _world(workshop: TrainingSetup, future: str, common: int) -> tuple[Learner, list[TaskImages]]:
-    """A learner that knows of this future, and the tasks before it."""
-    learner, tasks = workshop.learner, [_thinned(task) for task in workshop.tasks[:common]]
+def _learner_before(setup: TrainingSetup, future: str, common: int) -> tuple[Learner, list[TaskImages]]:
+    """Return a learner for a future, and the tasks before it."""
+    learner, tasks = setup.learner, [_reduced(task) for task in setup.tasks[:common]]
     if future == "another":
-        later = torch.cat([task.rows for task in workshop.tasks[common:]])
+        later = torch.cat([task.rows for task in setup.tasks[common:]])
         learner.loader.images = replace(learner.images, store=learner.images.store.inverted(later))
     if future == "none":
-        data = workshop.config.data
+        data = setup.config.data
         assert isinstance(data.tasks, tuple)
-        config = workshop.config.model_copy(update={"data": data.model_copy(update={"tasks": data.tasks[:common]})})
-        kept = torch.cat([task.rows for task in workshop.tasks[:common]])
+        config = setup.config.model_copy(update={"data": data.model_copy(update={"tasks": data.tasks[:common]})})
+        kept = torch.cat([task.rows for task in setup.tasks[:common]])
         images = learner.images
         names = tuple(images.names[row] for row in kept.tolist())
         left = Loaded(images.store.only(kept), images.labels[kept], names)
@@ -268,8 +256,8 @@ def _world(workshop: TrainingSetup, future: str, common: int) -> tuple[Learner, 
     return learner, tasks
 
 
-def _thinned(task: TaskImages) -> TaskImages:
-    """The first few images of each class."""
+def _reduced(task: TaskImages) -> TaskImages:
+    """Return the task with the first few images of each class."""
     labels = range(task.first, task.first + task.classes)
     few = torch.cat([(task.labels == label).nonzero()[:CLASS_IMAGES, 0] for label in labels])
     return replace(task, rows=task.rows[few], labels=task.labels[few])
@@ -277,14 +265,14 @@ def _thinned(task: TaskImages) -> TaskImages:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Ask for kernels that repeat to the bit: on a GPU not all of them do by themselves."""
+    """Use deterministic kernels; on a GPU not all are by default."""
     before = torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(), ExitStack() as stack:
-        warnings.simplefilter("ignore")  # where there is no such kernel, the comparison has a tolerance
+        warnings.simplefilter("ignore")  # without such a kernel, the comparison has a tolerance
         if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the gradients of fused attention do not repeat
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # gradients of fused attention vary
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -292,35 +280,35 @@ def _deterministic(device: torch.device) -> Iterator[None]:
             torch.use_deterministic_algorithms(before, warn_only=lenient)
 
 
-def _future(models: list[PromptedModel], sample: Sample, device: torch.device) -> Check:
-    """Compare models that learned the same tasks and were to meet other ones: in training precision."""
-    name, question = "future classes", "trained with other tasks to come, and with none"
+def _future_classes(models: list[PromptedModel], sample: Sample, device: torch.device) -> Check:
+    """Compare models that learned the same tasks before different ones, in training precision."""
+    name, question = "future classes", "trained before other tasks, and before none"
     if len(models) < 2:
-        return Check(name, question, note="not applicable: all classes are learned at once")
+        return Check(name, question, note="not applicable: all classes are learned jointly")
     keys = sample.keys if models[0].method.needs_keys else None
     expected, *others = (model.predict(sample.images, keys=keys) for model in models)
     tolerance = Tolerance(0.0) if device.type == "cpu" else TOLERANCES["fp32"]
     return compare(name, question, others, expected, spread_of(expected), tolerance)
 
 
-def _test_sample(workshop: TrainingSetup, common: int, count: int) -> Sample:
-    """Test images, spread over the tasks learned, and some of the tasks to come."""
-    scorer, tasks = workshop.scorer, workshop.test_tasks
-    joint = len(workshop.tasks) < len(tasks)
+def _test_sample(setup: TrainingSetup, common: int, count: int) -> Sample:
+    """Return test images spread over the learned tasks, and some of later tasks."""
+    scorer, tasks = setup.scorer, setup.test_tasks
+    joint = len(setup.tasks) < len(tasks)
     learned = tasks if joint else tasks[:common]
     rows = [_spread(task.rows.tolist(), -(-count // len(learned))) for task in learned]
     numbers = [0 if joint else task for task, group in enumerate(rows) for _ in group]
     later = [row for task in tasks[len(learned) :] for row in task.rows.tolist()]
 
     def views(chosen: list[int]) -> Tensor:
-        return scorer.viewer.evaluation(scorer.images.store, torch.tensor(chosen, device=workshop.device))
+        return scorer.viewer.evaluation(scorer.images.store, torch.tensor(chosen, device=setup.device))
 
     strangers = views(_spread(later, _STRANGERS)) if later else None
     chosen = [row for group in rows for row in group]
-    keys = scorer.images.store.keys(torch.tensor(chosen, device=workshop.device))
-    kind = "validation" if workshop.config.data.validation else "test"
-    source = f"{workshop.config.data.benchmark} ({kind})"
-    return Sample(views(chosen), torch.tensor(numbers, device=workshop.device), strangers, source, keys)
+    keys = scorer.images.store.keys(torch.tensor(chosen, device=setup.device))
+    kind = "validation" if setup.config.data.validation else "test"
+    source = f"{setup.config.data.benchmark} ({kind})"
+    return Sample(views(chosen), torch.tensor(numbers, device=setup.device), strangers, source, keys)
 
 
 def _circumstances(device: torch.device) -> dict[str, str | Mapping[str, str | int]]:

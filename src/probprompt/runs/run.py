@@ -1,4 +1,4 @@
-"""A run is a folder: what was asked, what was used, what came out, and where it can go on."""
+"""Folder and record of a run, and files with the records of several runs."""
 
 import hashlib
 import json
@@ -14,57 +14,41 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from probprompt import presets
+from probprompt import presets, storage
 from probprompt.config import RunConfig, flatten, from_stored, parse_config, parse_stored
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
 from probprompt.heads import default_settings
-from probprompt.storage import (
-    is_changed,
-    is_part,
-    lock,
-    read_json,
-    remove_parts,
-    with_hash,
-    write_bytes,
-    write_error,
-    write_errors,
-    write_json,
-)
 
 FORMAT = 1
 
 
 def config_hash(config: RunConfig) -> str:
-    """Return a fingerprint of all settings."""
+    """Return a hash of all settings."""
     return settings_hash(config.to_stored())
 
 
 def settings_hash(settings: object) -> str:
-    """Return a fingerprint of settings as they are stored."""
+    """Return a hash of settings as stored."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-# Contents of a run's files
-
-
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Value = str | int | float | bool | list[Any] | None
-"""The value of a setting, as JSON has it."""
+Value = str | int | float | bool | list[Any] | None  # value of a setting, as in JSON
 
 
 class Part(BaseModel):
-    """A part of a run's files; entries of other versions are kept."""
+    """Part of a run's files; unknown entries of other versions are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entries that the file has."""
+        """Return the entries of the file."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 class BackboneRecord(Part):
-    """The frozen weights of a run."""
+    """Frozen weights of a run."""
 
     name: str = ""
     source: str = ""
@@ -74,7 +58,7 @@ class BackboneRecord(Part):
 
 
 class PreprocessingRecord(Part):
-    """How images were prepared."""
+    """Preprocessing of the images."""
 
     image_size: int | None = None
     resized: int | None = None
@@ -85,14 +69,13 @@ class PreprocessingRecord(Part):
 
 
 class ImagesRecord(Part):
-    """How the images of a split were stored."""
+    """Stored images of a split."""
 
     stored_side: int | Literal["full"] | None = None
     bytes: int | None = None
     resident: str | None = None
     resident_share: float | None = None
-    pixels_sha256: str | None = None
-    """Hash of the pixels, or of all files of a folder."""
+    pixels_sha256: str | None = None  # hash of the pixels, or of all files of a folder
 
 
 class StreamRecord(Part):
@@ -102,15 +85,14 @@ class StreamRecord(Part):
     tasks: list[list[str]] = Field(default=[], min_length=1)
     order_hash: str = ""
     split_hash: str = ""
-    differences: list[str] | None = None
-    """How the images differ from the published ones; None where this was not recorded."""
+    differences: list[str] | None = None  # differences from the published images; None if not recorded
     train_images: list[int] = []
     test_images: list[int] = []
     test_classes: list[int] = []
 
 
 class HardwareRecord(Part):
-    """The machine of a run."""
+    """Machine of a run."""
 
     device: str | None = None
     machine: str | None = None
@@ -122,20 +104,19 @@ class HardwareRecord(Part):
 
 
 def _flat(config: RunConfig) -> dict[str, Value]:
-    """All settings by dotted names, those of other kinds of head at their defaults: so two heads can be compared."""
+    """Return all settings by dotted names, with defaults for other kinds of heads."""
     settings = config.model_dump(mode="json")
     return flatten(settings | {"head": default_settings() | settings["head"]})
 
 
 class RunRecord(Part):
-    """``run.json``: what was run, on what, and at what cost."""
+    """``run.json``: settings, data, environment and cost of a run."""
 
     format: Literal[1] = 1
     name: str = ""
     created: str = ""
     status: Literal["running", "finished"] = "running"
-    config: dict[str, Any] = {}
-    """Settings in the spelling of files, possibly of another version."""
+    config: dict[str, Any] = {}  # settings in the spelling of files, possibly of another version
     config_hash: str = ""
     backbone: BackboneRecord = BackboneRecord()
     preprocessing: PreprocessingRecord = PreprocessingRecord()
@@ -167,12 +148,12 @@ class RunRecord(Part):
 
     @property
     def preset(self) -> str | None:
-        """The preset that the settings were laid over."""
+        """Preset of the settings."""
         return self.config.get("preset") or None
 
     @cached_property
     def settings(self) -> RunConfig | None:
-        """All settings, younger ones at their defaults; None if another version made them."""
+        """All settings, new ones at their defaults; None if this version cannot parse them."""
         try:
             return parse_stored(self.config)
         except UserError:
@@ -180,12 +161,12 @@ class RunRecord(Part):
 
     @cached_property
     def flat_settings(self) -> dict[str, Value]:
-        """All settings by dotted names; as stored if another version made them."""
+        """All settings by dotted names; as stored if this version cannot parse them."""
         return _flat(self.settings) if self.settings else flatten(from_stored(self.config))
 
     @cached_property
     def preset_settings(self) -> dict[str, Value] | None:
-        """All settings of the preset, or else the defaults, by dotted names; None if another version made them."""
+        """Settings of the preset, or the defaults, by dotted names; None if not parsable."""
         defaults = {"data": {"benchmark": self.benchmark}, "method": {"name": self.method}}
         try:
             chosen = presets.of_run(self.preset, self.config, self.config["data"].get("tasks")) or defaults
@@ -195,13 +176,13 @@ class RunRecord(Part):
 
     @cached_property
     def preset_overrides(self) -> dict[str, Value]:
-        """Settings that differ from the preset, or else from the defaults, by dotted names, except seeds."""
+        """Settings that differ from the preset or the defaults, except seeds."""
         own, base = without_paths(self.flat_settings), self.preset_settings or {}
         return {name: own[name] for name in own if own[name] != base.get(name) and not name.startswith("seeds.")}
 
 
 class Accuracy(Part):
-    """``accuracy.json``: row i, column j is the accuracy in % on task i after step j."""
+    """``accuracy.json``: entry (i, j) is the accuracy in % on task i after step j."""
 
     matrix: list[list[Finite | None]]
     final: Finite = Field(alias="FAA")
@@ -213,15 +194,15 @@ class Accuracy(Part):
     def _check(self) -> Self:
         size = len(self.matrix)
         if any(len(row) != size for row in self.matrix):
-            raise ValueError(f"the matrix is not square: {size} rows of {[len(row) for row in self.matrix]}")
+            raise ValueError(f"the matrix is not square: {size} rows of {[len(row) for row in self.matrix]}.")
         if self.finished_steps > size:
-            raise ValueError(f"finished_steps is {self.finished_steps}, but the matrix has {size} tasks")
+            raise ValueError(f"finished_steps is {self.finished_steps}, but the matrix has {size} tasks.")
         missing = [(i, j) for j in range(self.finished_steps) for i in range(j + 1) if self.matrix[i][j] is None]
         if missing:
             task, step = missing[0]
-            raise ValueError(f"the matrix has no accuracy on task {task + 1} after step {step + 1}")
+            raise ValueError(f"the matrix has no accuracy on task {task + 1} after step {step + 1}.")
         if abs(self.averages[-1] - self.final) > 0.05:
-            raise ValueError(f"FAA is {self.final}, but the matrix gives {self.averages[-1]:.2f} after the last step")
+            raise ValueError(f"FAA is {self.final}, but the matrix gives {self.averages[-1]:.2f} after the last step.")
         return self
 
     @property
@@ -245,7 +226,7 @@ class Similarity(Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if {len(self.labels)} != {len(self.matrix), *map(len, self.matrix)}:
-            raise ValueError(f"the matrix does not have one row and one column per label ({len(self.labels)})")
+            raise ValueError(f"the matrix does not have one row and one column per label ({len(self.labels)}).")
         return self
 
 
@@ -261,7 +242,7 @@ class Relevance(Part):
     def _check(self) -> Self:
         lengths = {len(self.usage), len(self.entropy), len(self.max_weight or self.blocks)}
         if lengths != {len(self.blocks)} or len({len(row) for row in self.usage}) != 1 or not self.usage[0]:
-            raise ValueError(f"usage, entropy and max_weight do not fit the {len(self.blocks)} blocks")
+            raise ValueError(f"usage, entropy and max_weight do not match the {len(self.blocks)} blocks.")
         return self
 
 
@@ -277,7 +258,7 @@ class Queries(Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.labels) != len(self.points) or max(self.labels) >= len(self.names):
-            raise ValueError("points, labels and names do not fit each other")
+            raise ValueError("points, labels and names do not match.")
         return self
 
 
@@ -288,13 +269,12 @@ class Diagnostics(Part):
     relevance: Relevance | None = None
     queries: Queries | None = None
     prompts: dict[str, Finite] = {}
-    """Similarity and rank of mean prompts, and of sampled ones; use of components; σ/√N_s; and before training."""
-    swap: dict[str, Finite] = {}
-    """Accuracy in % of images with their own prompts, with those of another image, and with the average."""
+    """Similarity and rank of mean and sampled prompts, use of components, noise; also before."""
+    swap: dict[str, Finite] = {}  # accuracy in % with own prompts, prompts of another image, and average prompts
 
 
 class _Epoch(Part):
-    """A line of ``events.jsonl`` with a training loss."""
+    """Line of ``events.jsonl`` with a training loss."""
 
     task: int
     epoch: int
@@ -310,18 +290,15 @@ def _checked(kind: type[Kind], content: object, path: Path) -> Kind:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        words = (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))
-        raise UserError(f"{path} is malformed: {': '.join(filter(None, words))}") from error
-
-
-# The folder
+        parts = (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))
+        raise UserError(f"{path} is malformed: {': '.join(filter(None, parts))}") from error
 
 
 class Run:
-    """A run's folder.
+    """Folder of a run, with each file written atomically.
 
-    ``run.json`` (settings, weights, split, versions, hardware), ``events.jsonl`` (append-only), ``accuracy.json``,
-    ``diagnostics.json``, ``model/``, ``checkpoint/`` and ``report.html``; each is written whole or not at all.
+    Contains ``run.json`` (settings, weights, split, versions, hardware), ``events.jsonl`` (append-only),
+    ``accuracy.json``, ``diagnostics.json``, ``model/``, ``checkpoint/`` and ``report.html``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -333,13 +310,13 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path, record: RunRecord) -> "Run":
-        """Make a new folder; one that holds anything is refused."""
-        refuse_used(folder)
+        """Create a run in a new or empty folder."""
+        check_unused(folder)
         run = cls(folder)
-        with write_errors(folder):
+        with storage.write_errors(folder):
             run.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             run.model.mkdir(exist_ok=True)
-        write_json(folder / "run.json", {"format": FORMAT, **record.to_json()})
+        storage.write_json(folder / "run.json", {"format": FORMAT, **record.to_json()})
         return run
 
     @classmethod
@@ -347,63 +324,63 @@ class Run:
         """Open an existing run."""
         folder = Path(folder)
         if not (folder / "run.json").is_file():
-            why = "is not a run: it has no run.json" if folder.exists() else "does not exist"
-            raise UserError(f"{folder} {why}")
-        found = read_json(folder / "run.json")
-        version = found.get("format") if isinstance(found, dict) else None
+            reason = "is not a run: it has no run.json" if folder.exists() else "does not exist"
+            raise UserError(f"{folder} {reason}.")
+        content = storage.read_json(folder / "run.json")
+        version = content.get("format") if isinstance(content, dict) else None
         if version != FORMAT:
-            raise UserError(f"{folder} has format {version!r}, this version reads {FORMAT}")
+            raise UserError(f"{folder} has format {version!r}. This version reads format {FORMAT}.")
         return cls(folder)
 
     @property
     def record(self) -> RunRecord:
         """Content of ``run.json``."""
-        return _checked(RunRecord, read_json(self.folder / "run.json"), self.folder / "run.json")
+        return _checked(RunRecord, storage.read_json(self.folder / "run.json"), self.folder / "run.json")
 
     @property
     def config(self) -> RunConfig:
-        """The run's settings."""
+        """Settings of the run."""
         return parse_stored(self.record.config)
 
     @property
     def finished(self) -> bool:
-        """Whether all tasks were learned."""
+        """True if all tasks were learned."""
         return self.record.status == "finished"
 
     @property
     def accuracy(self) -> Accuracy:
         """Content of ``accuracy.json``, checked."""
         path = self.folder / "accuracy.json"
-        content = read_json(path) if path.is_file() else {"finished_steps": 0}
+        content = storage.read_json(path) if path.is_file() else {"finished_steps": 0}
         if isinstance(content, dict) and content.get("finished_steps") == 0:
-            raise UserError(f"{self.folder} has nothing to report yet: no task is finished (see accuracy.json)")
+            raise UserError(f"{self.folder} has no finished task yet (see accuracy.json). Resume it with --resume.")
         accuracy, tasks = _checked(Accuracy, content, path), len(self.record.stream.tasks)
         if len(accuracy.matrix) > tasks:
-            raise UserError(f"{path} has {len(accuracy.matrix)} tasks, but run.json has {tasks}")
+            raise UserError(f"{path} has {len(accuracy.matrix)} tasks, but run.json has {tasks}.")
         return accuracy
 
     @property
     def diagnostics(self) -> Diagnostics:
         """Content of ``diagnostics.json``, checked."""
         path = self.folder / "diagnostics.json"
-        return _checked(Diagnostics, read_json(path), path) if path.is_file() else Diagnostics()
+        return _checked(Diagnostics, storage.read_json(path), path) if path.is_file() else Diagnostics()
 
     @property
     def losses(self) -> list[list[tuple[int, float]]]:
-        """Training loss of each task by epoch; after a resume the last event of an epoch counts."""
+        """Training losses of each task by epoch; after a resume the last event of an epoch counts."""
         path = self._events
         try:
             lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
+            raise UserError(f"Cannot read {path}: {error}.") from error
         losses: dict[int, dict[int, float]] = {}
         for number, line in enumerate(lines, start=1):
             try:
                 event = json.loads(line) if line.strip() else {}
             except ValueError as error:
                 if number == len(lines):
-                    break  # a killed run may leave half a line
-                raise UserError(f"{path} is malformed: line {number} is not JSON: {error}") from error
+                    break  # a killed run may leave an incomplete line
+                raise UserError(f"{path} is malformed: line {number} is not JSON: {error}.") from error
             if isinstance(event, dict) and event.get("event") == "epoch":
                 epoch = _checked(_Epoch, event, path)
                 losses.setdefault(epoch.task, {})[epoch.epoch] = math.nan if epoch.loss is None else epoch.loss
@@ -412,7 +389,7 @@ class Run:
     @property
     def matrix(self) -> NDArray[np.float64]:
         """Accuracy in % on task i (row) after step j (column); NaN before the task is seen."""
-        return metrics.from_json(read_json(self.folder / "accuracy.json")["matrix"])
+        return metrics.from_json(storage.read_json(self.folder / "accuracy.json")["matrix"])
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -421,55 +398,55 @@ class Run:
 
     def update(self, **values: Any) -> None:
         """Change entries of ``run.json``."""
-        write_json(self.folder / "run.json", {**read_json(self.folder / "run.json"), **values})
+        storage.write_json(self.folder / "run.json", {**storage.read_json(self.folder / "run.json"), **values})
 
     def write_accuracy(self, matrix: NDArray[np.float64]) -> None:
-        """Write the accuracy matrix and what follows from it."""
+        """Write the accuracy matrix and its metrics."""
         summary = metrics.summarize(matrix)
         content = {"matrix": metrics.to_json(matrix), **summary, "finished_steps": metrics.finished_steps(matrix)}
-        write_json(self.folder / "accuracy.json", content)
+        storage.write_json(self.folder / "accuracy.json", content)
 
     def log(self, event: str, **values: Any) -> None:
         """Append an event."""
         line = json.dumps({"event": event, **values}, allow_nan=False) + "\n"
-        with write_errors(self._events), self._events.open("a", encoding="utf-8") as stream:
+        with storage.write_errors(self._events), self._events.open("a", encoding="utf-8") as stream:
             stream.write(line)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder, so that no second process writes into it; the lock ends with the process."""
+        """Keep other processes from writing into the folder; the lock ends with the process."""
         try:
-            held = lock(self.folder / ".lock")
+            held = storage.lock(self.folder / ".lock")
         except BlockingIOError:
-            raise UserError(f"another process is working on {self.folder}: wait for it, or stop it") from None
+            raise UserError(f"Another process is using {self.folder}. Wait until it ends, or stop it.") from None
         except OSError as problem:
-            raise write_error(self.folder, problem) from problem
-        with held or nullcontext():  # without locks no process is kept out
-            remove_parts(self.folder)  # a killed process leaves files half written, and half a line of events
+            raise storage.write_error(self.folder, problem) from problem
+        with held or nullcontext():  # None where files cannot be locked
+            storage.remove_parts(self.folder)  # a killed process leaves incomplete files, and an incomplete last event
             if self._events.exists():
                 lines, end, rest = self._events.read_bytes().rpartition(b"\n")
                 if rest:
-                    write_bytes(self._events, lines + end)
+                    storage.write_bytes(self._events, lines + end)
             yield
 
 
-def refuse_used(folder: Path) -> None:
-    """Refuse a folder for a new run that holds anything."""
+def check_unused(folder: Path) -> None:
+    """Raise an error if a folder for a new run is not empty."""
     if (folder / "run.json").exists():
-        raise UserError(f"{folder} holds a run already: go on with --resume {folder}, or choose another folder")
-    # A run that was killed before its record was written leaves folders, a lock and parts of files.
-    used = (not (entry.is_dir() or entry.name == ".lock" or is_part(entry)) for entry in folder.rglob("*"))
+        raise UserError(f"{folder} already contains a run. Resume it with --resume {folder}, or choose another folder.")
+    # A run that was killed early leaves folders, a lock and incomplete files.
+    used = (not (entry.is_dir() or entry.name == ".lock" or storage.is_part(entry)) for entry in folder.rglob("*"))
     if folder.exists() and (not folder.is_dir() or any(used)):
-        raise UserError(f"{folder} exists and is not empty: choose another folder for the run")
+        raise UserError(f"{folder} is not empty. Choose another folder with --out.")
 
 
 RECORDS_FORMAT = 1
-_INSIDE = ("mean", "initial_mean", "effective_rank", "initial_effective_rank")
+_SIMILARITY = ("mean", "initial_mean", "effective_rank", "initial_effective_rank")
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
-    """A finished run: settings, weights, split, versions and hardware, accuracy, likeness of its prompts."""
+class RecordedRun:
+    """A finished run: record, accuracy matrix and diagnostics of its prompts."""
 
     where: str
     record: RunRecord
@@ -477,28 +454,28 @@ class Recorded:
     similarity: Mapping[str, float]
 
     @classmethod
-    def of(cls, run: Run, where: str) -> "Recorded":
+    def of(cls, run: Run, where: str) -> "RecordedRun":
         """Read a run's folder."""
-        inside = run.folder / "diagnostics.json"
-        content = read_json(inside) if inside.exists() else {}
-        found = {name: value for name, value in content.get("similarity", {}).items() if name in _INSIDE}
-        found |= content.get("prompts", {}) | {f"swap_{name}": value for name, value in content.get("swap", {}).items()}
-        return cls(where, run.record, run.matrix, found)
+        path = run.folder / "diagnostics.json"
+        content = storage.read_json(path) if path.exists() else {}
+        values = {name: value for name, value in content.get("similarity", {}).items() if name in _SIMILARITY}
+        values |= content.get("prompts", {}) | {f"swap_{key}": value for key, value in content.get("swap", {}).items()}
+        return cls(where, run.record, run.matrix, values)
 
     def line(self) -> str:
-        """As a line of a book, without any path of this machine."""
+        """Format as a line of a results file, without paths of this machine."""
         entry = {"where": self.where, "matrix": metrics.to_json(self.matrix), "similarity": dict(self.similarity)}
         content = {"book": RECORDS_FORMAT, **entry, "run": self.record.to_json()}
-        return json.dumps(with_hash(without_paths(content)), allow_nan=False)
+        return json.dumps(storage.with_hash(without_paths(content)), allow_nan=False)
 
 
 def is_absolute(text: str) -> bool:
-    """Whether a text is a path from the root of some machine."""
+    """Return True if a text is an absolute path of some system."""
     return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
 
 
 def without_paths(value: Any) -> Any:
-    """The same, with the last part of every path on a machine in its place."""
+    """Replace each absolute path by its last part."""
     if isinstance(value, Mapping):
         return {str(key): without_paths(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -510,27 +487,26 @@ def without_paths(value: Any) -> Any:
     return value
 
 
-def write_book(path: Path, runs: Iterable[Recorded]) -> Path:
-    """Write a book."""
-    write_bytes(path, "".join(run.line() + "\n" for run in runs).encode())
+def write_results(path: Path, runs: Iterable[RecordedRun]) -> Path:
+    """Write a results file."""
+    storage.write_bytes(path, "".join(run.line() + "\n" for run in runs).encode())
     return path
 
 
-def read_book(path: Path) -> list[Recorded]:
-    """Read a book."""
+def read_results(path: Path) -> list[RecordedRun]:
+    """Read a results file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [_parse(json.loads(line)) for line in lines]
+        return [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as problem:
-        raise UserError(f"the book {path} cannot be read: {problem.strerror}") from None
+        raise UserError(f"Cannot read {path}: {problem.strerror}.") from None
     except (UnicodeDecodeError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path} is not a book of results, or it is damaged: {problem}") from None
+        raise UserError(f"{path} is not a results file, or it is corrupted: {problem}") from None
 
 
-def _parse(entry: Any) -> Recorded:
+def _parse(entry: Any) -> RecordedRun:
     if entry["book"] != RECORDS_FORMAT:
-        raise ValueError(f"it has format {entry['book']!r}, this version reads {RECORDS_FORMAT}")
-    if is_changed(entry):
-        raise ValueError(f"the line of {entry['where']} was changed by hand: it has not the hash that it records")
+        raise ValueError(f"It has format {entry['book']!r}. This version reads format {RECORDS_FORMAT}.")
+    if storage.is_changed(entry):
+        raise ValueError(f"The line of {entry['where']} does not match its hash; it may have been edited.")
     record, matrix = RunRecord.model_validate(entry["run"]), metrics.from_json(entry["matrix"])
-    return Recorded(entry["where"], record, matrix, entry["similarity"])
+    return RecordedRun(entry["where"], record, matrix, entry["similarity"])

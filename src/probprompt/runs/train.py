@@ -26,15 +26,8 @@ from probprompt.data.published import Dataset
 from probprompt.data.stream import Task, build_stream, order_hash
 from probprompt.data.transforms import enlarged
 from probprompt.distributed import ALONE, World, from_environment, join
-from probprompt.engine.build import (
-    build_method,
-    build_model,
-    build_preprocessor,
-    default_precision,
-    load_frozen,
-    pick_device,
-    release,
-)
+from probprompt.engine import build
+from probprompt.engine.build import default_precision, pick_device
 from probprompt.engine.hardware import hardware, versions
 from probprompt.engine.learner import Callbacks, EpochResult, Learner
 from probprompt.engine.loader import TaskImages, queries_of
@@ -43,27 +36,27 @@ from probprompt.engine.scorer import Scorer
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation import diagnostics, metrics
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.runs.checkpoint import Position, Saved, Saving, load_checkpoint, save_checkpoint
-from probprompt.runs.run import Run, RunRecord, config_hash, refuse_used
+from probprompt.runs.checkpoint import Checkpoint, CheckpointTimer, Position, load_checkpoint, save_checkpoint
+from probprompt.runs.run import Run, RunRecord, check_unused, config_hash
 from probprompt.storage import write_json
 
 TRACKERS = {"tensorboard": ("torch.utils.tensorboard", "track"), "trackio": ("trackio",) * 2, "wandb": ("wandb",) * 2}
-"""Experiment trackers: the module of each, and the extra that installs it."""
+"""Module of each experiment tracker, and the extra that installs it."""
 
 
 def check_tracker(name: str) -> ModuleType:
-    """Refuse a tracker that is not known or not installed, before any work is done."""
+    """Import the module of a tracker, or raise an error if it is unknown or not installed."""
     if name not in TRACKERS:
-        raise UserError(f"no tracker is called {name!r}. {suggest(name, TRACKERS)}")
+        raise UserError(f"Unknown tracker {name!r}. {suggest(name, TRACKERS)}")
     module, extra = TRACKERS[name]
     try:
         return import_module(module)
     except ImportError:
-        raise UserError(f"{name} is not installed: pip install 'probprompt[{extra}]'") from None
+        raise UserError(f"{name} is not installed. Run pip install 'probprompt[{extra}]'.") from None
 
 
 class Tracker:
-    """Sends named numbers to an experiment tracker: TensorBoard, or trackio and wandb, which share one interface."""
+    """Sends named numbers to TensorBoard, trackio or wandb."""
 
     def __init__(self, name: str, folder: Path, config: RunConfig) -> None:
         self._module = check_tracker(name)
@@ -89,31 +82,27 @@ class Tracker:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Everything a run works with, in place."""
+    """Everything a run works with."""
 
     config: RunConfig
     device: torch.device
     backbone: LoadedBackbone
     class_names: tuple[str, ...]
     stream: tuple[Task, ...]
-    tasks: list[TaskImages]
-    """What is learned, one after the other."""
-    test_tasks: list[TaskImages]
-    """What is evaluated: the same tasks, also where all are learned at once."""
+    tasks: list[TaskImages]  # tasks to train, in order
+    test_tasks: list[TaskImages]  # tasks to evaluate: the same, also if all are trained jointly
     learner: Learner
     scorer: Scorer
     split_hash: str
-    differences: list[str]
-    """How the images differ from a published dataset, in words."""
+    differences: list[str]  # differences of the images from a published dataset, as text
     order_hash: str
     skipped: list[str]
-    loading_s: float = 0.0
-    """How long it took to put all this in place."""
+    loading_s: float = 0.0  # seconds that the setup took
     world: World = ALONE
 
     @property
     def task_names(self) -> list[list[str]]:
-        """The classes of each task that is learned."""
+        """Classes of each task that is trained."""
         order = [self.class_names[label] for task in self.stream for label in task.classes]
         return [order[task.first : task.first + task.classes] for task in self.tasks]
 
@@ -125,54 +114,51 @@ def train(
     progress: ProgressCallback = SILENT,
     track: str | None = None,
 ) -> Run:
-    """Carry out a new run in a new folder; under torchrun, together with the other processes."""
+    """Execute a new run in a new folder; under torchrun, jointly with the other processes."""
     progress, writes = _on_main_process(progress), from_environment().writes
     if writes:
-        refuse_used(out)
+        check_unused(out)
     if track:
         check_tracker(track)
     world, place = join(pick_device(device))
-    out = world.agree(out)  # a folder of no name is chosen by what is there
-    precision = world.agree(config.backbone.precision or default_precision(place))  # GPUs may be of several kinds
+    out = world.agree(out)  # its name may depend on existing folders
+    precision = world.agree(config.backbone.precision or default_precision(place))  # GPUs may differ
     with world.in_turn():
-        workshop = prepare(config, place, progress, None, world, precision)
-    run = Run.create(out, describe(workshop, out.name)) if writes else Run(out)
+        setup = prepare(config, place, progress, None, world, precision)
+    run = Run.create(out, describe(setup, out.name)) if writes else Run(out)
     with run.locked() if writes else nullcontext():
-        return _carry_out(run, workshop, None, progress, track)
+        return _execute(run, setup, None, progress, track)
 
 
 def resume(out: Path, device: str | None = None, progress: ProgressCallback = SILENT, track: str | None = None) -> Run:
-    """Go on with a run from its last checkpoint; a finished one is returned as it is.
-
-    So many processes as torchrun started take part, whatever their number before.
-    """
+    """Resume a run from its last checkpoint; the number of processes may differ."""
     progress = _on_main_process(progress)
     run = Run.open(out)
     if track:
         check_tracker(track)
     if run.finished:
-        progress.note(f"{out} is finished already")
+        progress.note(f"{out} is already finished.")
         return run
     with run.locked() if from_environment().writes else nullcontext():
         record = run.record
-        begun_on = record.hardware.device
-        world, place = join(pick_device(device or begun_on))
+        start_device = record.hardware.device
+        world, place = join(pick_device(device or start_device))
         with world.in_turn():
             weights = record.backbone
-            workshop = prepare(run.config, place, progress, weights.sha256, world, weights.precision, out)
-        if workshop.device.type != begun_on:
-            progress.note(f"the run began on {begun_on} and goes on on {workshop.device.type}: the noise will differ")
-        workshop.learner.viewer.check_record(record.preprocessing.to_json())
-        _refuse_changed_data(record, workshop)
+            setup = prepare(run.config, place, progress, weights.sha256, world, weights.precision, out)
+        if setup.device.type != start_device:
+            progress.note(f"Started on {start_device}, resuming on {setup.device.type}: random draws will differ.")
+        setup.learner.viewer.check_record(record.preprocessing.to_json())
+        _check_data(record, setup)
         saved = None
         if run.checkpoint.exists():
-            saved = load_checkpoint(run.checkpoint, record.config_hash, workshop.device)
-            saved.restore(workshop.learner, workshop.tasks)
+            saved = load_checkpoint(run.checkpoint, record.config_hash, setup.device)
+            saved.restore(setup.learner, setup.tasks)
         position = saved.position if saved else Position()
         more = {} if world.alone else {"world_size": world.size}
         if world.writes:
-            run.log("resumed", task=position.task, epoch=position.epoch, device=workshop.device.type, **more)
-        return _carry_out(run, workshop, saved, progress, track)
+            run.log("resumed", task=position.task, epoch=position.epoch, device=setup.device.type, **more)
+        return _execute(run, setup, saved, progress, track)
 
 
 def _on_main_process(progress: ProgressCallback) -> ProgressCallback:
@@ -189,38 +175,35 @@ def prepare(
     precision: Precision | None = None,
     home: Path | None = None,
 ) -> TrainingSetup:
-    """Load images and backbone, check them, and build what learns. Nothing is written.
-
-    A resumed run keeps its precision; its weights file may have moved along with its folder ``home``.
-    """
-    begun = time.perf_counter()
+    """Load and check images and backbone, and build the learner; nothing is written."""
+    start = time.perf_counter()
     if device.type == "cuda" and torch.cuda.memory_allocated(device):
-        release(device)  # what an earlier run of this process left may be more than fits beside another
+        build.release(device)  # memory of an earlier run of this process
     source = datasets.find(config.data.benchmark, config.data.test, config.data.test_fraction, config.data.root)
-    backbone = load_frozen(config.backbone, expected_sha256, home)
+    backbone = build.load_frozen(config.backbone, expected_sha256, home)
     size = backbone.preprocessing.image_size
     short_side = enlarged(size)
     with progress.stage("opening data", 1) if source.remote else nullcontext():
-        remarks = source.notes()  # the images may have to be fetched for it
+        notes = source.notes()  # may download the images
         if source.remote:
             progress.advance(1)
-    for remark in remarks:
-        progress.note(remark)
+    for note in notes:
+        progress.note(note)
     data = source.load(config.data.short_side(short_side))
     differences = verify.differences(source, data) if isinstance(source, Dataset) else []
     for difference in differences:
-        progress.note(f"{source.name} is not as published: {difference}")
+        progress.note(f"{source.name} differs from the published dataset: {difference}")
     data = source.select(data, config.data.validation, config.data.per_class)
-    _refuse_empty_classes(data, config.data.benchmark)
+    _check_classes(data, config.data.benchmark)
     tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
     stream = build_stream(data.class_names, tasks_given, config.seeds.order)
     train, test = load_kept((data.train, data.test), device, progress, ImageCache.usual())
     skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
-    model = build_model(config, backbone, device, precision)
+    model = build.build_model(config, backbone, device, precision)
     crops = source.enlarge if config.data.center_crop is None else config.data.center_crop
-    viewer = build_preprocessor(config, backbone, device, short_side if crops else size)
+    viewer = build.build_preprocessor(config, backbone, device, short_side if crops else size)
     split, order, joint = data.split_hash(), order_hash(stream, data.class_names), model.method.joint
-    # All that decides which views an epoch meets in which order, and what the backbone says to them.
+    # Everything that determines the views of an epoch, their order, and the backbone's output for them.
     training, chosen = config.training, config.backbone
     weights = (backbone.sha256, model.precision, chosen.image_size, chosen.normalization, model.method.query_readout)
     views = (config.data.stored_size, training.augmentation, training.crop_scale, training.flip, config.seeds.data)
@@ -241,37 +224,37 @@ def prepare(
         split_hash=split,
         differences=differences,
         order_hash=order,
-        loading_s=time.perf_counter() - begun,
+        loading_s=time.perf_counter() - start,
         skipped=skipped,
         world=world,
     )
 
 
-def _refuse_empty_classes(data: ImageData, name: str) -> None:
-    """Refuse classes that nothing could be learned of, or never be tested."""
-    for side, images in (("training", data.train), ("test", data.test)):
-        there = set(images.labels.tolist())
-        empty = [class_name for label, class_name in enumerate(data.class_names) if label not in there]
+def _check_classes(data: ImageData, name: str) -> None:
+    """Raise an error for classes without training or test images."""
+    for split, images in (("training", data.train), ("test", data.test)):
+        present = set(images.labels.tolist())
+        empty = [class_name for label, class_name in enumerate(data.class_names) if label not in present]
         if empty:
-            raise UserError(f"{name} has no {side} images of {shorten(empty)}: add some, or take these classes out")
+            raise UserError(f"{name} has no {split} images of {shorten(empty)}. Add some, or remove these classes.")
 
 
 def _task_images(stream: tuple[Task, ...], images: Loaded) -> list[TaskImages]:
-    """Where the images of each task are, with labels in order of appearance."""
+    """Return the rows of each task's images, with labels in order of appearance."""
     order = torch.tensor([label for task in stream for label in task.classes], device=images.labels.device)
     appearance = torch.empty_like(order)
     appearance[order] = torch.arange(len(order), device=order.device)
     labels = appearance[images.labels]  # (n,)
-    found = []
+    tasks = []
     for task in stream:
         rows = ((labels >= task.first) & (labels < task.first + len(task.classes))).nonzero().flatten()
-        found.append(TaskImages(task.index, task.first, len(task.classes), rows, labels[rows]))
-    return found
+        tasks.append(TaskImages(task.index, task.first, len(task.classes), rows, labels[rows]))
+    return tasks
 
 
-def describe(workshop: TrainingSetup, name: str) -> RunRecord:
-    """The record of a run before it starts."""
-    config, backbone, model = workshop.config, workshop.backbone, workshop.learner.model
+def describe(setup: TrainingSetup, name: str) -> RunRecord:
+    """Return the record of a run before it starts."""
+    config, backbone, model = setup.config, setup.backbone, setup.learner.model
     stored = config.to_stored()
     content = {
         "name": name,
@@ -286,161 +269,158 @@ def describe(workshop: TrainingSetup, name: str) -> RunRecord:
             "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "precision": model.precision,
         },
-        "preprocessing": {**workshop.learner.viewer.record(), "normalisation": config.backbone.normalization},
-        "data": {"train": workshop.learner.images.describe(), "test": workshop.scorer.images.describe()},
+        "preprocessing": {**setup.learner.viewer.record(), "normalisation": config.backbone.normalization},
+        "data": {"train": setup.learner.images.describe(), "test": setup.scorer.images.describe()},
         "stream": {
-            "classes": [name for task in workshop.task_names for name in task],
-            "tasks": workshop.task_names,
-            "order_hash": workshop.order_hash,
-            "split_hash": workshop.split_hash,
-            "differences": workshop.differences,
-            "train_images": [len(task) for task in workshop.tasks],
-            "test_images": [len(task) for task in workshop.test_tasks],
-            "test_classes": [task.classes for task in workshop.test_tasks],
+            "classes": [name for task in setup.task_names for name in task],
+            "tasks": setup.task_names,
+            "order_hash": setup.order_hash,
+            "split_hash": setup.split_hash,
+            "differences": setup.differences,
+            "train_images": [len(task) for task in setup.tasks],
+            "test_images": [len(task) for task in setup.test_tasks],
+            "test_classes": [task.classes for task in setup.test_tasks],
         },
         "versions": versions(),
-        "hardware": hardware(workshop.device),
-        "world_size": workshop.world.size,
+        "hardware": hardware(setup.device),
+        "world_size": setup.world.size,
         "evaluated_on": "validation" if config.data.validation else "test",
         "head": stored["head"]["kind"],
         "joint": model.method.joint,
         "marks": list(config.method.marks()),
-        "skipped": workshop.skipped,
+        "skipped": setup.skipped,
     }
     return RunRecord.model_validate(content)
 
 
-def _refuse_changed_data(record: RunRecord, workshop: TrainingSetup) -> None:
-    stream, remedy = record.stream, "put them back as they were, or start a new run"
-    sides = {"train": workshop.learner.images.sha256, "test": workshop.scorer.images.sha256}
-    pixels = {side: (images.pixels_sha256 or "", sides[side] or "") for side, images in record.data.items()}
+def _check_data(record: RunRecord, setup: TrainingSetup) -> None:
+    stream, remedy = record.stream, "Restore them, or start a new run."
+    hashes = {"train": setup.learner.images.sha256, "test": setup.scorer.images.sha256}
+    pixels = {split: (images.pixels_sha256 or "", hashes[split] or "") for split, images in record.data.items()}
     for what, before, after in (
-        ("tasks", stream.order_hash, workshop.order_hash),
-        ("images", stream.split_hash, workshop.split_hash),
-        # Pixels of files have a hash only where they are kept on disk.
-        *((f"pixels of the {side} images", *hashes) for side, hashes in pixels.items() if all(hashes)),
+        ("tasks", stream.order_hash, setup.order_hash),
+        ("images", stream.split_hash, setup.split_hash),
+        # Pixels of files have a hash only if they are cached on disk.
+        *((f"pixels of the {split} images", *pair) for split, pair in pixels.items() if all(pair)),
     ):
         if before != after:
             raise UserError(
-                f"the {what} of {workshop.config.data.benchmark} are not those the run began with "
-                f"(hash {before[:12]}, now {after[:12]}): {remedy}"
+                f"The {what} of {setup.config.data.benchmark} have changed since the run started "
+                f"(hash {before[:12]}, now {after[:12]}). {remedy}"
             )
-    changed = sorted(set(record.skipped) ^ set(workshop.skipped))
+    changed = sorted(set(record.skipped) ^ set(setup.skipped))
     if changed:
-        raise UserError(f"other images can be read than when the run began ({shorten(changed)}): {remedy}")
+        raise UserError(f"The unreadable images have changed since the run started ({shorten(changed)}). {remedy}")
 
 
-def _carry_out(
-    run: Run, workshop: TrainingSetup, saved: Saved | None, progress: ProgressCallback, track: str | None
+def _execute(
+    run: Run, setup: TrainingSetup, saved: Checkpoint | None, progress: ProgressCallback, track: str | None
 ) -> Run:
-    import_module("sklearn.manifold")  # for the diagnostics; the second that it takes is in no recorded time
-    if workshop.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(workshop.device)
-    tracker = Tracker(track, run.folder, workshop.config) if track and workshop.world.writes else None
+    import_module("sklearn.manifold")  # for the diagnostics; keeps the import out of the recorded times
+    if setup.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(setup.device)
+    tracker = Tracker(track, run.folder, setup.config) if track and setup.world.writes else None
     try:
-        RunLoop(run, workshop, saved, progress, tracker).run_all()
+        RunLoop(run, setup, saved, progress, tracker).run_all()
     finally:
         if tracker:
             tracker.close()
-    workshop.world.barrier()  # whoever comes back from here finds the finished run
+    setup.world.barrier()  # all processes return to a finished run
     return run
 
 
 @dataclass(eq=False)
 class RunLoop(Callbacks):
-    """Learns task after task, scores after each, and records everything.
-
-    Of several processes each has one. Only the first writes, and only it has a tracker.
-    """
+    """Trains, scores and records task after task; only the first process writes."""
 
     run: Run
-    workshop: TrainingSetup
-    saved: Saved | None
+    setup: TrainingSetup
+    saved: Checkpoint | None
     progress: ProgressCallback
     tracker: Tracker | None
 
     def __post_init__(self) -> None:
-        self.learner, count = self.workshop.learner, len(self.workshop.tasks)
+        self.learner, count = self.setup.learner, len(self.setup.tasks)
         self.position = self.saved.position if self.saved else Position(matrix=[[None] * count for _ in range(count)])
-        self.writes = self.workshop.world.writes
-        self._begun = time.perf_counter()
+        self.writes = self.setup.world.writes
+        self._start = time.perf_counter()
         self._before = sum(self.position.seconds.values())
-        self._spend("loading_s", self.workshop.loading_s)
-        self._saving = Saving(lambda: sum(part.nbytes for part in learner_tensors(self.learner).values()))
+        self._spend("loading_s", self.setup.loading_s)
+        self._timer = CheckpointTimer(lambda: sum(part.nbytes for part in learner_tensors(self.learner).values()))
 
     def run_all(self) -> None:
-        """Learn what is left to learn."""
-        for task in self.workshop.tasks[self.position.task :]:
+        """Train the remaining tasks, and write the diagnostics."""
+        for task in self.setup.tasks[self.position.task :]:
             self.learn(task)
         with self.timed("diagnostics_s"):
-            found = diagnose(self.workshop)
+            content = diagnose(self.setup)
             if not self.writes:
                 return
-            write_json(self.run.folder / "diagnostics.json", found)
-        timed = sum(self.position.seconds.values()) - self._before - self.workshop.loading_s
-        self._spend("other_s", time.perf_counter() - self._begun - timed)
+            write_json(self.run.folder / "diagnostics.json", content)
+        timed = sum(self.position.seconds.values()) - self._before - self.setup.loading_s
+        self._spend("other_s", time.perf_counter() - self._start - timed)
         self.run.update(
             status="finished",
             time={**self.position.seconds, "total_s": sum(self.position.seconds.values())},
-            peak_memory_mb=_peak_memory(self.workshop.device),
+            peak_memory_mb=_peak_memory(self.setup.device),
             trainable_parameters=self.learner.parameters(),
             model_mb=disk_sizes(self.run.model),
         )
 
     def learn(self, task: TaskImages) -> None:
-        """Learn a task and score all tasks so far."""
+        """Train a task and score all tasks so far."""
         resume = self.saved.mid_task if self.saved else None
-        with self.progress.stage(f"task {task.index + 1} of {len(self.workshop.tasks)}", self.learner.work(task)):
+        with self.progress.stage(f"task {task.index + 1} of {len(self.setup.tasks)}", self.learner.work(task)):
             self.learner.fit(task, resume=resume, progress=self.progress, callbacks=self)
             with self.timed("evaluation_s"):
                 self.progress.describe("evaluating")
                 scores = self._score(task.index)
-            self.progress.describe(f"average accuracy {np.mean(scores):.1f} %")
-        self._close_task(task, scores)
+            self.progress.describe(f"average accuracy {np.mean(scores):.1f}%")
+        self._finish_task(task, scores)
 
     def epoch_done(self, task: TaskImages, epoch: int, result: EpochResult, optimizer: Optimizer) -> None:
-        """Log and track an epoch, and save if it is time to."""
+        """Log and track an epoch, and write a checkpoint if it is time."""
         if self.writes:
             self.run.log("epoch", task=task.index, epoch=epoch, **vars(result))
         if self.tracker:
-            step = task.index * self.workshop.config.training.epochs + epoch
+            step = task.index * self.setup.config.training.epochs + epoch
             self.tracker.log({"loss": result.loss, "training accuracy": result.accuracy, "rate": result.rate}, step)
         self.position.task, self.position.epoch = task.index, epoch + 1
-        if self.writes and self._saving.due():
+        if self.writes and self._timer.due():
             self._checkpoint(optimizer)
 
     def _score(self, step: int) -> list[float]:
         joint = self.learner.model.method.joint
-        seen = self.workshop.test_tasks[: None if joint else step + 1]
-        scores = [self.workshop.scorer.accuracy(task.rows, task.labels) for task in seen]
+        seen = self.setup.test_tasks[: None if joint else step + 1]
+        scores = [self.setup.scorer.accuracy(task.rows, task.labels) for task in seen]
         if self.writes:
             self.run.log("task", task=step, accuracies=scores)
-        return [float(np.mean(scores))] if joint else scores  # learned at once, there is one number: the average
+        return [float(np.mean(scores))] if joint else scores  # one step: its average
 
-    def _close_task(self, task: TaskImages, scores: list[float]) -> None:
+    def _finish_task(self, task: TaskImages, scores: list[float]) -> None:
         for row, score in enumerate(scores):
             self.position.matrix[row][task.index] = score
         if self.tracker:
-            step = (task.index + 1) * self.workshop.config.training.epochs - 1
+            step = (task.index + 1) * self.setup.config.training.epochs - 1
             self.tracker.log({"average accuracy": float(np.mean(scores))}, step)
         self.position.task, self.position.epoch = task.index + 1, 0
         if not self.writes:
             return
         self.run.write_accuracy(metrics.from_json(self.position.matrix))
-        last = task.index + 1 == len(self.workshop.tasks)
-        if last or self._saving.due():
+        last = task.index + 1 == len(self.setup.tasks)
+        if last or self._timer.due():
             with self.timed("saving_s"):
                 save_model(self.run.model, self.learner, self._model_note(task), learning=last)
             self._checkpoint(None)
 
     def _checkpoint(self, optimizer: Optimizer | None) -> None:
-        with self.timed("saving_s"), self._saving.timed():
+        with self.timed("saving_s"), self._timer.timed():
             save_checkpoint(self.run.checkpoint, self.run.record.config_hash, self.position, self.learner, optimizer)
 
     def _model_note(self, task: TaskImages) -> dict[str, Any]:
-        config, record = self.workshop.config, self.run.record
+        config, record = self.setup.config, self.run.record
         stored = config.to_stored()
-        learned, names = self.workshop.tasks[: task.index + 1], self.workshop.task_names[: task.index + 1]
+        learned, names = self.setup.tasks[: task.index + 1], self.setup.task_names[: task.index + 1]
         return {
             "method": stored["method"],
             "marks": list(config.method.marks()),
@@ -457,30 +437,29 @@ class RunLoop(Callbacks):
     def timed(self, phase: str) -> Iterator[None]:
         """Add the time of a block to a phase."""
         if phase == "alignment_s":
-            self.progress.describe("aligning the head")
-        begun = time.perf_counter()
+            self.progress.describe("refitting the head")
+        start = time.perf_counter()
         yield
-        self._spend(phase, time.perf_counter() - begun)
+        self._spend(phase, time.perf_counter() - start)
 
-    def _spend(self, what: str, seconds: float) -> None:
-        self.position.seconds[what] = self.position.seconds.get(what, 0.0) + seconds
+    def _spend(self, phase: str, seconds: float) -> None:
+        self.position.seconds[phase] = self.position.seconds.get(phase, 0.0) + seconds
 
 
-def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
-    """Look inside the trained model with the queries of the evaluated images; of several processes the first does."""
-    model, scorer, tasks = workshop.learner.model, workshop.scorer, workshop.test_tasks
-    names, first = [name for group in workshop.task_names for name in group], tasks[0]
+def diagnose(setup: TrainingSetup) -> dict[str, Any]:
+    """Compute the diagnostics of the trained model with the queries of the test images."""
+    model, scorer, tasks = setup.learner.model, setup.scorer, setup.test_tasks
+    names, first = [name for group in setup.task_names for name in group], tasks[0]
     one_each = [task.rows[(task.labels == label).nonzero()[0]] for task in tasks for label in task.labels.unique()]
-    asked = tasks if model.method.needs_query else []
-    # First, and in the batches of the scoring, so that none is asked for in others: the same after a resume.
-    every = [scorer.task_queries(task.rows) for task in asked]  # (n, D) each
+    # First, and in the batches of the scoring, so that the queries are the same after a resume.
+    every = [scorer.task_queries(task.rows) for task in tasks if model.method.needs_query]  # (n, D) each
     single = scorer.queries(torch.cat(one_each))  # (C, D)
     mapped = every[0] if every else scorer.task_queries(first.rows)  # (n, D)
-    if not workshop.world.writes:
+    if not setup.world.writes:
         return {}
     relevance = diagnostics.component_usage(model.method, torch.cat(every)) if every else None
-    adapted = [task.classes for task in workshop.tasks if workshop.learner.adapts(task)]
-    fresh = build_method(workshop.config, workshop.backbone, workshop.device, adapted)
+    adapted = [task.classes for task in setup.tasks if setup.learner.adapts(task)]
+    fresh = build.build_method(setup.config, setup.backbone, setup.device, adapted)
     fresh.copy_statistics(model.method)
     keys = model.known(scorer.images.store, torch.cat(one_each)).keys
     similarity = diagnostics.prompt_diversity(model.method, fresh, single, names, keys)
@@ -495,7 +474,7 @@ def diagnose(workshop: TrainingSetup) -> dict[str, Any]:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Megabytes: of the GPU where one is used, else of the process."""
+    """Return the peak memory in MB, of the GPU if one is used, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:
