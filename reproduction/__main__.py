@@ -8,7 +8,7 @@ import torch
 import typer
 
 from probprompt import cli, distributed
-from probprompt.bench.results import BenchRecord, Curve, make_record, read_record, refuse_unwritable, write_record
+from probprompt.bench.results import BenchRecord, Curve, check_writable, make_record, read_record, write_record
 from probprompt.cli.cmd_bench import SECONDS_OF_MANY, bench_config, show_ratios
 from probprompt.cli.console import Device, Screen
 from probprompt.cli.grid_screen import GridScreen
@@ -20,7 +20,7 @@ from probprompt.report.compare import gather_runs
 from probprompt.report.pages import write
 from probprompt.report.tables import count
 from probprompt.runs.grid import ExecutionOptions, Outcome
-from probprompt.runs.run import write_book
+from probprompt.runs import run as recorded_runs
 from probprompt.storage import write_bytes
 from reproduction import bench_pages, fidelity, page_tables, paper, reproduce, results, results_page
 from reproduction.plots import draw_growth
@@ -78,7 +78,7 @@ def add_results(
     """Record finished runs, without paths of this machine."""
     screen = Screen()
     if file:
-        screen.print(f"Wrote {write_book(file, gather_runs(runs).recorded)}.")
+        screen.print(f"Wrote {recorded_runs.write_results(file, gather_runs(runs).recorded)}.")
         return
     added, skipped = results.add_runs(runs, folder, replace, skip_unfinished)
     for path, change in added.items():
@@ -103,7 +103,7 @@ def run_table(
     workers: Annotated[int, typer.Option(min=1, help="Number of concurrent runs.")] = 1,
 ) -> None:
     """Run what is missing of a table of the paper, and show the table."""
-    distributed.refuse_several("a reproduction")
+    distributed.check_single_process("a reproduction")
     screen, chosen, picked = GridScreen(), paper.find(table), pick_device(device)
     settings: dict[str, Any] = flatten(apply_assignments({}, assignments or []))
     files = _weight_files(chosen, weights or [])
@@ -118,7 +118,7 @@ def run_table(
         screen.print("Nothing was started. To start or to resume, add --yes.")
         return
     try:
-        cells = bool(plan.grid.cells)
+        cells = bool(plan.grid.runs)
         outcomes = reproduce.run_missing(plan, folder, device, screen, ExecutionOptions(workers)) if cells else []
     except KeyboardInterrupt:
         raise Interrupted("Interrupted. Finished runs are recorded; resume with the same command.") from None
@@ -198,7 +198,7 @@ def _report_failures(screen: Screen, outcomes: Sequence[Outcome]) -> None:
     if failed:
         screen.print(f"Failed: {len(failed)} of {len(outcomes)} runs. Run the same command to try them again.")
         for outcome in failed:
-            screen.print(f"  {outcome.cell.folder}: {outcome.reason}")
+            screen.print(f"  {outcome.spec.folder}: {outcome.reason}")
         raise SystemExit(1)
 
 
@@ -222,7 +222,7 @@ def scaling(
     """Measure how the cost of a method grows with each setting."""
     screen, picked = Screen(), pick_device(device)
     for path in (out, plot):
-        refuse_unwritable(path)
+        check_writable(path)
     earlier = read_record(before) if before else None
     config = bench_config(method, {"backbone": {"name": backbone}}, preset, assignments or [], picked)
     curves: list[Curve] = []
@@ -271,7 +271,7 @@ def pages(
     if not (page or plot):
         raise UserError("Nothing to do. Pass --page FILE, --plot FILE, or both.")
     for path in (page, plot):
-        refuse_unwritable(path)
+        check_writable(path)
     screen = Screen()
     if plot:
         write_bytes(plot, bench_pages.draw(records))

@@ -16,7 +16,7 @@ from probprompt.config import flatten, from_stored
 from probprompt.evaluation import metrics
 from probprompt.report.figures import INK, MARKERS, MUTED, PALETTE, styled
 from probprompt.report.tables import NOTHING, markdown_table
-from probprompt.runs.run import Recorded, read_book
+from probprompt.runs.run import RecordedRun, read_results
 from reproduction import paper
 from reproduction.plots import to_png
 from reproduction.results import preset_overrides
@@ -28,14 +28,14 @@ _TABLE = re.compile(r"(<!-- table: made by .*? -->).*?(<!-- end of table -->)", 
 _PROMPTS = {"mean_similarity": 2, "mean_rank": 1, "components_used": 1}
 
 
-def select(runs: Sequence[Recorded], **settings: Any) -> list[Recorded]:
+def select(runs: Sequence[RecordedRun], **settings: Any) -> list[RecordedRun]:
     """Return the runs that have these settings, with dots or double underscores."""
     expected = {name.replace("__", "."): value for name, value in settings.items()}
     return [run for run in runs if all(_settings(run).get(key) == value for key, value in expected.items())]
 
 
 @cache
-def _settings(run: Recorded) -> dict[str, Any]:
+def _settings(run: RecordedRun) -> dict[str, Any]:
     """Return all settings by dotted names, with defaults for those that a record lacks."""
     return {**run.record.flat_settings, **flatten(from_stored(run.record.config))}
 
@@ -46,7 +46,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if len(values) > 1 else "")
 
 
-def accuracy(runs: Sequence[Recorded]) -> str:
+def accuracy(runs: Sequence[RecordedRun]) -> str:
     """Return the final average accuracy of runs."""
     return spread([metrics.final_average_accuracy(run.matrix) for run in runs])
 
@@ -54,7 +54,7 @@ def accuracy(runs: Sequence[Recorded]) -> str:
 @styled
 def draw_noise(book: Path) -> bytes:
     """Draw accuracy against the noise in a prompt, with the paper's points."""
-    runs = read_book(book)
+    runs = read_results(book)
     figure = Figure(figsize=(8.0, 4.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for number, (injection, scale) in enumerate(product(("prefix", "tokens"), ("unit", "backbone"))):
@@ -86,7 +86,7 @@ def fill(page: str, table: str) -> str:
 
 def demo_table(book: Path) -> str:
     """Tabulate the recorded runs of the demo, one row per method."""
-    every, rows = read_book(book), []
+    every, rows = read_results(book), []
     for method, name in {"probprompt": "ProbPrompt", "vq-prompt": "VQ-Prompt", "ranpac": "RanPAC"}.items():
         runs = select(every, method__name=method)
         has_prompts = "mean_rank" in runs[0].similarity
@@ -98,13 +98,13 @@ def demo_table(book: Path) -> str:
     return markdown_table(header, rows)
 
 
-def by_seed(runs: Sequence[Recorded]) -> dict[int, NDArray[np.float64]]:
+def by_seed(runs: Sequence[RecordedRun]) -> dict[int, NDArray[np.float64]]:
     """Return final average accuracy and forgetting of runs by seed."""
     numbers = metrics.final_average_accuracy, metrics.average_forgetting
     return {run.record.config["seeds"]["order"]: np.array([of(run.matrix) for of in numbers]) for run in runs}
 
 
-def paired(runs: Sequence[Recorded], other: str, evaluation: str = "image") -> str:
+def paired(runs: Sequence[RecordedRun], other: str, evaluation: str = "image") -> str:
     """Return ProbPrompt minus another method over seeds, with half the 95% interval."""
     theirs = by_seed(select(runs, method__name=other))
     mine = by_seed(select(runs, method__name="probprompt", method__evaluation=evaluation))
@@ -117,8 +117,8 @@ def paired(runs: Sequence[Recorded], other: str, evaluation: str = "image") -> s
 
 def fidelity_table(results: Path) -> str:
     """Tabulate what the paper reports and what recorded runs give."""
-    published, cifar = (read_book(results / "cifar100" / f"{name}.jsonl") for name in ("published", "paired"))
-    emoji = read_book(results / "emoji-r" / "paired.jsonl")
+    published, cifar = (read_results(results / "cifar100" / f"{name}.jsonl") for name in ("published", "paired"))
+    emoji = read_results(results / "emoji-r" / "paired.jsonl")
     shared = set.intersection(*(set(preset_overrides(run.record)) for run in published))
 
     def several(name: str, *values: Any, tasks: int = 10, **settings: Any) -> str:
@@ -128,7 +128,7 @@ def fidelity_table(results: Path) -> str:
         fixed = {f"method__{key}": value for key, value in settings.items()}
         return ", ".join(accuracy(select(runs, **fixed, **{f"method__{name}": value})) for value in values)
 
-    def prompts(runs: Sequence[Recorded]) -> str:
+    def prompts(runs: Sequence[RecordedRun]) -> str:
         """Describe mean prompts, and the change of accuracy with the prompts of another image."""
         mean = {name: float(np.mean([run.similarity[name] for run in runs])) for name in runs[0].similarity}
         swapped = mean["swap_swapped"] - mean["swap_own"]

@@ -24,13 +24,13 @@ from probprompt.progress import SILENT, ProgressCallback
 from probprompt.runs.executors import run_grid
 from probprompt.runs.grid import (
     SILENT_GRID,
-    Cell,
     ExecutionOptions,
     Grid,
     GridCallback,
     GridSpec,
     Outcome,
     RunActions,
+    RunSpec,
     brief,
 )
 from probprompt.runs.run import RunRecord, without_paths
@@ -74,9 +74,9 @@ class RequestedRun:
         return f"{self.column.benchmark}, {brief(tasks)} tasks, {backbone}"
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[RunSpec]:
         """Its runs, one per seed."""
-        return list(Grid(self.spec, self.out).cells)
+        return list(Grid(self.spec, self.out).runs)
 
 
 def requested_runs(
@@ -115,7 +115,7 @@ def requested_runs(
 class JoinedGrid(Grid):
     """Runs of several grids as one, sorted by seed."""
 
-    def __init__(self, cells: Iterable[Cell], out: Path) -> None:
+    def __init__(self, cells: Iterable[RunSpec], out: Path) -> None:
         unique = list({cell.folder: cell for cell in cells}.values())
         order = list(dict.fromkeys(cell.seed for cell in unique))
         self.out, self._not_offered = out, {}
@@ -133,8 +133,8 @@ class RowStatus:
     """As requested, among the results or finished in their folders."""
     deviating: int = 0
     """Run with this machine's images or weights, which are not the paper's: not counted, not repeated."""
-    finished: tuple[Cell, ...] = ()  # only to be added
-    waiting: tuple[Cell, ...] = ()  # to be started or resumed
+    finished: tuple[RunSpec, ...] = ()  # only to be added
+    waiting: tuple[RunSpec, ...] = ()  # to be started or resumed
 
     @property
     def total(self) -> int:
@@ -144,7 +144,7 @@ class RowStatus:
 
 @dataclass(frozen=True)
 class Plan:
-    """Recorded and missing runs of a table, and the problems that prevent a start."""
+    """RecordedRun and missing runs of a table, and the problems that prevent a start."""
 
     table: paper.Table
     rows: tuple[RowStatus, ...]
@@ -207,10 +207,10 @@ def make_plan(
 
 
 def _status(table: paper.Table, run: RequestedRun, entries: Sequence[Entry], local: LocalResources) -> RowStatus:
-    cells, recorded, deviating, finished, waiting = run.cells, 0, 0, list[Cell](), list[Cell]()
+    cells, recorded, deviating, finished, waiting = run.cells, 0, 0, list[RunSpec](), list[RunSpec]()
     is_paper = all(_is_paper_experiment(cell.config, run) for cell in cells)
 
-    def is_requested(entry: Entry, cell: Cell) -> bool:
+    def is_requested(entry: Entry, cell: RunSpec) -> bool:
         if is_paper:
             return entry.seed == cell.seed and is_paper_run(table, run.row, run.column, entry)
         return local.would_repeat(entry, cell.config, run.column)
@@ -304,7 +304,7 @@ def run_missing(
     try:
         return run_grid(grid, RunActions(api.start, api.resume, device), progress, where)
     finally:
-        finished = [outcome.cell.folder for outcome in grid.outcomes() if outcome.run]
+        finished = [outcome.spec.folder for outcome in grid.outcomes() if outcome.run]
         if finished:
             add_runs(finished, folder)
 
@@ -342,5 +342,5 @@ def measure_costs(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(path, error) from error
-    write_record(path, make_record(results, [], peaks.found, device, seconds))
+    write_record(path, make_record(results, [], peaks.measured, device, seconds))
     return path

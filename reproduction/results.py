@@ -1,4 +1,4 @@
-"""Recorded runs, one file each: ``<benchmark>/<backbone>/<method>-<preset>-s<seed>.json``.
+"""RecordedRun runs, one file each: ``<benchmark>/<backbone>/<method>-<preset>-s<seed>.json``.
 
 A file contains the run's record without paths of the machine: folders of images and files of weights have a name and a
 hash. Settings that differ from the preset are part of the file name. A hash of all entries rejects edited files.
@@ -24,7 +24,7 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.pages import write
 from probprompt.runs.grid import CUSTOM, describe
-from probprompt.runs.run import Recorded, Run, RunRecord, is_absolute, settings_hash, without_paths
+from probprompt.runs.run import RecordedRun, Run, RunRecord, is_absolute, settings_hash, without_paths
 from probprompt.storage import content_hash, natural_order, read_json, with_hash
 
 FORMAT = 2
@@ -53,9 +53,9 @@ class Entry:
     content: Mapping[str, Any]
 
     @cached_property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordedRun:
         """The run as tables of a comparison read it."""
-        return Recorded(self.path, self.record, metrics.from_json(self.content["matrix"]), self.content["similarity"])
+        return RecordedRun(self.path, self.record, metrics.from_json(self.content["matrix"]), self.content["similarity"])
 
     @cached_property
     def record(self) -> RunRecord:
@@ -257,7 +257,7 @@ def entry_content(run: Run) -> dict[str, Any]:
         **_portable(record),
         "matrix": metrics.to_json(matrix),
         "metrics": metrics.summarize(matrix),
-        "similarity": dict(Recorded.of(run, "").similarity),
+        "similarity": dict(RecordedRun.of(run, "").similarity),
         "pictures": _figure_data(read_json(inside) if inside.exists() else {}),
     }
     return with_hash(content)

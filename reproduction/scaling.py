@@ -11,7 +11,7 @@ import torch
 from probprompt.bench import measure, timing
 from probprompt.bench.results import BenchRecord, Curve, Ratio
 from probprompt.bench.results import Point as Costs
-from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, made_backbone, without_download
+from probprompt.bench.synthetic import CLASSES, TASKS, Scale, build, cached_backbone, without_download
 from probprompt.config import RunConfig, merge, parse_config
 from probprompt.engine.build import default_precision, release
 from probprompt.errors import UserError, suggest
@@ -107,7 +107,7 @@ def values_of(axis: Axis, config: RunConfig, device: torch.device) -> tuple[int,
     if axis.name != "image-size":
         return axis.values
     chosen = without_download(config.backbone)
-    backbone = made_backbone(chosen.name, chosen.weights, chosen.image_size)
+    backbone = cached_backbone(chosen.name, chosen.weights, chosen.image_size)
     (patch, _), size = backbone.model.model.patch_embed.patch_size, backbone.preprocessing.image_size
     return tuple(sorted({max(1, round(size * part / patch)) * patch for part in SIZES}))
 

@@ -30,7 +30,7 @@ from probprompt.report.compare import ColumnGroup, Comparison, FormattedCell, Ro
 from probprompt.report.pages import render_comparison, write_comparison
 from probprompt.report.tables import NOTHING, csv_table, fill_page, latex, markdown
 from probprompt.runs.grid import Grid, parse_spec
-from probprompt.runs.run import Recorded, Run, write_book
+from probprompt.runs.run import RecordedRun, Run, write_results
 
 Matrix = list[list[float | None]]
 SIMILARITY = {"mean": 0.5, "initial_mean": 0.25, "effective_rank": 3.0, "initial_effective_rank": 4.5}
@@ -130,7 +130,7 @@ def shown(comparison: Comparison, table: int = 0) -> dict[str, list[str]]:
 
 def test_records_in_one_file_give_the_same_tables(runs: list[Path], tmp_path: Path) -> None:
     found = gather_runs(runs)
-    book = write_book(tmp_path / "book.jsonl", found.recorded)
+    book = write_results(tmp_path / "book.jsonl", found.recorded)
     again = gather_runs([book])
     assert markdown(again) == markdown(found) and len(book.read_text().splitlines()) == len(runs)
     assert [one.record for one in again.recorded] == [one.record for one in found.recorded]
@@ -138,7 +138,7 @@ def test_records_in_one_file_give_the_same_tables(runs: list[Path], tmp_path: Pa
     changed = json.loads(first)
     changed["matrix"][0][0] += 1
     book.write_text("\n".join([json.dumps(changed), *others]))
-    with pytest.raises(UserError, match=rf"{re.escape(changed['where'])} was changed by hand"):
+    with pytest.raises(UserError, match=rf"{re.escape(changed['where'])} does not match its hash"):
         gather_runs([book])
     del changed["sha256"]
     book.write_text("\n".join([json.dumps(changed), *others]))
@@ -391,7 +391,7 @@ def test_mean_over_other_weights_or_images_is_noted(tmp_path: Path) -> None:
     for what, changes in parts.items():
         made = [make(tmp_path / f"{what}{seed}", "apt", seed, **change) for seed, change in enumerate(changes)]
         results = [
-            measures.read_result(Recorded.of(Run.open(path), ""), row, place, seed) for seed, path in enumerate(made)
+            measures.read_result(RecordedRun.of(Run.open(path), ""), row, place, seed) for seed, path in enumerate(made)
         ]
         found = Comparison([row], [place], results)
         assert notes(found, f"apt (emoji-r, matched): the runs used different {what} ({'a' * 12}, {'b' * 12})")
@@ -453,10 +453,10 @@ def test_presets_are_columns_in_the_order_of_the_grid(tmp_path: Path) -> None:
     entries = {"methods": ["vq-prompt", "probprompt"], "benchmarks": "emoji-r", "presets": ["flagship", "matched"]}
     extra = {"seeds": [0, 1], "labels": {"probprompt": "ProbPrompt", "emoji-r": "Emoji-R"}}
     grid = Grid(parse_spec(entries | extra), tmp_path)
-    for cell, best in zip(grid.cells, (90.0, 80.0, 70.0), strict=False):
+    for cell, best in zip(grid.runs, (90.0, 80.0, 70.0), strict=False):
         make(cell.folder, cell.method, cell.seed, two(best, best, best), preset=cell.preset)
-    (grid.cells[3].folder).mkdir(parents=True)
-    (grid.cells[3].folder / "failed.json").write_text('{"type": "ValueError", "message": "no"}')
+    (grid.runs[3].folder).mkdir(parents=True)
+    (grid.runs[3].folder / "failed.json").write_text('{"type": "ValueError", "message": "no"}')
     found = gather(grid, grid.outcomes())
     assert [place.label for place in found.places] == ["Emoji-R, flagship", "Emoji-R, matched"]
     # The first cells are flagship probprompt, then matched vq-prompt and probprompt; flagship vq-prompt is not offered.

@@ -389,7 +389,7 @@ def test_what_is_not_as_published_is_noted_and_recorded(
         data = {"benchmark": "cifar100", "root": str(tmp_path / ending), "tasks": 1}
         workshop = prepare(parse_config(settings(data=data)), CPU, heard := Listening())
         assert describe(workshop, "run").stream.differences == differences
-        assert heard.notes == [f"cifar100 is not as published: {text}" for text in differences]
+        assert heard.notes == [f"cifar100 differs from the published dataset: {text}" for text in differences]
 
 
 @pytest.mark.parametrize(("side", "words"), [("train", "training"), ("test", "test")])

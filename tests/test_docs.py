@@ -19,7 +19,7 @@ from probprompt.evaluation import metrics
 from probprompt.methods import base
 from probprompt.report.compare import pixels_hash
 from probprompt.runs.grid import Grid, describe
-from probprompt.runs.run import read_book
+from probprompt.runs.run import read_results
 from reproduction import bench_pages, fidelity, page_tables
 from reproduction.results import count_tasks, read_entries
 from reproduction.results import preset_overrides as departures
@@ -54,7 +54,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_prompts_of_the_recorded_demo_differ_between_images() -> None:
-    runs = read_book(ROOT / "results" / "emoji-r" / "demo.jsonl")
+    runs = read_results(ROOT / "results" / "emoji-r" / "demo.jsonl")
     rows = {method: [run for run in runs if run.record.method == method] for method, _, _ in presets.DEMO}
     assert {len(found) for found in rows.values()} == {5} and len(runs) == 15
     for run in rows["probprompt"]:
@@ -263,7 +263,7 @@ def test_every_other_example_is_a_grid_that_could_be_run(path: Path, tmp_path: P
     if path.name == "demo.toml":
         pytest.skip("a single run, held by the test above")
     grid = Grid(read_spec(path, {}, [], []), tmp_path / "grid")
-    assert grid.cells and not (tmp_path / "grid").exists()
+    assert grid.runs and not (tmp_path / "grid").exists()
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     assert first.startswith("# ") and f"probprompt compare examples/{path.name}" in first
 

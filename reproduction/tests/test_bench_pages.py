@@ -240,7 +240,7 @@ def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Comman
     base = {"backbone": backbone, "training": {"batch_size": 4}, "data": {"tasks": [3, 2]}}
     peaks, path, page = measure.Peaks(cpu, 0.01), tmp_path / "real.json", tmp_path / "new.md"
     measured: list[Any] = [measure.measure(parse_config(base), 0.01, peaks)]
-    write_record(path, make_record(measured, [], peaks.found, cpu, 0.01))
+    write_record(path, make_record(measured, [], peaks.measured, cpu, 0.01))
     answer = reproduction("pages", path, "--page", page, "--plot", tmp_path / "methods.png")
     assert answer.code == 0, answer.err
     text = page.read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from probprompt.config import flatten, parse_config
 from probprompt.data import datasets
 from probprompt.data.cache import ImageCache
 from probprompt.errors import UserError
-from probprompt.runs.grid import Cell, GridCallback, Outcome
+from probprompt.runs.grid import GridCallback, Outcome, RunSpec
 from probprompt.runs.run import RunRecord
 from probprompt.storage import with_hash
 from reproduction import local_resources, paper, reproduce, results, results_page
@@ -88,7 +88,7 @@ def _missing(table: paper.Table, folder: Path, **settings: Any) -> int:
 # Which runs a table is
 
 
-def _cells(name: str, **named: Any) -> list[Cell]:
+def _cells(name: str, **named: Any) -> list[RunSpec]:
     return [cell for run in reproduce.requested_runs(paper.find(name), Path("out"), **named) for cell in run.cells]
 
 

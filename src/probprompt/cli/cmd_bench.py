@@ -51,7 +51,7 @@ def bench(
     Example: probprompt bench --methods all
     """
     from probprompt.bench.measure import Peaks, measure_each
-    from probprompt.bench.results import make_record, ratios, read_record, refuse_unwritable, write_record
+    from probprompt.bench.results import check_writable, make_record, ratios, read_record, write_record
     from probprompt.engine.build import pick_device
     from probprompt.methods import registered
 
@@ -61,7 +61,7 @@ def bench(
     }
     screen, picked = Screen(), pick_device(device)
     names = [part.strip() for text in methods or ["probprompt"] for part in text.split(",") if part.strip()]
-    refuse_unwritable(out)
+    check_writable(out)
     before = read_record(compare_to) if compare_to else None
     chosen = list(registered()) if names == ["all"] else names
     configs = [bench_config(name, given, preset, assignments or [], picked) for name in chosen]
@@ -69,7 +69,7 @@ def bench(
     peaks, results = Peaks(picked, budget), []
     for entry in measure_each(configs, budget, peaks, screen):
         results.append(entry)
-        record = make_record(results, [], peaks.found, picked, budget)
+        record = make_record(results, [], peaks.measured, picked, budget)
         if out:
             write_record(out, record)  # keeps what was measured if the rest is interrupted
     if len(results) == 1:

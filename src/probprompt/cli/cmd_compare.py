@@ -80,7 +80,7 @@ def compare(
     given = {"methods": methods, "benchmarks": benchmarks, "seeds": seeds, "presets": presets}
     named = shared.named_settings(tasks, test, backbone, weights, validate, skip_unreadable)
     options = {name: value for name, value in named.items() if value is not None}
-    distributed.refuse_several("a comparison")
+    distributed.check_single_process("a comparison")
     screen, execution = GridScreen(), ExecutionOptions(workers, _ray_cluster(ray), gpus_per_run, cpus_per_run)
     if runs:
         if grid or any(given.values()) or options or assignments or vary or tables_only:
@@ -96,7 +96,7 @@ def compare(
         outcomes = whole.outcomes() if tables_only else run_grid(whole, actions, screen, execution)
     except KeyboardInterrupt:
         finished = sum(outcome.run is not None for outcome in whole.outcomes())
-        message = f"Interrupted. {finished} of {len(whole.cells)} runs are finished. Run the same command to continue."
+        message = f"Interrupted. {finished} of {len(whole.runs)} runs are finished. Run the same command to continue."
         raise Interrupted(message) from None
     if any(outcome.run for outcome in outcomes):
         _present(screen, gather(whole, outcomes), whole.out)
@@ -135,7 +135,7 @@ def _conclude(screen: Screen, outcomes: "Sequence[Outcome]") -> None:
     if failed:
         screen.print(f"Failed: {len(failed)} of {len(outcomes)} runs. Run the same command to try them again.")
         for outcome in failed:
-            screen.print(f"  {outcome.cell.folder}: {outcome.reason}")
+            screen.print(f"  {outcome.spec.folder}: {outcome.reason}")
         raise SystemExit(1)
 
 

@@ -42,7 +42,7 @@ def demo(
     from probprompt import distributed, methods, presets
     from probprompt.report.pages import save_overview, write_report
 
-    distributed.refuse_several("the demo")
+    distributed.check_single_process("the demo")
     screen = Screen()
     folder = out or api.free_folder(Path("runs"), "demo")
     if folder.exists():
@@ -126,7 +126,7 @@ def train(
             more = [] if resume or out else ["--out", str(folder)]
             try:
                 distributed.launch(gpus, "-m", "probprompt", *sys.argv[1:], *more)
-            except distributed.LostError as loss:
+            except distributed.ProcessLostError as loss:
                 raise UserError(f"{str(loss).rstrip('.')}. {_how_to_continue(folder, f' --gpus {gpus}')}") from None
             return
         screen = Screen()
@@ -178,7 +178,7 @@ def _resumable(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except distributed.LostError as loss:
+    except distributed.ProcessLostError as loss:
         raise UserError(f"{str(loss).rstrip('.')}. {_how_to_continue(folder)}") from loss
     except KeyboardInterrupt:
         raise Interrupted(f"Interrupted. {_how_to_continue(folder)}") from None

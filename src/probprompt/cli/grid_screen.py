@@ -12,7 +12,7 @@ from rich.text import Text
 from probprompt.cli.console import NOTE, PLAIN, WORDS, Screen
 from probprompt.report.compare import SEEDS, ColumnGroup, FormattedCell, Measure, Row, Table
 from probprompt.report.tables import NOTHING, duration
-from probprompt.runs.grid import Cell, GridCallback, Outcome
+from probprompt.runs.grid import GridCallback, Outcome, RunSpec
 
 
 class _TimeLeft(TimeRemainingColumn):
@@ -45,7 +45,7 @@ class GridScreen(Screen, GridCallback):
             progress.update(self._runs, note="")
         self._bars_of_grid = None
 
-    def begin(self, cell: Cell, expected: float | None, rest: float | None) -> None:
+    def begin(self, cell: RunSpec, expected: float | None, rest: float | None) -> None:
         """Show the run that starts."""
         self._expected, self._rest, self._started = expected, rest, time.monotonic()
         if self._bars_of_grid:
@@ -60,7 +60,7 @@ class GridScreen(Screen, GridCallback):
         else:
             result = f"failed: {outcome.reason}"
         left = self._time_left()
-        self.print(f"[{self._number}/{self._total}] {outcome.cell.name}: {result}{left and f'; {left}'}")
+        self.print(f"[{self._number}/{self._total}] {outcome.spec.name}: {result}{left and f'; {left}'}")
         if self._bars_of_grid:
             self._bars_of_grid.advance(self._runs)
 

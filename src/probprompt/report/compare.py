@@ -20,7 +20,7 @@ from probprompt.errors import UserError, shorten
 from probprompt.evaluation import metrics
 from probprompt.report.tables import HELD_OUT, MARKED, NOTHING, duration, number
 from probprompt.runs.grid import CUSTOM, Grid, Outcome, Varied, brief, describe
-from probprompt.runs.run import Recorded, Run, RunRecord, Value, read_book, without_paths
+from probprompt.runs.run import RecordedRun, Run, RunRecord, Value, read_results, without_paths
 from probprompt.storage import natural_order
 
 FILES = ("table.md", "table.tex", "table.csv", "comparison.html")
@@ -97,7 +97,7 @@ class Result:
     row: Row
     place: ColumnGroup
     seed: int
-    run: Recorded
+    run: RecordedRun
     values: Mapping[str, float]
     """Its numbers by the keys of the measures."""
 
@@ -153,7 +153,7 @@ class Result:
         return line | {name: value for name, value in plain.items() if name not in line}
 
 
-def read_result(run: Recorded, row: Row, place: ColumnGroup, seed: int) -> Result:
+def read_result(run: RecordedRun, row: Row, place: ColumnGroup, seed: int) -> Result:
     """Read the numbers of a finished run."""
     record, matrix, similarity = run.record, run.matrix, run.similarity
     values = metrics.summarize(matrix)
@@ -305,7 +305,7 @@ class Comparison:
     """Records of other runs, which may have run at the same time."""
 
     @property
-    def recorded(self) -> list[Recorded]:
+    def recorded(self) -> list[RecordedRun]:
         """All runs in the form of a results file."""
         return [result.run for result in self.results]
 
@@ -548,19 +548,19 @@ def _overrides(result: Result) -> list[str]:
 
 def gather(grid: Grid, outcomes: Sequence[Outcome]) -> Comparison:
     """Gather the finished runs of a grid; rows in the order of its methods."""
-    labels, cells = grid.spec.labels, [outcome.cell for outcome in outcomes]
+    labels, cells = grid.spec.labels, [outcome.spec for outcome in outcomes]
     rows = [_row(cell.method, cell.varied, labels) for cell in cells]
     places = [ColumnGroup(labels.get(cell.benchmark, cell.benchmark), cell.preset) for cell in cells]
     return Comparison(
         sorted(dict.fromkeys(rows), key=lambda row: grid.spec.methods.index(row.method)),
         list(dict.fromkeys(places)),
         [
-            read_result(Recorded.of(outcome.run, outcome.cell.name), row, place, outcome.cell.seed)
+            read_result(RecordedRun.of(outcome.run, outcome.spec.name), row, place, outcome.spec.seed)
             for outcome, row, place in zip(outcomes, rows, places, strict=True)
             if outcome.run
         ],
-        [outcome.cell.name for outcome in outcomes if outcome.problem],
-        [outcome.cell.name for outcome in outcomes if not outcome.run and not outcome.problem],
+        [outcome.spec.name for outcome in outcomes if outcome.problem],
+        [outcome.spec.name for outcome in outcomes if not outcome.run and not outcome.problem],
     )
 
 
@@ -641,7 +641,7 @@ def gather_runs(paths: Sequence[str | Path], preset_columns: bool = True) -> Com
     )
 
 
-def _settings(runs: Sequence[Recorded]) -> list[dict[str, Value]]:
+def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Value]]:
     """Return all settings of each run; weights by file name, and by hash if names are ambiguous."""
     records = [run.record for run in runs]
     names = [without_paths(record.flat_settings.get("backbone.weights")) for record in records]
@@ -658,17 +658,17 @@ def pixels_hash(record: RunRecord) -> str | None:
     return record.data["test"].pixels_sha256 if "test" in record.data else None
 
 
-def _read(path: Path) -> list[Recorded]:
+def _read(path: Path) -> list[RecordedRun]:
     """Read a run, a folder of runs at any depth, or a results file."""
     if path.is_file():
-        return read_book(path)
+        return read_results(path)
     inside = [] if (path / "run.json").exists() else sorted(path.rglob("run.json"), key=natural_order)
     if inside:
         return [run for file in inside for run in _read(file.parent)]
     run = Run.open(path)
     if not run.finished:
         raise UserError(f"{path} is not finished. Continue it with 'probprompt train --resume {path}'.")
-    return [Recorded.of(run, str(path))]
+    return [RecordedRun.of(run, str(path))]
 
 
 def _apart(flat: Sequence[dict[str, Value]]) -> tuple[list[Varied], bool]:
