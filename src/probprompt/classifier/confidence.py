@@ -1,4 +1,4 @@
-"""Calibrated probabilities and novelty scores, fitted on images that the head has not learned."""
+"""Calibrated probabilities and novelty, fitted on held-out images."""
 
 import math
 from collections.abc import Mapping

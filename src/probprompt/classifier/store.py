@@ -280,7 +280,7 @@ class Store:
         ancestors: Mapping[int, str],
         keep: int,
     ) -> None:
-        """Add new versions, make the last one current, and prune; ``ancestors`` are all tokens before."""
+        """Add new versions, make the last one current, and prune; ``ancestors`` are all tokens."""
         with self.locked():
             stored = self._check_ancestor(model, ancestors)
             for folder in (self._objects, self.folder / "versions"):

@@ -1,1 +1,1 @@
-"""Runs: every one a folder that records what was done, can be resumed, compared and checked."""
+"""Runs: recorded, resumable, single or in grids."""

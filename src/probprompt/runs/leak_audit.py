@@ -79,7 +79,7 @@ def audit_saved(
     data: str | None = None,
     progress: ProgressCallback = SILENT,
 ) -> AuditReport:
-    """Audit a run or model with its images, those of ``data``, or noise; write the report there."""
+    """Audit a run or model with its images, those of ``data``, or noise; write the report."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder of a run or model. To audit a method, use --method NAME.")
     run = Run.open(folder) if (folder / "run.json").is_file() else None
