@@ -19,8 +19,8 @@ from probprompt.errors import Interrupted, UserError
 from probprompt.report.compare import gather_runs
 from probprompt.report.pages import write
 from probprompt.report.tables import count
-from probprompt.runs.grid import ExecutionOptions, Outcome
 from probprompt.runs import run as recorded_runs
+from probprompt.runs.grid import ExecutionOptions, Outcome
 from probprompt.storage import write_bytes
 from reproduction import bench_pages, fidelity, page_tables, paper, reproduce, results, results_page
 from reproduction.plots import draw_growth

@@ -12,7 +12,7 @@ from probprompt.config import flatten
 from probprompt.errors import UserError
 from probprompt.report.compare import ColumnGroup, Row, read_result
 from probprompt.report.tables import NOTHING, markdown_table, number
-from probprompt.runs.run import Recorded, read_book
+from probprompt.runs.run import RecordedRun, read_results
 from reproduction.fidelity import fill, select, spread
 from reproduction.results import preset_overrides, read_entries
 
@@ -80,6 +80,8 @@ def _cell(folder: Path, column: Mapping[str, Any], settings: Mapping[str, Any]) 
 
 
 @cache
-def _runs(folder: Path, name: str) -> list[Recorded]:
+def _runs(folder: Path, name: str) -> list[RecordedRun]:
     """Read a file of runs, or all runs with a file each."""
-    return read_book(folder / f"{name}.jsonl") if name != "runs" else [each.recorded for each in read_entries(folder)]
+    return (
+        read_results(folder / f"{name}.jsonl") if name != "runs" else [each.recorded for each in read_entries(folder)]
+    )

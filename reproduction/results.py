@@ -55,7 +55,9 @@ class Entry:
     @cached_property
     def recorded(self) -> RecordedRun:
         """The run as tables of a comparison read it."""
-        return RecordedRun(self.path, self.record, metrics.from_json(self.content["matrix"]), self.content["similarity"])
+        return RecordedRun(
+            self.path, self.record, metrics.from_json(self.content["matrix"]), self.content["similarity"]
+        )
 
     @cached_property
     def record(self) -> RunRecord:

@@ -21,7 +21,7 @@ from probprompt.backbones.pretrained import backbone_slug, backbone_words
 from probprompt.config import merge, nest, parse_config
 from probprompt.errors import UserError
 from probprompt.evaluation import metrics
-from probprompt.runs.run import Run, RunRecord, config_hash, read_book
+from probprompt.runs.run import Run, RunRecord, config_hash, read_results
 from probprompt.storage import content_hash, with_hash
 from reproduction import paper, paper_figures, results, results_page
 
@@ -179,7 +179,7 @@ def test_unfinished_runs_are_rejected_or_skipped(
     assert reproduction("results", "add", "grid/a").code == 0
     assert (
         reproduction("results", "add", "grid/a", "--file", "one.jsonl").code == 0
-        and len(read_book(Path("one.jsonl"))) == 1
+        and len(read_results(Path("one.jsonl"))) == 1
     )
     assert len(results.read_entries(Path("other"))) == len(results.read_entries(Path("results"))) == 1
     with pytest.raises(UserError, match="is not a run and contains none"):

@@ -41,8 +41,6 @@ class Format(StrEnum):
     csv = "csv"
 
 
-
-
 # Changing a model
 
 
