@@ -57,9 +57,9 @@ def _table(folder: Path, spec: Mapping[str, Any]) -> str:
     for row in spec["rows"]:
         cells = [row["label"]]
         for column in spec["columns"]:
-            shown = column["label"] in row.get("only", (column["label"],))
+            fits = column["label"] in row.get("only", (column["label"],))
             settings = {**flatten(spec["settings"]), **flatten(column.get("settings", {})), **flatten(row["settings"])}
-            cells.append(_cell(folder, column, settings) if shown else NOTHING)
+            cells.append(_cell(folder, column, settings) if fits else NOTHING)
         if set(cells[1:]) == {NOTHING}:
             raise UserError(f"{spec['page']}: no runs for the row {row['label']!r}; correct its settings")
         rows.append(cells)

@@ -99,8 +99,8 @@ def _groups(entries: Sequence[Entry]) -> list[RunGroup]:
 
     Runs with settings that differ from their preset are shown only if there are no others.
     """
-    shown = [e for e in entries if e.method in METHODS and e.preset in _PRESETS and not e.held_out]
-    places = grouped(((str(entry.config["data"]["benchmark"]), entry.backbone), entry) for entry in shown)
+    chosen = [e for e in entries if e.method in METHODS and e.preset in _PRESETS and not e.held_out]
+    places = grouped(((str(entry.config["data"]["benchmark"]), entry.backbone), entry) for entry in chosen)
     groups = []
     for (benchmark, backbone), here in places.items():
         ways = grouped(((entry.preset, _overrides(entry, False)), entry) for entry in here)
@@ -135,14 +135,14 @@ def _settings(shared: str, entries: Sequence[Entry]) -> str:
 
 
 def _queries(group: RunGroup) -> list[PaperFigure]:
-    shown = [entry for entry in group.entries if "queries" in entry.content["pictures"]]
-    if not shown:
+    entries = [entry for entry in group.entries if "queries" in entry.content["pictures"]]
+    if not entries:
         return []
 
     def is_crowded(entry: Entry) -> bool:
         return len(entry.content["pictures"]["queries"]["names"]) > len(PALETTE) * len(MARKERS)
 
-    entry = min(shown, key=lambda e: (is_crowded(e), e.tasks != _FEW, e.tasks != group.tasks, e.tasks, e.seed))
+    entry = min(entries, key=lambda e: (is_crowded(e), e.tasks != _FEW, e.tasks != group.tasks, e.tasks, e.seed))
     looks = "some classes share a color and marker" if is_crowded(entry) else "one color and marker per class"
     embedding = entry.content["pictures"]["queries"]["embedding"]
     caption = f"Queries of test images of the first of {entry.tasks} tasks (seed {entry.seed}) by {embedding}; {looks}."
@@ -196,8 +196,8 @@ def _similarities(group: RunGroup) -> list[PaperFigure]:
     if len(chosen) < 2:
         return []
     first = next(iter(chosen.values())).content
-    shown, total = len(first["pictures"]["similarity"]["labels"]), sum(map(len, first["stream"]["tasks"]))
-    part = f", {shown} of {total} classes" if shown < total else ""
+    count, total = len(first["pictures"]["similarity"]["labels"]), sum(map(len, first["stream"]["tasks"]))
+    part = f", {count} of {total} classes" if count < total else ""
     caption = (
         f"Cosine between the prompts of different classes, in the order of learning ({group.tasks} tasks, "
         f"{_seeds({m: [entry] for m, entry in chosen.items()})}{part}), with the mean over all pairs of classes."
@@ -252,8 +252,8 @@ def draw_bars(values: Mapping[int, Mapping[str, float]], axis: str, digits: int)
     axes.set_xticks(middles, [f"{tasks} tasks" for tasks in values])
     axes.grid(False, axis="x")
     axes.set_ylabel(axis)
-    shown, names = [bar[method] for method in methods], [METHODS[method] for method in methods]
-    axes.legend(shown, names, frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
+    handles, names = [bar[method] for method in methods], [METHODS[method] for method in methods]
+    axes.legend(handles, names, frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
     return to_png(figure)
 
 
@@ -286,8 +286,8 @@ def draw_courses(matrices: Mapping[str, NDArray[np.float64]]) -> bytes:
         _course(axes, task, count, {method: matrix[task, task:] for method, matrix in matrices.items()})
     for axes in panels[count:]:
         axes.set_visible(False)
-    shown = [_line(method) for method in matrices]
-    figure.legend(handles=shown, frameon=False, ncols=len(shown), fontsize=9, loc="outside upper center")
+    handles = [_line(method) for method in matrices]
+    figure.legend(handles=handles, frameon=False, ncols=len(handles), fontsize=9, loc="outside upper center")
     figure.supylabel("accuracy, %", fontsize=9.5, color=MUTED)
     figure.supxlabel("after learning task", fontsize=9.5, color=MUTED)
     return to_png(figure)

@@ -64,15 +64,15 @@ def _bars(axes: Axes, places: Sequence[float], values: Sequence[float], height: 
 
 
 def _speed_bars(axes: Axes, results: Sequence[Entry]) -> None:
-    shown: list[float] = []
+    speeds: list[float] = []
     for offset, name, color in ((-0.2, "training", PALETTE[0]), (0.2, "inference", PALETTE[1])):
         measured = [entry["training"] if name == "training" else entry["inference"] for entry in results]
         rates = [rate["images_per_s"] if rate else 0.0 for rate in measured]
         _bars(axes, [place + offset for place in range(len(results))], rates, 0.36, color=color, label=name)
-        shown += filter(None, rates)
-    if max(shown) > 30 * min(shown):  # training only a head is a hundred times faster
+        speeds += filter(None, rates)
+    if max(speeds) > 30 * min(speeds):  # training only a head is a hundred times faster
         axes.set_xscale("log")
-        axes.set_xlim(min(shown) / 2, max(shown) * 4)
+        axes.set_xlim(min(speeds) / 2, max(speeds) * 4)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     else:
         axes.margins(x=0.16)
