@@ -277,7 +277,7 @@ def test_error_is_printed_once_and_ends_all_processes(worked: Worked, tmp_path: 
     odd = as_options({**given, "training": {**given["training"], "batch_size": 9}})
     code, out, err = run(*TORCHRUN, "-m", "probprompt", "train", *odd, "--device", "cpu", "--out", tmp_path / "r")
     assert code != 0 and err.count("error: ") == 1
-    assert "a batch of 9 equally: set training.batch_size to 8 or 10, or start 1 or 3 or 9" in err
+    assert "a batch of 9 equally. Set training.batch_size to 8 or 10, or start 1 or 3 or 9" in err
     assert not (tmp_path / "r").exists() and out.count("reading images") == 1
 
 
@@ -286,7 +286,7 @@ def prepared(given: dict[str, Any], size: int) -> None:
 
 
 def test_batches_that_cannot_be_shared_are_rejected(pictures: Path) -> None:
-    with pytest.raises(UserError, match=r"set training.batch_size to 20, or start 1 or 2 or 4 or 8 process"):
+    with pytest.raises(UserError, match=r"Set training.batch_size to 20, or start 1 or 2 or 4 or 8 process"):
         prepared(configure(pictures, training={"batch_size": 8}), 20)
     with pytest.raises(UserError, match=r"Task 1 has only 21 training image.* at most 21"):
         prepared(configure(pictures, training={"batch_size": 44}), 22)

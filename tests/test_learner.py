@@ -426,7 +426,7 @@ def test_a_later_task_of_one_class_is_learned_by_the_alignment_alone(settings: S
     [
         ({"data": {"tasks": (1, 5)}}, "first task has only one class"),
         ({"head": {"kind": "nearest-mean"}, "data": {"tasks": (1, 5)}}, "first task has only one class"),
-        ({"data": {"tasks": (2, 1, 3)}, "alignment": {"enabled": False}}, r"task 2 has only one.*alignment\.enabled"),
+        ({"data": {"tasks": (2, 1, 3)}, "alignment": {"enabled": False}}, r"Task 2 has only one.*alignment\.enabled"),
     ],
     ids=str,
 )
@@ -837,7 +837,7 @@ def test_a_loss_that_is_no_number_stops_although_all_parameters_are(settings: Se
     optimiser = learner.optimizer(task)
     optimiser.register_step_pre_hook(lambda *_: optimiser.zero_grad())  # nothing moves
     learner.model.features = lambda images, *_: (torch.full((len(images), 64), math.nan), None)  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="the loss became nan in task 1, epoch 1"):
+    with pytest.raises(UserError, match="the loss is nan in task 1, epoch 1"):
         learner.train_epoch(task, 0, optimiser, quiet)
 
 
@@ -862,7 +862,7 @@ def test_the_data_seed_leaves_the_beginning_alone(settings: Settings) -> None:
 
 def test_a_refit_that_diverges_is_told(settings: Settings) -> None:
     workshop = build(settings(alignment={"lr": 1e35, "min_lr": 1e35}))
-    with pytest.raises(UserError, match=r"after task 2: lower alignment\.lr"):
+    with pytest.raises(UserError, match=r"after task 2\. Lower alignment\.lr"):
         for task in workshop.tasks[:2]:
             workshop.learner.begin(task)
             workshop.learner.finish(task, quiet)
