@@ -256,7 +256,7 @@ def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Comman
         (("one.json",), "--page FILE"),
         (("absent.json", "--page", "page.md"), "cannot be read"),
         (("one.json", "one.json", "--plot", "growth.png"), "growth of 0"),
-        (("one.json", "--page", "nowhere/page.md"), "there is no folder"),
+        (("one.json", "--page", "nowhere/page.md"), "does not exist"),
         (("one.json", "--page", "latin.md"), "Markdown file"),
     ],
 )
