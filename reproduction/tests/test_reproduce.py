@@ -89,20 +89,20 @@ def _missing(table: paper.Table, folder: Path, **settings: Any) -> int:
 
 
 def _cells(name: str, **named: Any) -> list[RunSpec]:
-    return [cell for run in reproduce.requested_runs(paper.find(name), Path("out"), **named) for cell in run.cells]
+    return [cell for run in reproduce.requested_runs(paper.find(name), Path("out"), **named) for cell in run.runs]
 
 
 @pytest.mark.parametrize("table", paper.tables(), ids=lambda table: table.name)
 def test_numbers_are_run_with_the_papers_settings(table: paper.Table) -> None:
     requested = reproduce.requested_runs(table, Path("out"))
-    cells = [cell for run in requested for cell in run.cells]
-    assert len(cells) == sum(len(table.seeds(row, column)) for row, column in table.cells())
+    cells = [cell for run in requested for cell in run.runs]
+    assert len(cells) == sum(len(table.seeds(row, column)) for row, column in table.runs())
     assert len({cell.folder for cell in cells}) == len(cells)
     for cell in cells:
         assert cell.preset == "published" and cell.config.backbone.name in table.backbones
         assert cell.config.backbone.normalization in ("unit", "cifar100")
     for run in requested:
-        config = run.cells[0].config.to_stored()
+        config = run.runs[0].config.to_stored()
         assert results.preset_overrides(RunRecord(config=config)) == run.row.all_settings, run.row.label
 
 
@@ -356,7 +356,7 @@ class _Impatient(GridCallback):
 def test_a_table_is_run_resumed_and_recorded(table: paper.Table, tmp_path: Path) -> None:
     plan = _plan(table, tmp_path, **SMALL)
     assert plan.to_run == 4 and not plan.problems and not plan.measure
-    assert [cell.seed for cell in plan.grid.cells] == [0, 0, 1, 1], "a whole table comes early"
+    assert [cell.seed for cell in plan.grid.runs] == [0, 0, 1, 1], "a whole table comes early"
     book = tmp_path / "book"
     with pytest.raises(KeyboardInterrupt):
         reproduce.run_missing(_plan(table, tmp_path, seeds=[3], **SMALL), book, "cpu", _Impatient())
@@ -372,7 +372,7 @@ def test_a_table_is_run_resumed_and_recorded(table: paper.Table, tmp_path: Path)
     for path in files:
         path.unlink()
     plan = _plan(table, tmp_path, seeds=[3], **SMALL)
-    assert plan.to_run == 0 and len(plan.grid.cells) == 2, "finished, and only to be added"
+    assert plan.to_run == 0 and len(plan.grid.runs) == 2, "finished, and only to be added"
     reproduce.run_missing(plan, book, "cpu", _Impatient())  # nothing is started, so nothing ends
     assert sorted(book.rglob("*.json")) == files
 
@@ -385,7 +385,7 @@ def test_the_command_asks_runs_and_shows_the_table(
     answer = reproduction(*command)
     assert answer.code == 0 and "add --yes" in answer.out and "2 runs, 2 missing" in answer.out
     assert not (tmp_path / "runs").exists() and not (tmp_path / "results").exists()
-    cells = _plan(table, Path(), "runs/reproduce", [0], **SMALL).grid.cells
+    cells = _plan(table, Path(), "runs/reproduce", [0], **SMALL).grid.runs
     (blocked,) = (cell.folder for cell in cells if dict(cell.varied).get("method.samples") == 5)
     blocked.mkdir(parents=True)
     (blocked / "something").write_text("in the way")
