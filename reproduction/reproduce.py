@@ -299,7 +299,7 @@ def run_missing(
     if plan.problems:
         raise UserError("\n".join(plan.problems))
     for name in plan.downloads:
-        progress.note(f"Weights {name}: {pretrained.fetch(name)}")
+        progress.note(f"Weights {name}: {pretrained.download(name)}")
     grid = plan.grid
     try:
         return run_grid(grid, RunActions(api.start, api.resume, device), progress, where)

@@ -1,7 +1,7 @@
-"""Named weights: where they come from, how images are prepared for them, and how to check them.
+"""Pretrained backbones: download, preprocessing and verification of named weights.
 
-A backbone is named by one of the short names below, by a timm name ``architecture.tag``, or by a timm
-architecture together with a file of weights. timm and torch are imported only when something is loaded.
+A name is one of the short names below, a timm name ``architecture.tag``, or a timm architecture with a file of weights.
+timm and torch are imported only for loading.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ if TYPE_CHECKING:
     from probprompt.backbones.vit import FrozenViT
 
 
-Colour = tuple[float, float, float]
-RANDOM = "random"
-"""Value of ``weights`` for untrained weights, always the same. For tests and timings only."""
+Color = tuple[float, float, float]
+RANDOM = "random"  # value of ``weights`` for fixed untrained weights, for tests and timings only
 _PACKAGED = Path(__file__).parent.parent / "weights"
 _PACKAGED_FILE = "demo.safetensors"
 _HUB_FILE = "model.safetensors"
-_GIVE_FILE = "give a file with --weights (in Python weights=FILE)"
+_PASS_FILE = "pass a file with --weights (Python: weights=FILE)"
 _HUB_CACHE, _TORCH_CACHE = "Hugging Face cache", "torch.hub cache"
-# Names of timm's plain ViTs with a class token and a tag; building one would need timm.
+# Names of timm's plain ViTs with a class token and a tag, recognized without importing timm.
 _PLAIN = re.compile(
     r"(test_vit|(vit|deit3?)_[a-z0-9]+_patch\d+(_reg\d)?(_plus)?(_clip(_quickgelu)?|_dinov2|_tipsv2)?(_\d+)?(_miil)?)\.\w+"
 )
-_DRAWING = threading.RLock()
-"""Held while weights are drawn, since all threads share the generator."""
+_INIT_LOCK = threading.RLock()  # for random weights, since all threads share the generator
 
 
 @dataclass(frozen=True)
@@ -48,43 +46,37 @@ class Preprocessing:
     """Image size in pixels, and mean and standard deviation of each color in [0, 1]."""
 
     image_size: int
-    mean: Colour
-    std: Colour
+    mean: Color
+    std: Color
 
     def __post_init__(self) -> None:
         if self.image_size < 1 or len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise ValueError(f"needs a positive image size, 3 means and 3 positive deviations, got {self}")
+            raise ValueError(f"expected a positive image size, 3 means and 3 positive standard deviations, got {self}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Named weights.
-
-    ``architecture`` is timm's name, built with additional ``arguments``; if it is empty, ``arguments`` describe a
-    VisionTransformer. ``source`` is a repository on the Hugging Face hub, or empty; then ``obtain`` states where to get
-    the file. ``torch_file`` is the file's name in the cache of torch.hub, where earlier versions of timm and the
-    authors' loaders store the same weights.
-    """
+    """Named weights."""
 
     name: str
-    architecture: str
+    architecture: str  # timm's name; empty for a VisionTransformer of ``arguments``
     preprocessing: Preprocessing
-    source: str
-    licence: str
+    source: str  # repository on the Hugging Face Hub, or empty
+    license: str
     description: str = ""
-    torch_file: str = ""
-    obtain: str = ""
+    torch_file: str = ""  # file in the cache of torch.hub, where older loaders store the same weights
+    obtain: str = ""  # where to get the file, without a source
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A named checkpoint, its place and size in bytes if it can be loaded without network."""
+    """A named checkpoint, with its place and size in bytes if it is available offline."""
 
     name: str
     description: str
     source: str
-    licence: str
+    license: str
     available: bool
     place: str = ""
     size: int | None = None
@@ -92,17 +84,13 @@ class Listing:
 
 @dataclass(frozen=True)
 class LoadedBackbone:
-    """A frozen backbone with what a run records of it.
-
-    ``source``: ``packaged``, ``hub:REPOSITORY``, ``torch-hub:FILE``, ``file:PATH`` or ``random``.
-    ``sha256``: hash of the file of weights, or the fingerprint of random ones.
-    """
+    """A frozen backbone and its description."""
 
     model: FrozenViT
     preprocessing: Preprocessing
     name: str
-    source: str
-    sha256: str
+    source: str  # packaged, hub:REPOSITORY, torch-hub:FILE, file:PATH or random
+    sha256: str  # of the weights file, or the fingerprint of random weights
 
 
 def _vit_base(name: str, tag: str, prepared: Preprocessing, pretraining: str, torch_file: str = "") -> Checkpoint:
@@ -113,13 +101,13 @@ def _vit_base(name: str, tag: str, prepared: Preprocessing, pretraining: str, to
 _HALF = Preprocessing(224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _IMAGENET = Preprocessing(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _AUGREG_FILE = "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz"
-# No hash of this file is published to check a download against, so it is not fetched: the user brings it.
+# Not downloaded automatically, since no hash of this file is published.
 _IBOT1K = Checkpoint(
     name="ibot1k",
     architecture="vit_base_patch16_224",
     preprocessing=_IMAGENET,
     source="",
-    licence="apache-2.0",
+    license="apache-2.0",
     description="ViT-B/16, self-supervised (iBOT) on ImageNet-1K; needs the authors' file",
     obtain="the teacher backbone of ViT-B/16 (vitb_16/checkpoint_teacher.pth), linked in the README of bytedance/ibot",
 )
@@ -134,28 +122,28 @@ _NAMED = {
 
 
 def known() -> list[Listing]:
-    """List the named checkpoints, and timm's ViTs in the hub's cache that can be prompted, without network."""
+    """List named checkpoints and supported timm ViTs in the Hub's cache, without network."""
     packaged = [_PACKAGED / file for file in (_PACKAGED_FILE, "demo.json")]
     demo = packaged[0] if all(path.is_file() for path in packaged) else None
-    listings = [_listing("demo", "small ViT that comes with the package", "packaged", "apache-2.0", demo, "packaged")]
+    listings = [_listing("demo", "small ViT in the package", "packaged", "apache-2.0", demo, "packaged")]
     for name, checkpoint in _NAMED.items():
         source = f"hub:{checkpoint.source}" if checkpoint.source else f"file for timm/{checkpoint.architecture}"
-        listings.append(_listing(name, checkpoint.description, source, checkpoint.licence, *_cached(checkpoint)))
+        listings.append(_listing(name, checkpoint.description, source, checkpoint.license, *_cached(checkpoint)))
     for name in _cached_names():
         source = f"timm/{name}"
         if path := _cached_hub_file(source):
-            listings.append(_listing(name, "of timm, in the cache", f"hub:{source}", "see there", path, _HUB_CACHE))
+            listings.append(_listing(name, "timm model in the cache", f"hub:{source}", "see there", path, _HUB_CACHE))
     return listings
 
 
-def _listing(name: str, description: str, source: str, licence: str, path: Path | None, place: str) -> Listing:
+def _listing(name: str, description: str, source: str, license: str, path: Path | None, place: str) -> Listing:
     if path is None:
-        return Listing(name, description, source, licence, available=False)
-    return Listing(name, description, source, licence, True, place, path.stat().st_size)
+        return Listing(name, description, source, license, available=False)
+    return Listing(name, description, source, license, True, place, path.stat().st_size)
 
 
 def origin(name: str) -> tuple[str, str]:
-    """Return the repository of named weights, empty if there is none, and their license.
+    """Return the repository (or an empty string) and license of named weights.
 
     >>> origin("sup1k")
     ('timm/vit_base_patch16_224.augreg2_in21k_ft_in1k', 'apache-2.0')
@@ -163,46 +151,42 @@ def origin(name: str) -> tuple[str, str]:
     if name == "demo":
         return "", "apache-2.0"
     checkpoint = find_checkpoint(name)
-    return checkpoint.source, checkpoint.licence
+    return checkpoint.source, checkpoint.license
 
 
 def find_file(name: str) -> Path | None:
-    """Return the file of named weights on this machine, without network; None if it must be downloaded.
-
-    Unknown names are an error, and so are missing weights that cannot be downloaded.
-    """
-    return _PACKAGED / _PACKAGED_FILE if name == "demo" else _found(find_checkpoint(name))[0]
+    """Return the local file of named weights; None if it must be downloaded."""
+    return _PACKAGED / _PACKAGED_FILE if name == "demo" else _locate(find_checkpoint(name))[0]
 
 
-def fetch(name: str) -> Path:
-    """Download named weights unless they are on this machine, and return their file."""
+def download(name: str) -> Path:
+    """Return the file of named weights, downloaded if needed."""
     return find_file(name) or _download(find_checkpoint(name))
 
 
 def find_checkpoint(name: str) -> Checkpoint:
-    """Return what is known of a named checkpoint, or of a timm name; unknown names are an error."""
+    """Return a named checkpoint or that of a timm name; raise UserError for unknown names."""
     return _NAMED[name] if name in _NAMED else _find_in_timm(name)
 
 
 def load_backbone(
-    name: str,
-    weights: str | Path | None = None,
-    image_size: int | None = None,
-    expected_sha256: str | None = None,
+    name: str, weights: str | Path | None = None, image_size: int | None = None, expected_sha256: str | None = None
 ) -> LoadedBackbone:
     """Load a backbone by name and freeze it.
 
-    ``name`` is ``demo``, ``sup1k``, ``sup21k``, ``ibot1k``, ``dino1k``, a timm name ``architecture.tag``, or a
-    timm architecture alone, which then needs ``weights``, as ``ibot1k`` does: a file (safetensors, npz in Google's
-    layout, or tensors alone saved by torch), or ``random``. With a file, images are prepared as timm does for
-    ``name`` (so name the tag where there is one), unless a JSON file beside it with the same stem says
-    ``{"preprocessing": {"image_size": ..., "mean": [...], "std": [...]}}``. An ``image_size`` other than that of
-    the weights resamples their position embeddings, which nothing else does. Weights whose SHA-256 is not
-    ``expected_sha256`` are refused.
+    Args:
+        name: ``demo``, ``sup1k``, ``sup21k``, ``ibot1k``, ``dino1k``, a timm name ``architecture.tag``, or a timm
+            architecture. The last and ``ibot1k`` need ``weights``.
+        weights: A file (safetensors, npz in Google's layout, tensors saved by torch) or ``random``. Images are prepared
+            as by timm for ``name``, unless a JSON file next to it with the same stem contains
+            ``{"preprocessing": {"image_size": ..., "mean": [...], "std": [...]}}``.
+        image_size: Size in pixels; another size than that of the weights resamples their position embeddings.
+        expected_sha256: Required SHA-256 of the weights.
+
     """
     if name == "demo":
         if weights is not None:
-            raise UserError("'demo' brings its own weights: leave those away, or name a timm architecture")
+            raise UserError("'demo' includes its weights. Remove --weights, or choose a timm architecture.")
         return _load_packaged(image_size, expected_sha256)
     checkpoint = find_checkpoint(name)
     if weights is None:
@@ -213,7 +197,6 @@ def load_backbone(
 
 
 def _find_in_timm(name: str) -> Checkpoint:
-    """Describe a timm name, ``architecture`` or ``architecture.tag``, from timm's own record of it."""
     import timm
 
     architecture, _, tag = name.partition(".")
@@ -222,22 +205,22 @@ def _find_in_timm(name: str) -> Checkpoint:
         near += get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.7)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UserError(
-            f"there is no backbone {name!r}. Allowed: {', '.join(['demo', *_NAMED])}, a timm name "
-            f"architecture.tag, or a timm architecture with a file: --weights (in Python weights=FILE).{hint}"
+            f"Unknown backbone {name!r}.{hint} Choose {', '.join(['demo', *_NAMED])}, a timm name architecture.tag, or "
+            "a timm architecture with --weights (Python: weights=FILE)."
         )
     tagged = timm.list_pretrained(f"{architecture}.*")
     if tag and name not in tagged:
-        raise UserError(f"timm has no weights {tag!r} for {architecture}; it has: {shorten(tagged, 12)}")
+        raise UserError(f"timm has no weights {tag!r} for {architecture}. Choose one of {shorten(tagged, 12)}.")
     config = timm.get_pretrained_cfg(name)
     if config is None:
-        raise UserError(f"timm does not say how images are prepared for {name!r}: name another architecture")
+        raise UserError(f"timm has no preprocessing for {name!r}. Choose another architecture.")
     source = config.hf_hub_id or "" if tag else ""
     return Checkpoint(
         name=name,
         architecture=name,
-        preprocessing=Preprocessing(config.input_size[-1], _colour(config.mean), _colour(config.std)),
+        preprocessing=Preprocessing(config.input_size[-1], _color(config.mean), _color(config.std)),
         source=source,
-        licence=config.license or "unknown",
+        license=config.license or "unknown",
         torch_file=str(config.url or "").rpartition("/")[2] if tag else "",
     )
 
@@ -245,7 +228,7 @@ def _find_in_timm(name: str) -> Checkpoint:
 def _load_packaged(image_size: int | None, expected_sha256: str | None) -> LoadedBackbone:
     description, weights = _PACKAGED / "demo.json", _PACKAGED / _PACKAGED_FILE
     if not description.is_file() or not weights.is_file():
-        raise UserError(f"the demo weights are missing from {_PACKAGED}: install the package again")
+        raise UserError(f"Demo weights not found in {_PACKAGED}. Reinstall probprompt.")
     content = json.loads(description.read_text(encoding="utf-8"))
     prepared = _parse_preprocessing(content["preprocessing"], description)
     checkpoint = Checkpoint("demo", "", prepared, "", "apache-2.0", arguments=content["architecture"])
@@ -259,9 +242,9 @@ def _load_random(checkpoint: Checkpoint, image_size: int | None, expected: str |
 
     if checkpoint.source or checkpoint.obtain:
         architecture = checkpoint.architecture.partition(".")[0]
-        raise UserError(f"{checkpoint.name!r} names trained weights: for random ones name {architecture!r}")
-    with _DRAWING, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed would reach GPUs too
+        raise UserError(f"{checkpoint.name!r} has trained weights. For random weights, choose {architecture!r}.")
+    with _INIT_LOCK, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs
         model = _build(checkpoint, device="cpu")
     sha256 = fingerprint(model)
     _check_hash(sha256, expected, "the random weights")
@@ -273,56 +256,56 @@ def _load_file(
 ) -> LoadedBackbone:
     sha256 = weights_file.digest(path)
     _check_hash(sha256, expected, str(path))
-    beside = _preprocessing_beside(path)
-    if beside is None:
-        _refuse_unclear_preprocessing(checkpoint, path)
-    # Without values unless they are needed: no time is spent on weights that the file replaces.
+    described = _described_preprocessing(path)
+    if described is None:
+        _check_preprocessing(checkpoint, path)
+    # On "meta", no time is spent on initial values that the file replaces.
     model = _build(checkpoint, device="cpu" if weights_file.needs_values(path) else "meta")
-    weights_file.fill(model, path, beside.image_size if image_size is None and beside is not None else image_size)
-    prepared = beside or replace(checkpoint.preprocessing, image_size=int(model.patch_embed.img_size[0]))
+    weights_file.fill(model, path, described.image_size if image_size is None and described else image_size)
+    prepared = described or replace(checkpoint.preprocessing, image_size=int(model.patch_embed.img_size[0]))
     return _freeze(model, checkpoint.name, prepared, image_size, source, sha256)
 
 
-def _refuse_unclear_preprocessing(checkpoint: Checkpoint, path: Path) -> None:
-    """An architecture alone does not say how images are prepared where timm's weights for it differ in that."""
+def _check_preprocessing(checkpoint: Checkpoint, path: Path) -> None:
+    """Raise UserError if timm's weights for an architecture differ in their preprocessing."""
     import timm
 
     if checkpoint.name in _NAMED or not checkpoint.architecture or "." in checkpoint.architecture:
         return
-    ways: dict[tuple[Colour, Colour], list[str]] = {}
+    variants: dict[tuple[Color, Color], list[str]] = {}
     for name in timm.list_pretrained(f"{checkpoint.architecture}.*"):
         config: Any = timm.get_pretrained_cfg(name)
-        ways.setdefault((_colour(config.mean), _colour(config.std)), []).append(name)
-    if len(ways) > 1:
-        said = "; ".join(f"mean {mean}: {shorten(names, 4)}" for (mean, _), names in ways.items())
+        variants.setdefault((_color(config.mean), _color(config.std)), []).append(name)
+    if len(variants) > 1:
+        details = "; ".join(f"mean {mean}: {shorten(names, 4)}" for (mean, _), names in variants.items())
         raise UserError(
-            f"{checkpoint.name!r} alone does not say how images are prepared for {path}: its weights in timm differ "
-            f'({said}). Name the one that the file is of, or put {{"preprocessing": {{"image_size": ..., "mean": '
-            f'[...], "std": [...]}}}} into {path.with_suffix(".json").name} beside it'
+            f"Preprocessing of {path} is ambiguous for {checkpoint.name!r} ({details}). Choose one of these names, or "
+            f'write {{"preprocessing": {{"image_size": ..., "mean": [...], "std": [...]}}}} to '
+            f"{path.with_suffix('.json').name} next to it."
         )
 
 
 def _load_by_name(checkpoint: Checkpoint, image_size: int | None, expected: str | None) -> LoadedBackbone:
-    _build(checkpoint, device="meta")  # refuses what is not supported before anything is downloaded
-    path, place = _found(checkpoint)
+    _build(checkpoint, device="meta")  # rejects unsupported models before a download
+    path, place = _locate(checkpoint)
     if path is not None and place == _TORCH_CACHE:
         return _load_file(checkpoint, path, f"torch-hub:{path.name}", image_size, expected)
     return _load_hub_file(checkpoint, path or _download(checkpoint), image_size, expected)
 
 
-def _found(checkpoint: Checkpoint) -> tuple[Path | None, str]:
-    """As :func:`_cached`; what is in no cache and cannot be fetched is refused."""
+def _locate(checkpoint: Checkpoint) -> tuple[Path | None, str]:
+    """Return the result of :func:`_cached`; raise UserError if a download is impossible."""
     path, place = _cached(checkpoint)
     if path is None and checkpoint.obtain:
-        raise UserError(f"{checkpoint.name!r} is not fetched for you: get {checkpoint.obtain}, and {_GIVE_FILE}")
+        raise UserError(f"{checkpoint.name!r} has no automatic download. Get {checkpoint.obtain}, and {_PASS_FILE}.")
     if path is None and not checkpoint.source:
         import timm
 
         name = checkpoint.architecture
         tagged = shorten(timm.list_pretrained(f"{name.partition('.')[0]}.*"), 12) or "none"
         raise UserError(
-            f"{name!r} does not say which weights: name one of timm's on the hub ({tagged}), or {_GIVE_FILE}, or "
-            f"{RANDOM!r} in its place"
+            f"{name!r} has no default weights. Choose a timm model of the Hub ({tagged}), {_PASS_FILE}, or pass "
+            f"{RANDOM!r} instead."
         )
     return path, place
 
@@ -331,32 +314,30 @@ def _load_hub_file(checkpoint: Checkpoint, path: Path, image_size: int | None, e
     import timm
 
     sha256 = weights_file.digest(path)
-    _check_hash(sha256, _hash_of_blob(path), f"{path}, which is damaged (remove it)")
+    _check_hash(sha256, _hash_of_blob(path), f"{path} is corrupted (remove it)")
     _check_hash(sha256, expected, str(path))
     state = weights_file.as_float32(weights_file.read_safetensors(path))
     try:
-        # timm converts the weights where they need it, and loads them strictly as long as the head is kept.
+        # timm converts weights if needed, and loads them strictly as long as the model has its head.
         model: Any = timm.create_model(
             checkpoint.architecture, pretrained=True, pretrained_cfg_overlay={"state_dict": state}, weight_init="skip"
         )
     except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"{path} does not fit {checkpoint.architecture!r}: {said}") from error
+        raise UserError(f"{path} does not fit {checkpoint.architecture!r}: {' '.join(str(error).split())}") from error
     model.pretrained_cfg.pop("state_dict")  # a second copy of all weights
     model.reset_classifier(0)
     return _freeze(model, checkpoint.name, checkpoint.preprocessing, image_size, f"hub:{checkpoint.source}", sha256)
 
 
 def _cached(checkpoint: Checkpoint) -> tuple[Path | None, str]:
-    """Return the file of a checkpoint on this machine, and its cache."""
-    if checkpoint.source and (found := _cached_hub_file(checkpoint.source)):
-        return found, _HUB_CACHE
+    if checkpoint.source and (cached := _cached_hub_file(checkpoint.source)):
+        return cached, _HUB_CACHE
     path = _torch_cache() / checkpoint.torch_file
     return (path, _TORCH_CACHE) if checkpoint.torch_file and path.is_file() else (None, "")
 
 
 def _torch_cache() -> Path:
-    """Return the folder of torch.hub by its own rule, without importing torch, which is slow."""
+    """Return the folder of torch.hub without importing torch, which is slow."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.environ.get("TORCH_HOME") or cache / "torch").expanduser() / "hub" / "checkpoints"
 
@@ -364,12 +345,11 @@ def _torch_cache() -> Path:
 def _cached_hub_file(repository: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, _HUB_FILE)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(repository, _HUB_FILE)
+    return Path(path) if isinstance(path, str) else None
 
 
 def _cached_names() -> list[str]:
-    """List timm's ViTs in the hub's cache that can be prompted, except those with a short name."""
     from huggingface_hub import constants
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--timm--*"))
@@ -379,7 +359,7 @@ def _cached_names() -> list[str]:
 
 
 def _hash_of_blob(path: Path) -> str | None:
-    """Return the hub's hash of a file, under which the cache stores large files."""
+    """Return the Hub's hash of a file, which names large files in the cache."""
     name = path.resolve().name
     return name if path.is_symlink() and len(name) == 64 and set(name) <= set("0123456789abcdef") else None
 
@@ -389,77 +369,76 @@ def _download(checkpoint: Checkpoint) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     try:
-        # Asked first because it answers at once: without a network the download itself retries for a minute.
+        # Fails immediately without a network, where the download would retry for a minute.
         get_hf_file_metadata(hf_hub_url(checkpoint.source, _HUB_FILE), timeout=TIMEOUT)
         return Path(hf_hub_download(checkpoint.source, _HUB_FILE))
     except failures() as error:
+        caches = f"{huggingface_hub.constants.HF_HUB_CACHE} or {_torch_cache()}"
         raise UserError(
-            f"the weights of {checkpoint.name!r} are not in the caches of this machine "
-            f"({huggingface_hub.constants.HF_HUB_CACHE}, {_torch_cache()}), and {checkpoint.source} could not be "
-            f"fetched from the Hugging Face hub: {error}. Connect to the network, or {_GIVE_FILE}: "
-            f"{_HUB_FILE} from there; or use 'demo', which needs no download"
+            f"Weights of {checkpoint.name!r} are not in {caches}, and {checkpoint.source} could not be downloaded: "
+            f"{error}. Connect to the network, {_PASS_FILE} ({_HUB_FILE}), or use 'demo', which needs no download."
         ) from error
 
 
 def _build(checkpoint: Checkpoint, device: str) -> Any:
-    """Build the architecture without a head; on the device "meta" it has shapes and no values."""
+    """Build the architecture without a head; on the device "meta" it has no values."""
     import timm
     import torch
     from timm.models.vision_transformer import VisionTransformer
 
-    from probprompt.backbones.vit import SUPPORTED, refuse_unsupported
+    from probprompt.backbones.vit import SUPPORTED, check_supported
 
     model: nn.Module
     try:
-        with _DRAWING, torch.device(device):
+        with _INIT_LOCK, torch.device(device):
             if checkpoint.architecture:
                 model = timm.create_model(checkpoint.architecture, num_classes=0, **checkpoint.arguments)
             else:
                 model = VisionTransformer(**{**checkpoint.arguments, "num_classes": 0})
-        refuse_unsupported(model)
+        check_supported(model)
     except UserError as error:
-        raise UserError(f"{checkpoint.name!r} cannot be prompted: {error}") from None
+        raise UserError(f"Unsupported backbone {checkpoint.name!r}. {error}") from None
     except (NotImplementedError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        # Some architectures read values while they are built, which "meta" lacks: no plain ViT does.
-        raise UserError(f"{checkpoint.name!r} cannot be prompted: it is no plain ViT; {SUPPORTED}") from error
+        # Some architectures read values while they are built, which "meta" lacks. No plain ViT does.
+        raise UserError(f"Unsupported backbone {checkpoint.name!r}: not a plain ViT. {SUPPORTED}") from error
     return model
 
 
-def _check_hash(found: str, expected: str | None, what: str) -> None:
-    if expected is not None and found != expected.lower():
+def _check_hash(sha256: str, expected: str | None, subject: str) -> None:
+    if expected is not None and sha256 != expected.lower():
         raise UserError(
-            f"{what}: the SHA-256 is {found}, expected was {expected}: these are other weights. Give the file that was "
-            f"recorded, or start anew with this one"
+            f"{subject}: SHA-256 mismatch (expected {expected}, got {sha256}). Pass the weights this run was trained "
+            "with, or start a new run."
         )
 
 
-def _preprocessing_beside(path: Path) -> Preprocessing | None:
+def _described_preprocessing(path: Path) -> Preprocessing | None:
     description = path.with_suffix(".json")
     if not description.is_file():
         return None
     try:
         content = json.loads(description.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{description} is not JSON: {error}") from error
+        raise UserError(f"{description} is not JSON: {error}.") from error
     if not isinstance(content, dict) or "preprocessing" not in content:
         return None
     return _parse_preprocessing(content["preprocessing"], description)
 
 
-def _colour(values: Iterable[float]) -> Colour:
+def _color(values: Iterable[float]) -> Color:
     red, green, blue = values
     return float(red), float(green), float(blue)
 
 
 def _parse_preprocessing(content: Any, where: Path) -> Preprocessing:
     try:
-        return Preprocessing(int(content["image_size"]), _colour(content["mean"]), _colour(content["std"]))
+        return Preprocessing(int(content["image_size"]), _color(content["mean"]), _color(content["std"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f'{where}: "preprocessing" must hold "image_size" (a number), "mean" and "std" (three numbers '
-            f"each), got {content!r} ({error})"
+            f'{where}: "preprocessing" must contain "image_size" (a number), "mean" and "std" (three numbers each), '
+            f"got {content!r} ({error})."
         ) from error
 
 
@@ -471,7 +450,7 @@ def _freeze(
     size = prepared.image_size if image_size is None else image_size
     patch = model.patch_embed.patch_size
     if size < 1 or any(size % side for side in patch):
-        raise UserError(f"{name!r} cuts images into patches of {patch} pixels: {size} is not a multiple of it")
+        raise UserError(f"Image size {size} is not a multiple of the patch size {patch} of {name!r}.")
     if size != model.patch_embed.img_size[0]:
         model.set_input_size((size, size))
     return LoadedBackbone(FrozenViT(model), replace(prepared, image_size=size), name, source, sha256)
@@ -479,11 +458,11 @@ def _freeze(
 
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H", "giant": "g"}
 _TIMM = re.compile(r"vit_(?P<size>[a-z]+)_patch(?P<patch>\d+)(?:_(?P<kind>[a-z]\w*?))?(?:_(?P<side>\d{3}))?")
-_ONLY = ("lvd142m",)  # tags of architectures that have no other weights
+_ONLY = ("lvd142m",)  # tags of architectures without other weights
 
 
 def slug(text: str) -> str:
-    """A name for a path: lower-case words with dashes between.
+    """Return a name for a path: lower-case words joined by dashes.
 
     >>> slug("My_weights (v2)")
     'my-weights-v2'
@@ -492,16 +471,15 @@ def slug(text: str) -> str:
 
 
 def _parts(backbone: Mapping[str, JsonValue]) -> tuple[str, str]:
-    """Return the kind of network and of its pretraining, as far as the names show them."""
     name, weights = str(backbone["name"]), str(backbone.get("weights") or "")
     if name in _NAMED:
         return "ViT-B/16", name
     architecture, _, tag = name.partition(".")
     network, kind = architecture, ""
-    found = _TIMM.fullmatch(architecture)
-    if found and found["size"] in _SIZES:
-        side = "" if found["side"] in (None, "224") else f" at {found['side']}"
-        network, kind = f"ViT-{_SIZES[found['size']]}/{found['patch']}{side}", found["kind"] or ""
+    match = _TIMM.fullmatch(architecture)
+    if match and match["size"] in _SIZES:
+        side = "" if match["side"] in (None, "224") else f" at {match['side']}"
+        network, kind = f"ViT-{_SIZES[match['size']]}/{match['patch']}{side}", match["kind"] or ""
     kind = "-".join(filter(None, (kind, "" if tag in _ONLY else tag)))
     if not kind and weights:
         stem = weights if weights == RANDOM else PurePath(weights.partition("@")[0]).stem
@@ -510,7 +488,7 @@ def _parts(backbone: Mapping[str, JsonValue]) -> tuple[str, str]:
 
 
 def backbone_slug(backbone: Mapping[str, JsonValue]) -> str:
-    """A backbone's name in paths, from the settings of a run.
+    """Return a backbone's name for paths.
 
     >>> backbone_slug({"name": "sup1k"}), backbone_slug({"name": "vit_small_patch14_dinov2.lvd142m"})
     ('vit-b16-sup1k', 'vit-s14-dinov2')
@@ -525,7 +503,7 @@ def backbone_slug(backbone: Mapping[str, JsonValue]) -> str:
 
 
 def backbone_words(backbone: Mapping[str, JsonValue]) -> str:
-    """A backbone's name in tables, with the side of its images where that is not its own.
+    """Return a backbone's name for tables.
 
     >>> backbone_words({"name": "sup1k"}), backbone_words({"name": "demo", "image_size": 64})
     ('ViT-B/16 (sup1k)', 'demo at 64 px')
@@ -536,13 +514,10 @@ def backbone_words(backbone: Mapping[str, JsonValue]) -> str:
 
 
 def find_weights(weights: str | None, home: Path) -> str | None:
-    """Find a recorded file of weights: at its path, or by its name in or next to the saved folder.
-
-    So a folder can be copied together with its weights; loading compares their hash.
-    """
+    """Find a recorded weights file at its path, or by name in or next to the saved folder."""
     if weights is None or weights == RANDOM or Path(weights).is_file():
         return weights
-    for beside in (folder / Path(weights).name for folder in (home, home.parent)):
-        if beside.is_file():
-            return str(beside)
-    raise UserError(f"there is no file {weights}, whose weights are needed: put it back, or put it into {home}")
+    for path in (folder / Path(weights).name for folder in (home, home.parent)):
+        if path.is_file():
+            return str(path)
+    raise UserError(f"Weights file {weights} not found. Restore it, or copy it to {home}.")

@@ -1,7 +1,6 @@
-"""A frozen vision transformer that reads out the class token, with or without prompts.
+"""A frozen vision transformer that returns the class token, with or without prompts.
 
-The transformer itself is timm's: the loop here drives timm's own modules and only adds what a prompt injects.
-A model that holds anything this loop does not know is refused, so that nothing is left out unnoticed.
+It runs timm's modules and adds the prompts. Models with unknown parts are rejected, so that nothing is skipped.
 """
 
 import hashlib
@@ -21,11 +20,11 @@ from probprompt.kernels import vit_blocks
 from probprompt.prompts import ClassTokenShift, Prefix, Prompt, Prompts, Readout, Tokens
 
 SUPPORTED = (
-    "supported are timm's plain VisionTransformer models with a class token, built from Block and Attention "
-    "(such as vit_base_patch16_224, vit_small_patch14_dinov2, vit_base_patch16_clip_224)"
+    "Pass a plain timm VisionTransformer with a class token, built from Block and Attention (such as "
+    "vit_base_patch16_224, vit_small_patch14_dinov2, vit_base_patch16_clip_224)."
 )
-"""Which models can be frozen here, to be said where another is refused."""
-# Every part that the pass below runs, or that plays a role only after it: what is not listed is unknown.
+"""Supported models, for error messages."""
+# All parts that the forward pass runs or may skip.
 _PARTS: dict[type[nn.Module], set[str]] = {
     VisionTransformer: {"patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "patch_drop"}
     | {"norm_pre", "blocks", "norm", "attn_pool", "fc_norm", "head_drop", "head"},
@@ -33,14 +32,13 @@ _PARTS: dict[type[nn.Module], set[str]] = {
     Block: {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"},
     Attention: {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"},
 }
-Precision = Literal["fp32", "bf16"]
-"""What the frozen weights are held and computed in."""
+Precision = Literal["fp32", "bf16"]  # precision of weights and computation
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """Images on their way into the blocks: what a pass without and a pass with prompts share."""
+    """Embedded images, shared by passes with and without prompts."""
 
     tokens: Tensor  # (B, T, D)
     qkv: Tensor | None = None  # (B, T, 3 W): queries, keys and values of the first block
@@ -50,28 +48,28 @@ class Embedded:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tokens: (B, T, D)."""
+        """Shape of the tokens `(B, T, D)`."""
         return self.tokens.shape
 
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """What the fused path keeps: the blocks, the last one apart, and the tokens of a black image."""
+    """Blocks for the fused kernels, and the tokens of a black image."""
 
-    blocks: list[vit_blocks.FusedBlock]
+    blocks: list[vit_blocks.FusedBlock]  # without the last
     last: vit_blocks.FusedBlock
     base: Tensor  # (1, T, D)
 
 
 class FrozenViT(nn.Module):
-    """A timm vision transformer whose weights never change: images, and prompts to inject, to class tokens.
+    """A frozen timm vision transformer from images and prompts to class tokens.
 
-    It stays in evaluation mode whatever a parent module does, and gradients reach the prompts only.
+    It always stays in evaluation mode, and gradients reach the prompts only.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        refuse_unsupported(model)
+        check_supported(model)
         self.model: Any = model.requires_grad_(False)
         self.learns = False
         self._fused: tuple[tuple[torch.device, torch.dtype], Fused | None] | None = None
@@ -80,49 +78,49 @@ class FrozenViT(nn.Module):
 
     @property
     def width(self) -> int:
-        """The number of features (D)."""
+        """Number of features (D)."""
         return int(self.model.embed_dim)
 
     @property
     def depth(self) -> int:
-        """The number of blocks."""
+        """Number of blocks."""
         return len(self.model.blocks)
 
     @property
     def heads(self) -> int:
-        """The number of attention heads in a block."""
+        """Number of attention heads per block."""
         return int(self.model.blocks[0].attn.num_heads)
 
     @property
     def attention_width(self) -> int:
-        """The width of a prefix token, all heads together (W): nearly always the same as ``width``."""
+        """Width of a prefix token over all heads (W), nearly always equal to ``width``."""
         return _attention_width(self.model.blocks[0].attn)
 
     @property
     def image_size(self) -> int | tuple[int, int]:
-        """The side of the images, or (height, width) where they are not square."""
+        """Size of the images in pixels, or (height, width) if not square."""
         height, width = self.model.patch_embed.img_size
         return int(height) if height == width else (int(height), int(width))
 
     def train(self, mode: bool = True) -> "FrozenViT":
-        """Stay in evaluation mode: dropout or stochastic depth would make a frozen backbone random."""
+        """Stay in evaluation mode: dropout or stochastic depth would add noise."""
         return super().train(False)
 
     @property
     def precision(self) -> Precision:
-        """What the weights are held in."""
+        """Precision of the weights."""
         kind = self.model.patch_embed.proj.weight.dtype
         for name, dtype in DTYPES.items():
             if dtype == kind:
                 return name
-        raise UserError(f"the backbone's weights are {kind}: the engine knows float32 and bfloat16 only")
+        raise UserError(f"Unsupported precision {kind} of the backbone's weights. Expected float32 or bfloat16.")
 
     def set_precision(self, precision: Precision) -> None:
-        """Round the weights."""
+        """Convert the weights to a precision."""
         self.model.to(DTYPES[precision])
 
     def unfreeze(self, learning: bool = True) -> None:
-        """Let the weights learn, as full fine-tuning does; those that the pass never uses stay as they are."""
+        """Train all weights that the forward pass uses, for full fine-tuning."""
         self.learns = self.learns or learning
         unused = {id(parameter) for parameter in self.model.head.parameters()}
         for parameter in self.model.parameters():
@@ -130,7 +128,7 @@ class FrozenViT(nn.Module):
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Embedded:
-        """What both a query and a prompted pass begin with: computed once, it may be given to either."""
+        """Embed images for both a query and a prompted pass."""
         _check_images(self.model, images)
         fast = self._fast()
         tokens = self._embed(images, fast)
@@ -138,52 +136,47 @@ class FrozenViT(nn.Module):
 
     @torch.no_grad()
     def query(self, images: Tensor | Embedded, readout: Readout = "class", layers: int = 0) -> Tensor:
-        """What is read out without prompts or gradient: (B, 3, H, W) -> (B, D or more), float32."""
+        """Compute features without prompts or gradient: `(B, 3, H, W)` to `(B, D or more)`."""
         return self.features(images, readout=readout, layers=layers)
 
     def features(
-        self,
-        images: Tensor | Embedded,
-        prompts: Prompts | None = None,
-        readout: Readout = "class",
-        layers: int = 0,
+        self, images: Tensor | Embedded, prompts: Prompts | None = None, readout: Readout = "class", layers: int = 0
     ) -> Tensor:
-        """What is read out with prompts injected: (B, 3, H, W) -> (B, D), float32.
+        """Compute features with prompts: `(B, 3, H, W)` to `(B, D)`, float32.
 
-        ``class`` is the class token after the final norm, ``class before norm`` what goes into that norm, and
-        ``tokens`` the mean of the injected tokens after it. ``layers`` puts readings of so many blocks before the last
-        behind it, (B, D + 2 layers D): of each block the class token, then the mean of the patches, both normalised.
+        ``class`` is the class token after the final norm, ``class before norm`` the input of that norm, ``tokens`` the
+        mean of the injected tokens after it. ``layers`` appends features of that number of intermediate blocks,
+        `(B, D + 2 layers D)`: of each block the class token and the mean of the patches, both normalized.
         """
         prompts = prompts or {}
-        _check_prompts(self.model, prompts, images.shape[0])  # len() would fix the batch of an exported graph
+        _check_prompts(self.model, prompts, images.shape[0])  # len() would fix the batch size of an exported graph
         prompts = {index: _projected(self.model.blocks[index].attn, prompt) for index, prompt in prompts.items()}
         fast = self._fast()
         if isinstance(images, Tensor):
             _check_images(self.model, images)
             images = Embedded(self._embed(images, fast))
         own, block, prompt = images.tokens.shape[1], self.model.blocks[-1], prompts.get(self.depth - 1)
-        tokens, mixed, readings = self._run_blocks(images, prompts, fast, readout, layers)  # (B, T, D)
+        tokens, mixed, intermediate = self._run_blocks(images, prompts, fast, readout, layers)  # (B, T, D)
         if isinstance(prompt, Tokens):
             tokens = self._join(tokens, prompt)  # (B, T + P, D)
-        # The last block needs the tokens that are not read out as keys and values alone.
+        # The last block computes queries only for the tokens that are read.
         if mixed is None:
-            tokens = _run_block(block, tokens, prompt, _read_out(readout, own, tokens.shape[1]))
+            tokens = _run_block(block, tokens, prompt, _tokens_read(readout, own, tokens.shape[1]))
         else:
             tokens = _finish_block(block, tokens[:, None], block.attn.proj(mixed)[:, None])  # (B, 1, D)
         if readout != "class before norm":
             tokens = self.model.norm(tokens)
         feature = tokens.float().mean(dim=1)  # (B, D)
-        return torch.cat([feature, *readings], dim=1) if readings else feature
+        return torch.cat([feature, *intermediate], dim=1) if intermediate else feature
 
     def _run_blocks(
         self, images: Embedded, prompts: Prompts, fast: Fused | None, readout: Readout, layers: int
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """All blocks but the last (B, T, D); those that the fused path knows, many at a time.
+        """Run all blocks except the last; return tokens `(B, T, D)` and intermediate features.
 
-        Where that path knows the last one, too: the class token before it (B, D) and what it mixes for it (B, W). At
-        last the readings (B, D) of the last ``layers`` of these blocks.
+        If fused kernels also cover the last block, return its input `(B, D)` and its attention's output `(B, W)`.
         """
-        tokens, index, mixed, readings = images.tokens, 0, None, list[Tensor]()
+        tokens, index, mixed, intermediate = images.tokens, 0, None, list[Tensor]()
         first_read = self.depth - 1 - layers
         while index < self.depth - 1:
             prompt, qkv = prompts.get(index), images.qkv if index == 0 else None
@@ -202,18 +195,18 @@ class FrozenViT(nn.Module):
                 last = fast.last if plain and not layers and vit_blocks.readable(tokens.shape[1]) else None
                 (tokens, mixed), index = vit_blocks.run(fast.blocks[index:end], tokens, expanded, qkv, last), end
             if index > first_read:
-                readings += self._read(tokens, images.tokens.shape[1])
-        return tokens, mixed, readings
+                intermediate += self._read(tokens, images.tokens.shape[1])
+        return tokens, mixed, intermediate
 
     def _read(self, tokens: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """The class token and the mean of the patches (B, D) of the tokens behind a block, normalised each."""
+        """Return the normalized class token and mean of the patches `(B, D)` after a block."""
         tokens = tokens.float()
-        read = tokens[:, 0], tokens[:, self.model.num_prefix_tokens : own].mean(dim=1)
+        first, patches = tokens[:, 0], tokens[:, self.model.num_prefix_tokens : own].mean(dim=1)
         shape = tokens.shape[2:]
-        return functional.layer_norm(read[0], shape), functional.layer_norm(read[1], shape)
+        return functional.layer_norm(first, shape), functional.layer_norm(patches, shape)
 
     def _fast(self) -> Fused | None:
-        """The fused path where it can be taken: frozen plain blocks, in 16 bits, on a GPU that runs the kernels."""
+        """Return fused blocks, or None unless blocks are frozen, in 16 bits and on a GPU."""
         weight = self.model.patch_embed.proj.weight
         if self.learns or weight.dtype not in (torch.bfloat16, torch.float16) or not kernels.usable(weight.device):
             return None
@@ -234,7 +227,6 @@ class FrozenViT(nn.Module):
         return Fused(blocks[:-1], blocks[-1], self.model._pos_embed(black))
 
     def _join(self, tokens: Tensor, prompt: Tokens) -> Tensor:
-        """Put tokens behind the sequence: their place in it means nothing to attention."""
         added = prompt.tokens.to(tokens.dtype).expand(tokens.shape[0], -1, -1)  # (B, P, D)
         position = self.model.pos_embed
         if prompt.positioned and position is not None and not self.model.no_embed_class:
@@ -242,11 +234,11 @@ class FrozenViT(nn.Module):
         return torch.cat([tokens, added], dim=1)  # (B, T + P, D)
 
     def fingerprint(self) -> str:
-        """SHA-256 over all weights: the same before and after training, to the bit."""
+        """Return the SHA-256 of all weights."""
         return fingerprint(self.model)
 
     def _embed(self, images: Tensor, fast: Fused | None) -> Tensor:
-        """Tokens (B, T, D), the class token first."""
+        """Return tokens `(B, T, D)`, the class token first."""
         images = images.to(self.model.patch_embed.proj.weight.dtype)
         if fast is None:
             tokens = self.model._pos_embed(self.model.patch_embed(images))
@@ -257,22 +249,22 @@ class FrozenViT(nn.Module):
 
     @torch.no_grad()
     def _compare_with_timm(self) -> None:
-        """Refuse a model whose own pass gives something else, say because of a hook or a mixing layer."""
+        """Raise UserError if timm's forward pass differs, for example because of a hook."""
         weight = self.model.patch_embed.proj.weight
         shape = torch.Size([1, weight.shape[1], *self.model.patch_embed.img_size])
         image = torch.arange(shape.numel(), device=weight.device).sin().view(shape).to(weight.dtype)
         timms = self.model.forward_features(image)[:, 0].float()  # (1, D)
         error = float((self.features(image) - timms).norm() / timms.norm())
-        # Rounding stays far below the bound, a forgotten layer far above it, and NaN is not below it either.
+        # Rounding stays far below the bound, a missing layer far above it. "not <" also catches NaN.
         if not error < (1e-2 if weight.dtype == torch.float32 else 1e-1):
             raise UserError(
-                f"the class token of this model differs from timm's own by {error:.1e} of it: its weights "
-                f"are not finite, or hooks or layers unknown here change what it computes; {SUPPORTED}"
+                f"The class token differs from timm's by a relative error of {error:.1e}: weights are not finite, or "
+                f"hooks or unknown layers change it. {SUPPORTED}"
             )
 
 
 def fingerprint(module: nn.Module) -> str:
-    """SHA-256 over the parameters and buffers of a module, in the order of their names."""
+    """Return the SHA-256 of all parameters and buffers of a module, sorted by name."""
     digest = hashlib.sha256()
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     for name in sorted(tensors):
@@ -282,36 +274,33 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise a UserError that says what was found where the model is no plain ViT with a class token."""
-    _refuse_unknown_parts(model, VisionTransformer, "the model")
-    vit: Any = model  # the attributes of timm's modules have no types
-    _refuse_unknown_parts(vit.patch_embed, PatchEmbed, "the patch embedding")
+def check_supported(model: nn.Module) -> None:
+    """Raise UserError unless the model is a plain ViT with a class token."""
+    _check_parts(model, VisionTransformer, "The model")
+    vit: Any = model  # timm's modules have no types
+    _check_parts(vit.patch_embed, PatchEmbed, "The patch embedding")
     if vit.cls_token is None:
-        raise UserError(f"the model has no class token (its pooling is {vit.global_pool!r}); {SUPPORTED}")
+        raise UserError(f"The model has no class token (pooling {vit.global_pool!r}). {SUPPORTED}")
     if not isinstance(vit.fc_norm, nn.Identity):
-        raise UserError(
-            f"the final norm of the model is for pooled patches, not for its class token (fc_norm, pooling "
-            f"{vit.global_pool!r}); {SUPPORTED}"
-        )
+        raise UserError(f"The final norm is for pooled patches (fc_norm, pooling {vit.global_pool!r}). {SUPPORTED}")
     if len(vit.blocks) == 0:
-        raise UserError(f"the model has no blocks; {SUPPORTED}")
+        raise UserError(f"The model has no blocks. {SUPPORTED}")
     for index, block in enumerate(vit.blocks):
-        _refuse_unknown_parts(block, Block, f"block {index}")
-        _refuse_unknown_parts(block.attn, Attention, f"the attention of block {index}")
-        if type(block.attn.qkv) is not nn.Linear:  # slicing its rows would go past an adapter around it
-            raise UserError(f"block {index}: qkv is a {_kind(block.attn.qkv)}, not a Linear; {SUPPORTED}")
+        _check_parts(block, Block, f"Block {index}")
+        _check_parts(block.attn, Attention, f"The attention of block {index}")
+        if type(block.attn.qkv) is not nn.Linear:  # slicing its rows would bypass an adapter around it
+            raise UserError(f"Block {index}: qkv is a {_kind(block.attn.qkv)}, not a Linear. {SUPPORTED}")
 
 
-def _refuse_unknown_parts(module: nn.Module, expected: type[nn.Module], where: str) -> None:
+def _check_parts(module: nn.Module, expected: type[nn.Module], where: str) -> None:
     if type(module) is not expected:
-        raise UserError(f"{where} is a {_kind(module)}, not a {expected.__name__}; {SUPPORTED}")
+        raise UserError(f"{where} is a {_kind(module)}, not a {expected.__name__}. {SUPPORTED}")
     parts = {name for name, _ in module.named_children()}
     parts |= {name for name, _ in module.named_parameters(recurse=False)}
     parts |= {name for name, _ in module.named_buffers(recurse=False)}
     unknown = sorted(parts - _PARTS[expected])
     if unknown:
-        raise UserError(f"{where} holds parts that are not known here: {', '.join(unknown)}; {SUPPORTED}")
+        raise UserError(f"{where} has unknown parts: {', '.join(unknown)}. {SUPPORTED}")
 
 
 def _kind(module: nn.Module) -> str:
@@ -321,33 +310,33 @@ def _kind(module: nn.Module) -> str:
 def _check_images(model: Any, images: Tensor) -> None:
     size, shape = tuple(model.patch_embed.img_size), tuple(images.shape)
     if len(shape) != 4 or not images.is_floating_point():
-        raise ValueError(f"images are normalised floats (B, 3, H, W), got {images.dtype} of shape {shape}")
+        raise ValueError(f"Expected normalized float images (B, 3, H, W), got {images.dtype} of shape {shape}.")
     if not model.dynamic_img_size and shape[2:] != size:
-        raise ValueError(f"the backbone takes images of (H, W) = {size}, got {shape[2:]}")
+        raise ValueError(f"Expected images of (H, W) = {size}, got {shape[2:]}.")
 
 
 def _check_prompts(model: Any, prompts: Prompts, batch: int) -> None:
     for index, prompt in prompts.items():
         if index not in range(len(model.blocks)):
-            raise ValueError(f"no block {index!r} to prompt: the backbone has 0 to {len(model.blocks) - 1}")
+            raise ValueError(f"Unknown block {index!r} of a prompt. Expected 0 to {len(model.blocks) - 1}.")
         kind = type(prompt).__name__
         if not isinstance(prompt, Prefix | Tokens | ClassTokenShift):
-            raise TypeError(f"block {index}: a prompt is a Prefix, Tokens or a ClassTokenShift, got a {kind}")
-        what, width = "attention", _attention_width(model.blocks[index].attn)
+            raise TypeError(f"Block {index}: expected a Prefix, Tokens or ClassTokenShift, got a {kind}.")
+        owner, width = "attention", _attention_width(model.blocks[index].attn)
         if isinstance(prompt, Tokens) or (isinstance(prompt, Prefix) and prompt.projected):
-            what, width = "backbone", model.embed_dim
+            owner, width = "backbone", model.embed_dim
         if prompt.width != width:
-            raise ValueError(f"block {index}: the {kind} has width {prompt.width}, the {what} {width}")
+            raise ValueError(f"Block {index}: the {kind} has width {prompt.width}, the {owner} {width}.")
         if prompt.batch not in (None, batch):
-            raise ValueError(f"block {index}: the {kind} is for {prompt.batch} images, the batch has {batch}")
+            raise ValueError(f"Block {index}: the {kind} is for {prompt.batch} images, the batch has {batch}.")
 
 
-def _read_out(readout: Readout, own: int, length: int) -> slice:
-    """Which tokens of the last block are read: the class token, first, or those that joined, last."""
+def _tokens_read(readout: Readout, own: int, length: int) -> slice:
+    """Return which tokens of the last block are read: the class token or the injected tokens."""
     if readout != "tokens":
         return slice(0, 1)
     if own == length:
-        raise ValueError("no tokens were injected that could be read out: only Tokens can be, or the class token")
+        raise ValueError("No tokens to read out. Inject Tokens, or read out the class token.")
     return slice(own, length)
 
 
@@ -356,20 +345,19 @@ def _attention_width(attention: Any) -> int:
 
 
 def _run_block(block: Any, tokens: Tensor, prompt: Prompt | None, read: slice) -> Tensor:
-    """Run timm's Block with a prompt in its attention, for the tokens that are read: (B, T or fewer, D)."""
+    """Run timm's Block with a prompt, for the tokens that are read `(B, T or fewer, D)`."""
     attended = _attend(block.attn, block.norm1(tokens), prompt, read)  # (B, T or fewer, D)
     return _finish_block(block, tokens[:, read], attended)
 
 
 def _finish_block(block: Any, tokens: Tensor, attended: Tensor) -> Tensor:
-    """What timm's Block does after its attention, for tokens (B, T or fewer, D)."""
     residual = tokens + block.drop_path1(block.ls1(attended))
     updated: Tensor = residual + block.drop_path2(block.ls2(block.mlp(block.norm2(residual))))
     return updated
 
 
 def _attend(attention: Any, tokens: Tensor, prompt: Prompt | None, read: slice) -> Tensor:
-    """Run timm's Attention with a prefix before its keys and values, or the class token's shifted."""
+    """Run timm's Attention with a prefix or a shift of the class token's keys and values."""
 
     def split_heads(tokens: Tensor) -> Tensor:
         heads = tokens.reshape(*tokens.shape[:2], attention.num_heads, attention.head_dim)
@@ -396,7 +384,6 @@ def _attend(attention: Any, tokens: Tensor, prompt: Prompt | None, read: slice) 
 
 
 def _projected(attention: Any, prompt: Prompt) -> Prompt:
-    """Send a prefix that is still to be projected through the attention's own weights."""
     if not isinstance(prompt, Prefix) or not prompt.projected:
         return prompt
     width, weight, bias = _attention_width(attention), attention.qkv.weight, attention.qkv.bias
@@ -409,14 +396,13 @@ def _projected(attention: Any, prompt: Prompt) -> Prompt:
 
 
 def _expanded(prefix: Prompt | None, batch: int) -> tuple[Tensor, Tensor] | None:
-    """The prefix's keys and values, (B, P, W) each."""
     if not isinstance(prefix, Prefix):
         return None
     return prefix.key.expand(batch, -1, -1), prefix.value.expand(batch, -1, -1)
 
 
 def _embed_patches(projection: nn.Conv2d, images: Tensor, base: Tensor) -> Tensor:
-    """Patches by one product, which is what a convolution without overlap is, put behind the other tokens of base."""
+    """Embed patches by a matrix product, which equals a convolution without overlap."""
     from probprompt.kernels.pixels import patches as cut
 
     rows = cut(images, projection.kernel_size[0], projection.kernel_size[1])  # (B patches, 3 p p)
@@ -430,13 +416,12 @@ def _embed_patches(projection: nn.Conv2d, images: Tensor, base: Tensor) -> Tenso
 
 
 def _shift_class_token(tokens: Tensor, shift: Tensor) -> Tensor:
-    """Add to the first token of each sequence (B, T, W)."""
     first = tokens[:, :1] + shift.to(tokens.dtype).expand(tokens.shape[0], -1)[:, None]  # (B, 1, W)
     return torch.cat([first, tokens[:, 1:]], dim=1)
 
 
 def _project(attention: Any, tokens: Tensor, read: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Project to queries, keys and values, each (B, T, W); queries only of the tokens that are read."""
+    """Project to queries (of the tokens that are read), keys and values `(B, T, W)`."""
     if read == slice(None):
         query, key, value = attention.qkv(tokens).chunk(3, dim=-1)
         return query, key, value
