@@ -80,7 +80,7 @@ def test_split_folders_are_recognized(photos: Path, tmp_path: Path, sides: tuple
 
 @pytest.mark.parametrize(("classes", "tasks"), [(100, 10), (20, 10), (8, 4), (3, 1), (2, 1)])
 def test_default_number_of_tasks(photos: Path, classes: int, tasks: int) -> None:
-    assert Folder(photos).usual_tasks(classes) == tasks
+    assert Folder(photos).default_tasks(classes) == tasks
 
 
 def test_class_names_match_in_any_unicode_form() -> None:
@@ -166,9 +166,9 @@ def test_heic_images_are_read_upright(tmp_path: Path) -> None:
     assert read_image(tmp_path / "sent.jpg").shape == (64, 128, 3)  # known by its content
     for length in (12, 40, len(data) // 2, len(data) - 5):
         (tmp_path / "cut.heic").write_bytes(data[:length])
-        with pytest.raises(UnreadableImageError) as told:
+        with pytest.raises(UnreadableImageError) as error:
             read_image(tmp_path / "cut.heic")
-        assert not told.value.passing
+        assert not error.value.passing
 
 
 def test_missing_heic_package_is_named(
@@ -184,7 +184,7 @@ def test_missing_heic_package_is_named(
         bare.setitem(sys.modules, "pillow_heif", None)
         bare.setattr(Image, "ID", [name for name in Image.ID if name not in ("HEIF", "HEIC")])
         answer = probprompt(*command, "--out", tmp_path / "refused")
-    assert answer.code == 2 and "pip install 'probprompt[heic]'" in answer.err and "6 image file(s)" in answer.err
+    assert answer.code == 2 and "pip install 'probprompt[heic]'" in answer.err and "6 unreadable" in answer.err
     assert probprompt(*command, "--out", tmp_path / "run").code == 0  # the cache does not keep the failure
 
 
@@ -204,8 +204,8 @@ def test_sample_is_a_folder_of_images(tmp_path: Path, probprompt: Command) -> No
     ("arguments", "message"),
     [
         (("new", "--classes", "cats"), "'cats'. Did you mean 'cat'"),
-        (("new", "--classes", "21"), "there are 20 classes of pictures"),
-        ((".",), "exists already"),
+        (("new", "--classes", "21"), "1 to 20, got 21"),
+        ((".",), "Pass a new folder"),
     ],
 )
 def test_sample_rejects_wrong_arguments(

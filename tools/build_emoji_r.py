@@ -1,23 +1,23 @@
 """Build the embedded dataset emoji-r: emoji of ten open icon sets, drawn to 64 pixels and sorted into 20 classes.
 
 The dataset is made in the spirit of ImageNet-R: one concept, many renditions, and a test set in styles that
-training never shows. Every picture is an icon of a published set, drawn on white; one-colour sets are drawn in
+training never shows. Every image is an icon of a published set, drawn on white; one-color sets are drawn in
 black. Nothing else is done to it.
 
 How the split is chosen. Sets by the same authors share their drawings, so they form one family and stay on one
 side: noto with noto-v1, the three fluent sets, the two emojione sets; twemoji, fxemoji and streamline stand
 alone. Emojione, fxemoji and streamline are the test side, because together they hold about a third of the
-pictures, give every class at least 20 test pictures, cover three quite different hands (shaded colour plus
-its one-colour cut, flat shapes with hard shadows, thick outlines), and lack the newest emoji, which so all
-serve training. The training side keeps flat, shaded, three-dimensional and one-colour drawings.
+pictures, give every class at least 20 test pictures, cover three quite different hands (shaded color plus
+its one-color cut, flat shapes with hard shadows, thick outlines), and lack the newest emoji, which so all
+serve training. The training side keeps flat, shaded, three-dimensional and one-color drawings.
 
-A few shapes (the phases of the moon) come out nearly the same in any hand. A training picture that nearly
-equals a test picture (correlation of the grey 32-pixel versions above the limit below) is removed.
+A few shapes (the phases of the moon) come out nearly the same in any hand. A training image that nearly
+equals a test image (correlation of the gray 32-pixel versions above the limit below) is removed.
 
 The same packages and the same versions of resvg-py, Pillow and numpy give the same bytes: `--check` rebuilds in
-a temporary folder and compares. The packages are fetched by name with `npm pack` at the pinned versions; the
+a temporary folder and compares. The packages are downloaded by name with `npm pack` at the pinned versions; the
 manifest records the versions of the Python packages. Which emoji make up a class, how the sets spell them, and
-which icons were left out by hand and why, stands in `emoji_classes.json`.
+which icons were omitted manually and why, is in `emoji_classes.json`.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def attribution() -> str:
         "# Attribution",
         "The pictures of emoji-r are icons of the sets below, taken from the `@iconify-json` packages. They stay "
         "under their own licences. What we changed, for every set: a selection of the icons was rendered to 64 px "
-        "on a white background (one-colour sets in black), put together on one sheet per class, and compressed "
+        "on a white background (one-color sets in black), put together on one sheet per class, and compressed "
         "as WebP. The authors do not endorse this project.",
     ]
     for source in SETS:

@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages in docs/: the results that lie beside them, and the commands' options.
+"""Additions to the site: the pages of results next to docs/, and the options of all commands.
 
 mkdocs calls these functions while it builds (`hooks` in mkdocs.yml).
 """
@@ -57,7 +57,7 @@ def in_repository(link: str, uri: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are between the folders of the site, where docs/ is the top."""
+    """Rewrite links for the folders of the site, where docs/ is the top."""
 
     def within_the_site(found: re.Match[str]) -> str:
         target = in_repository(found[2], page.file.src_uri)
@@ -88,7 +88,7 @@ def commands_page() -> str:
 
     parts = [
         "# Command line",
-        "`probprompt COMMAND --help` says the same. A user's mistake is told in words, with exit code 2.",
+        "`probprompt COMMAND --help` prints the same. Errors in the input end with exit code 2.",
     ]
     for words, command in walk(typer.main.get_command(app), ("probprompt",)):
         parts += [f"## {' '.join(words)}", str(command.help or ""), *_table(command)]
@@ -118,8 +118,8 @@ def _row(parameter: Any) -> str:
         name += "" if parameter.is_flag else f" {parameter.metavar or _kind(parameter)}"
     shown = getattr(parameter, "show_default", None)
     default = shown if isinstance(shown, str) else parameter.default
-    told = "" if default is None or default is False or default == "" or callable(default) else f"`{default}`"
-    cells = (f"`{name}`", escape(parameter.help or "", quote=False), told)
+    text = "" if default is None or default is False or default == "" or callable(default) else f"`{default}`"
+    cells = (f"`{name}`", escape(parameter.help or "", quote=False), text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

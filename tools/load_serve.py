@@ -1,9 +1,9 @@
-"""How a served model bears many clients at once, beside what it does offline: one 64 px PNG per request.
+"""Load test of a served model with many clients, compared with offline prediction: one 64 px PNG per request.
 
     python tools/load_serve.py [MODEL] [--clients 32] [--seconds 60] [--json FILE]
 
-Without a model a small one is taught first, with the demo backbone. The service runs as people run it, in a process
-of its own; the clients are threads of this one and share the cores with it. On a machine that has other work to do
+Without a model a small one is taught first, with the demo backbone. The service runs in a separate
+process; the clients are threads of this one and share the cores with it. On a machine that has other work to do
 the two speeds cannot be compared; the processor time that an image takes can.
 """
 
@@ -134,7 +134,7 @@ def measure_served(model: Path, images: list[bytes], clients: int, seconds: floa
 
 
 def processor_time(parent: int) -> float:
-    """Seconds of processor time that a process and its children took so far; not a number where that is not told."""
+    """Return the processor time of a process and its children in seconds; NaN if unknown."""
     total = 0.0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -3,7 +3,7 @@
 Ten of the twenty classes are learned in lessons of 4, 3 and 3 with four fifths of their images; the other fifth is
 fresh, and the images of the other ten classes are of no known class. The test set is not looked at.
 
-Beside what the classifier answers, other scores of novelty are compared on the same features: how ours was chosen.
+Other novelty scores are compared on the same features, as our score was chosen.
 
     python tools/measure_classifier.py 0 1 2 > results/classifier.jsonl
     python tools/measure_classifier.py 0 1 2 evaluation=image evaluation_draws=5  # with other settings
@@ -83,11 +83,11 @@ def measure(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     names = list(learned)
     strange = [image for name in names[10:] for image in fresh[name] + learned[name]]
     classifier = ContinualClassifier(backbone="demo", device="cpu", seed=seed, **settings)
-    seconds, told = [], None
+    seconds, error = [], None
     for lesson in LESSONS:
         report = classifier.learn({name: learned[name] for name in names[lesson]})
         seconds.append(round(report.seconds, 1))
-        told = report.calibration_error
+        error = report.calibration_error
     begun = time.perf_counter()
     found = classifier.evaluate({name: fresh[name] for name in names[:10]}, unknown=strange)
     return {
@@ -99,7 +99,7 @@ def measure(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         "evaluation_seconds": round(time.perf_counter() - begun, 1),
         "accuracy": round(found.accuracy, 2),
         "forgetting": found.forgetting and round(found.forgetting, 2),
-        "calibration_error_told": told and round(told, 4),
+        "calibration_error_told": error and round(error, 4),
         "calibration_error": round(found.calibration_error, 4),
         "temperature": round(classifier.predictor.state.calibration.temperature, 4),
         "auroc": found.auroc and round(found.auroc, 4),

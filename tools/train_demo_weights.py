@@ -233,7 +233,7 @@ class Trainer:
         return loss.detach()
 
     def rehearse(self, steps: int) -> float:
-        """Take steps of size zero, which leave the weights as they are, and return the seconds of one."""
+        """Take steps of size zero, which do not change the weights, and return the seconds of one."""
         index = torch.randint(len(self.images), (self.recipe.batch,), device=self.device)
         strength = torch.ones((), device=self.device)
         begin = 0.0
@@ -286,7 +286,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, floa
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the file, then rename, so that a run cut off while saving leaves the previous version."""
+    """Write to a temporary file, then rename it, so that an interrupted save keeps the previous version."""
     scratch = path.with_suffix(path.suffix + ".part")
     write(scratch)
     scratch.replace(path)
