@@ -103,7 +103,7 @@ def _hash_pixels(images: ImageSet) -> str | None:
     """Return the hash of pixels in memory or of cached files."""
     if images.pixels is not None:
         return Decoded.of(images.pixels).hashed().sha256
-    cache = ImageCache.usual()
+    cache = ImageCache.default()
     cached = cache.entry(images.files) if cache and images.files else None
     decoded = cached.read() if cached else None
     return decoded.sha256 if decoded else None

@@ -97,7 +97,7 @@ def requested_runs(
             raise UserError(f"{table.name} has no method {method!r}. {suggest(method, known)}")
     files = {name: {"backbone.weights": file} for name, file in (weights or {}).items()}
     runs = []
-    for row, column in table.runs():
+    for row, column in table.cells():
         if not methods or row.method in methods:
             own = {"data.tasks": column.tasks, "backbone.name": column.backbone, **files.get(column.backbone, {})}
             spec = GridSpec(
@@ -207,7 +207,7 @@ def make_plan(
 
 
 def _status(table: paper.Table, run: RequestedRun, entries: Sequence[Entry], local: LocalResources) -> RowStatus:
-    cells, recorded, deviating, finished, waiting = run.runs, 0, 0, list[RunSpec](), list[RunSpec]()
+    cells, recorded, deviating, finished, waiting = run.cells, 0, 0, list[RunSpec](), list[RunSpec]()
     is_paper = all(_is_paper_experiment(cell.config, run) for cell in cells)
 
     def is_requested(entry: Entry, cell: RunSpec) -> bool:

@@ -87,7 +87,7 @@ def assert_right(decoded: Decoded, root: Path) -> None:
 
 
 def only_entry(cache: ImageCache) -> Path:
-    """The one thing in the cache beside locks."""
+    """The only entry in the cache, except locks."""
     (found,) = (path for path in cache.folder.iterdir() if path.suffix != ".lock")
     return found
 
@@ -199,7 +199,7 @@ def test_unreadable_files_are_remembered(folder: Path, cache: ImageCache) -> Non
     second = place(cache, files).read()
     assert second is not None and files.reads == []
     assert second.unreadable == first.unreadable and sorted(second.unreadable) == [1, 4, 5]
-    assert second.unreadable[1] == "no image format that can be read" and "truncated" in second.unreadable[4]
+    assert second.unreadable[1] == "not a supported image format" and "truncated" in second.unreadable[4]
     for row in (0, 2, 3):
         np.testing.assert_array_equal(images(second)[row], np.asarray(Image.open(folder / NAMES[row])))
     for name in NAMES:
@@ -330,7 +330,7 @@ def test_concurrent_threads(folder: Path, cache: ImageCache, locks: bool, monkey
     assert len(found) == 4 and sorted(files.reads) == sorted([*range(6)] * (1 if locks else 4))
     for decoded in found:
         assert_right(decoded, folder)
-    assert set(notes) <= {"another process is decoding the same images: waiting for it"} and sum(advanced) == 4 * 6
+    assert set(notes) <= {"Waiting for another process that decodes the same images."} and sum(advanced) == 4 * 6
     assert only_entry(cache) == place(cache, files).folder and place(cache, files).read(verify=True) is not None
 
 
@@ -378,7 +378,7 @@ def test_killed_process_leaves_nothing_that_stays(entry: Entry, cache: ImageCach
     deadline = time.monotonic() + 30
     while not any(cache.folder.glob(".*/pixels.u8")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert cache.clean() == 0 and any(cache.folder.glob(".*/pixels.u8"))  # somebody is at work: left alone
+    assert cache.clean() == 0 and any(cache.folder.glob(".*/pixels.u8"))  # in use: kept
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert entry.read() is None and any(cache.folder.glob(".*/pixels.u8"))
@@ -405,7 +405,7 @@ def test_unwritable_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert_right(decoded, folder)
     assert decoded.sha256 is None and sum(advanced) == 6 and len(notes) == 1 and str(tmp_path / "taken") in notes[0]
     monkeypatch.setattr(ImageFiles, "read", Mock(side_effect=MemoryError))
-    with pytest.raises(UserError, match=r"neither the disk .* nor the memory"):
+    with pytest.raises(UserError, match=r"nor in memory.*data.stored_side"):
         entry.write(quiet, quiet)
 
 
@@ -413,17 +413,17 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name in ("PROBPROMPT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert ImageCache.usual() == ImageCache(tmp_path / ".cache" / "probprompt")
+    assert ImageCache.default() == ImageCache(tmp_path / ".cache" / "probprompt")
     for variable, value, folder in (
         ("XDG_CACHE_HOME", "relative", ".cache/probprompt"),  # not allowed, and to be ignored
         ("XDG_CACHE_HOME", str(tmp_path / "xdg"), "xdg/probprompt"),
         ("PROBPROMPT_CACHE", "~/mine", "mine"),
     ):
         monkeypatch.setenv(variable, value)
-        assert ImageCache.usual() == ImageCache(tmp_path / folder)
+        assert ImageCache.default() == ImageCache(tmp_path / folder)
     for word in ("off", "OFF"):
         monkeypatch.setenv("PROBPROMPT_CACHE", word)
-        assert ImageCache.usual() is None
+        assert ImageCache.default() is None
 
 
 def test_few_small_files_are_not_kept(entry: Entry, folder: Path, tmp_path: Path) -> None:

@@ -410,7 +410,7 @@ def test_the_demo_compares_without_a_network(
         ("--track wandb", "pip install 'probprompt[wandb]'"),
         ("--device cdua", "'cuda'"),
         ("--tasks junk", "'junk'"),
-        ("--tasks 4,4", "[4, 4] add up to 8, but there are 6 classes"),
+        ("--tasks 4,4", "[4, 4] add up to 8, expected 6 classes"),
         ("--tasks 7", "1 to 6 tasks"),
         ("--weights gone.safetensors", "gone.safetensors"),
         ("--backbone vit_huge_9000", "'vit_huge_9000'"),

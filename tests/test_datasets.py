@@ -16,7 +16,7 @@ from PIL import Image
 
 from probprompt.config import parse_config
 from probprompt.data.datasets import Folder, ImageData, ImageSet, find, registered, stratified_split
-from probprompt.data.image_store import Loaded, load, refuse_unreadable
+from probprompt.data.image_store import Loaded, check_readable, load
 from probprompt.data.published import Cifar100
 from probprompt.errors import UserError
 from probprompt.progress import ProgressCallback
@@ -34,7 +34,7 @@ def draw(path: Path, colour: int = 0, size: tuple[int, int] = (6, 4)) -> Path:
 
 
 def folder(root: Path, **classes: int) -> Path:
-    """Class folders with so many pictures each, all of another colour."""
+    """Class folders with this number of images each, all of another color."""
     for label, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for index in range(count):
@@ -72,11 +72,11 @@ def test_emoji_r_has_twenty_classes_on_both_sides() -> None:
 
 
 def test_a_name_that_cannot_be_found_is_met_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*class folders.*Did you mean 'emoji-r'"):
+    with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*class folders .did you mean 'emoji-r'"):
         find("emoji_r")
     with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*Expected one of: .*emoji-r"):
         find("/no/such/place")
-    with pytest.raises(UserError, match="is a file, not a folder"):
+    with pytest.raises(UserError, match="is a file"):
         find(str(draw(tmp_path / "a.png")))
     assert "emoji-r" in registered()
     assert all(kind.name == name and kind.summary and kind.tasks >= 1 for name, kind in registered().items())
@@ -119,11 +119,11 @@ def test_a_separate_test_folder_leaves_all_others_for_training(tmp_path: Path) -
     one, two = folder(tmp_path / "one", ant=3, bee=4), folder(tmp_path / "two", bee=2, ant=1)
     data = read(one, two)
     assert (count(data.train), count(data.test)) == ({0: 3, 1: 4}, {0: 1, 1: 2})
-    with pytest.raises(UserError, match=r"test folder .*nowhere is not a folder"):
+    with pytest.raises(UserError, match=r"nowhere is not a folder.*--test"):
         read(one, tmp_path / "nowhere")
     three = folder(tmp_path / "three", ant=2, bee=2, cat=2)
     for train, test in ((three, two), (two, three)):
-        with pytest.raises(UserError, match=r"two has no folder for the class\(es\) cat"):
+        with pytest.raises(UserError, match=r"two has no folder for .*cat"):
             read(train, test)
 
 
@@ -146,10 +146,10 @@ def test_hidden_files_and_files_that_are_no_images_do_not_count(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("classes", "reason"),
     [
-        ({"ant": 3, "bee": 0, "cat": 3}, "/bee holds no image"),
-        ({}, r"holds 0 class folder\(s\), at least 2 are needed$"),
-        ({"ant": 5}, r"holds 1 class folder\(s\), at least 2 are needed$"),
-        ({"ant": 3, "bee": 1}, r"'bee' has 1 image\(s\): at least 2"),
+        ({"ant": 3, "bee": 0, "cat": 3}, "/bee .*Add images"),
+        ({}, "0 class folder.*at least 2.$"),
+        ({"ant": 5}, "1 class folder.*at least 2.$"),
+        ({"ant": 3, "bee": 1}, "'bee' has 1 image.*at least 2"),
     ],
 )
 def test_classes_that_cannot_be_learned_are_refused(tmp_path: Path, classes: dict[str, int], reason: str) -> None:
@@ -161,7 +161,7 @@ def test_loose_images_are_met_with_a_hint(tmp_path: Path) -> None:
     for index in range(3):
         draw(tmp_path / f"{index}.png")
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(UserError, match=r"its 3 image\(s\) must lie in one folder per class"):
+    with pytest.raises(UserError, match=r"Move its 3 image\(s\)"):
         read(tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path, one: str, other: st
     if (tmp_path / other).exists():
         pytest.skip("this file system takes the two for one")
     folder(tmp_path, **{other: 2})
-    with pytest.raises(UserError, match="two classes of one name") as problem:
+    with pytest.raises(UserError, match="Merge or rename one") as problem:
         read(tmp_path)
     assert repr(one) in str(problem.value) and repr(other) in str(problem.value)
 
@@ -326,17 +326,17 @@ def both(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("number", [1, 9, 13])
 def test_unreadable_files_stop_the_run_and_ten_are_listed(both: Path, number: int) -> None:
     sides = spoiled(both, "test/ant/01.png", *[f"train/ant/{index:02}.png" for index in range(number)])
-    with pytest.raises(UserError, match=rf"(?s){number + 1} image file\(s\).*--skip-unreadable") as problem:
-        refuse_unreadable(sides, ("ant", "bee"), skip=False)
+    with pytest.raises(UserError, match=rf"(?s){number + 1} unreadable.*--skip-unreadable") as problem:
+        check_readable(sides, ("ant", "bee"), skip=False)
     text = str(problem.value)
-    assert "ant/00.png: no image format" in text and text.count("ant/") == min(10, number + 1)
+    assert "ant/00.png: not a supported" in text and text.count("ant/") == min(10, number + 1)
     assert ("and 4 more" in text) is (number == 13)
 
 
 def test_unreadable_files_may_be_skipped_and_are_named(both: Path) -> None:
-    assert all(refuse_unreadable(spoiled(both), ("ant", "bee"), skip) == [] for skip in (True, False))
+    assert all(check_readable(spoiled(both), ("ant", "bee"), skip) == [] for skip in (True, False))
     train, test = spoiled(both, "train/ant/02.png", "test/ant/01.png")
-    assert refuse_unreadable((train, test), ("ant", "bee"), skip=True) == ["ant/02.png", "ant/01.png"]
+    assert check_readable((train, test), ("ant", "bee"), skip=True) == ["ant/02.png", "ant/01.png"]
     assert train.names[:3] == ("ant/00.png", "ant/01.png", "ant/03.png")
     assert train.labels.tolist() == [0] * 13 + [1] * 4 and len(train.store) == 17
     third = train.store.canvas(torch.tensor([2]))[0].permute(1, 2, 0).numpy()
@@ -346,8 +346,8 @@ def test_unreadable_files_may_be_skipped_and_are_named(both: Path) -> None:
 @pytest.mark.parametrize("side", ["train", "test", ""])
 def test_a_class_may_not_lose_its_last_image(both: Path, side: str) -> None:
     lost = [str(path) for path in (both / side).rglob("*.png") if not side or "bee" in path.parts]
-    with pytest.raises(UserError, match=f"the class '{'bee' if side else 'ant'}' has no image left"):
-        refuse_unreadable(spoiled(both, *lost), ("ant", "bee"), skip=True)
+    with pytest.raises(UserError, match=f"'{'bee' if side else 'ant'}'.* remove it"):
+        check_readable(spoiled(both, *lost), ("ant", "bee"), skip=True)
 
 
 def test_a_run_tells_what_it_skipped(settings: Settings, pictures: Path, tmp_path: Path) -> None:
@@ -379,8 +379,8 @@ def test_what_is_not_as_published_is_noted_and_recorded(
     figures = replace(Cifar100.figures, classes=2, train=8, test=8, train_per_class=(4, 4), test_per_class=(4, 4))
     monkeypatch.setattr(Cifar100, "figures", figures)
     expected = [
-        "images are JPEG files, published are images without loss: they were encoded anew",
-        "images have 64 x 64 pixels, published are 32 x 32: they were resized",
+        "images were re-encoded as JPEG, published: lossless images",
+        "images were resized: 64x64 pixels, published: 32x32",
     ]
     for ending, size, differences in ((".png", 32, []), (".jpg", 64, expected)):
         for place in ("train/cat", "train/dog", "test/cat", "test/dog"):

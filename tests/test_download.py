@@ -32,7 +32,7 @@ CONTENT = bytes(range(256)) * 4000
 
 
 class Watch(ProgressCallback):
-    """Remembers what it is told."""
+    """Records what is reported."""
 
     def __init__(self) -> None:
         self.moved = 0
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 class Server:
-    """Serves files, with or without ranges, and cuts connections when told to."""
+    """Serves files, with or without ranges, and closes connections on request."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {"/data.bin": CONTENT}
@@ -137,7 +137,7 @@ def fetch(server: Server, target: Path, expected: bytes = CONTENT) -> Watch:
     watch = Watch()
     download.download(f"{server.url}/data.bin", target, watch)
     assert target.read_bytes() == expected
-    assert [path.name for path in target.parent.iterdir()] == ["data.bin"], "nothing is left beside it"
+    assert [path.name for path in target.parent.iterdir()] == ["data.bin"], "nothing else is left"
     return watch
 
 
@@ -146,7 +146,7 @@ def fetch_part(server: Server, target: Path) -> None:
     server.cuts = [400_000]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(download, "ATTEMPTS", 1)
-        with pytest.raises(UserError, match=r"0.4 MB are kept, and the same command goes on"):
+        with pytest.raises(UserError, match=r"0.4 MB are kept; the same command"):
             fetch(server, target)
     assert not target.exists()
 
@@ -197,7 +197,7 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_has_nothing_is_not(se
     fetch(server, target)
     assert len(server.requests) == 3
     server.failures = [404]
-    with pytest.raises(UserError, match=r"answers 404 Not Found: try a mirror with --url"):
+    with pytest.raises(UserError, match=r"404 Not Found.*--url"):
         fetch(server, target.with_name("other"))
     assert len(server.requests) == 4 and not target.with_name("other").exists()
 
@@ -231,7 +231,7 @@ def test_a_network_that_is_lost_is_waited_for_and_one_that_was_never_there_is_no
 ) -> None:
     with monkeypatch.context() as patch:
         waited = failing(patch, problem)
-        with pytest.raises(UserError, match=rf"cannot be reached \({problem.strerror}\): nothing was fetched.*network"):
+        with pytest.raises(UserError, match=rf"\({problem.strerror}\).*Nothing was downloaded.*network"):
             fetch(server, target)
     assert not waited and not server.requests, "asked once"
     server.cuts = [300_000]
@@ -243,21 +243,21 @@ def test_a_network_that_is_lost_is_waited_for_and_one_that_was_never_there_is_no
 
 def test_a_slow_connection_is_tried_again(server: Server, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, TimeoutError("timed out"))
-    assert fetch(server, target).notes == ["cut after 0.0 MB (timed out): going on"]
+    assert fetch(server, target).notes == ["Interrupted after 0.0 MB (timed out). Resuming."]
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "cifar100", ""])
 def test_only_web_addresses_are_fetched(tmp_path: Path, url: str) -> None:
-    with pytest.raises(UserError, match="is no web address"):
+    with pytest.raises(UserError, match="https://"):
         download.download(url, tmp_path / "x", Watch())
 
 
 def test_redirects_are_followed_to_the_web_alone(server: Server, target: Path) -> None:
     server.redirect = "ftp://127.0.0.1/data.bin"
-    with pytest.raises(UserError, match=r"leads to ftp://127.0.0.1/data.bin, which is not followed"):
+    with pytest.raises(UserError, match=r"ftp://127.0.0.1/data.bin.*--url"):
         fetch(server, target)
     safe, request = download._SafeRedirects(), urllib.request.Request("https://example.org/a")
-    with pytest.raises(UserError, match="is not followed"):
+    with pytest.raises(UserError, match=r"less secure.*--url"):
         safe.redirect_request(request, io.BytesIO(), 302, "", Message(), "http://example.org/a")
     assert safe.redirect_request(request, io.BytesIO(), 302, "", Message(), "https://example.org/b") is not None
 
@@ -267,7 +267,7 @@ def test_a_disk_without_room_is_told_before_anything_is_moved(
 ) -> None:
     usage = shutil.disk_usage(target.parents[1])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(UserError, match=r"needs 0.07 GB in .* where 0.00 GB are free.*--to"):
+    with pytest.raises(UserError, match=r"needs 0.07 GB in .* 0.00 GB are free.*--dir"):
         fetch(server, target)
 
 
@@ -277,7 +277,7 @@ def test_the_published_hash_decides(tmp_path: Path) -> None:
     hashes = {"md5": hashlib.md5(CONTENT).hexdigest(), "sha256": hashlib.sha256(CONTENT).hexdigest()}
     for algorithm in ("md5", "sha256"):
         assert check_hash(path, Source("a", algorithm, hashes[algorithm]), Watch()) == hashes
-        with pytest.raises(UserError, match=f"is not the published a: its {algorithm} is {hashes[algorithm]}.* 0000"):
+        with pytest.raises(UserError, match=f"published a: {algorithm} .*0000, got {hashes[algorithm]}"):
             check_hash(path, Source("a", algorithm, "0" * 32), Watch())
 
 
@@ -317,7 +317,7 @@ def test_an_archive_that_leaves_its_folder_or_is_cut_is_rejected(tmp_path: Path)
     cut = tmp_path / "cut"
     cut.write_bytes(tar_of(tmp_path / "whole", ("a", os.urandom(100_000))).read_bytes()[:50_000])
     for archive in (evil, cut):
-        with pytest.raises(UserError, match=f"{archive.name} cannot be unpacked"):
+        with pytest.raises(UserError, match=f"unpack .*{archive.name}"):
             unpack(archive, tmp_path / "out", Watch())
     assert not (tmp_path / "escaped").exists()
 
@@ -387,19 +387,17 @@ def test_a_dataset_is_installed_in_the_default_place(
     assert len(server.requests) == asked and "already" in watch.notes[0]
 
 
-@pytest.mark.parametrize(
-    "reason", ["is not the published tiny.tgz", "cannot be unpacked", "nothing that looks like tiny"]
-)
+@pytest.mark.parametrize("reason", ["is not the published tiny.tgz", "unpack", "does not contain tiny"])
 def test_a_bad_archive_is_removed_only_if_downloaded(server: Server, tree: bytes, tmp_path: Path, reason: str) -> None:
-    others = {"unpacked": b"<html>moved</html>", "tiny": tar_of(tmp_path / "x", ("hello.txt", b"x")).read_bytes()}
+    others = {"unpack": b"<html>moved</html>", "tiny": tar_of(tmp_path / "x", ("hello.txt", b"x")).read_bytes()}
     bad = others.get(reason.split()[-1], tree)
     kind, home = dataset(server, bad, b"another" if "published" in reason else bad), tmp_path / "home"
-    with pytest.raises(UserError, match=rf"{reason}.*\. It was removed: try again, or name a mirror with --url"):
+    with pytest.raises(UserError, match=rf"{reason}.*\. It was removed. .*--url"):
         install(kind, home)
     assert not list(home.iterdir())
     (home / "tiny.tgz").write_bytes(bad)
     asked = len(server.requests)
-    for file, remedy in ((None, "It was there already: remove it"), (home / "tiny.tgz", "Name the right archive")):
+    for file, remedy in ((None, "It existed before. Remove it"), (home / "tiny.tgz", "Pass the published tiny.tgz")):
         with pytest.raises(UserError, match=rf"{reason}.*\. {remedy}"):
             install(kind, home, file=file)
     assert len(server.requests) == asked and [path.name for path in home.iterdir()] == ["tiny.tgz"]
@@ -417,10 +415,10 @@ def test_mirrors_and_archives_on_disk_are_used(server: Server, tree: bytes, tmp_
     assert mine.exists() and len(server.requests) == asked
     with pytest.raises(UserError, match="--url and --file"):
         install(kind, tmp_path / "d", server.url, mine)
-    with pytest.raises(UserError, match="nowhere is no file"):
+    with pytest.raises(UserError, match="nowhere is not a file"):
         install(kind, tmp_path / "d", file=tmp_path / "nowhere")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="tiny cannot be written to"):
+    with pytest.raises(UserError, match=r"tiny to .*: "):
         install(kind, tmp_path / "file" / "e", file=mine)
 
 
@@ -444,7 +442,7 @@ def test_an_archive_that_the_disk_cannot_hold_unpacked_is_kept(
 def test_other_files_in_the_place_are_never_touched(server: Server, tree: bytes, tmp_path: Path) -> None:
     (tmp_path / "home" / "tiny").mkdir(parents=True)
     (tmp_path / "home" / "tiny" / "mine.txt").write_text("precious")
-    with pytest.raises(UserError, match=r"exists and does not look like tiny.*--to"):
+    with pytest.raises(UserError, match=r"is not tiny.*--dir"):
         install(dataset(server, tree), tmp_path / "home")
     assert (tmp_path / "home" / "tiny" / "mine.txt").exists() and not server.requests
 

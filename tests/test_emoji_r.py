@@ -83,10 +83,10 @@ def test_images_show_something_and_none_repeats(dataset: Dataset) -> None:
 
 
 def test_licences_are_open_and_agree_with_the_sets(dataset: Dataset, index: dict[str, Any]) -> None:
-    assert {item.licence for item in dataset[1]} <= ALLOWED_LICENCES
+    assert {item.license for item in dataset[1]} <= ALLOWED_LICENCES
     for item in dataset[1]:
         source = index["sets"][item.style]
-        assert (item.family, item.licence, item.split) == (source["family"], source["licence"], source["split"])
+        assert (item.family, item.license, item.split) == (source["family"], source["licence"], source["split"])
 
 
 def test_attribution_credits_each_set(index: dict[str, Any]) -> None:

@@ -85,9 +85,9 @@ def refused(name: str) -> str:
     """Return the message, of one line, with which a dataset is refused."""
     with pytest.raises(UserError) as problem:
         find(name).load(4)
-    told = str(problem.value)
-    assert "\n" not in told and len(told) < 500
-    return told
+    message = str(problem.value)
+    assert "\n" not in message and len(message) < 500
+    return message
 
 
 def test_dataset_is_downloaded_once_and_silently(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_revisions_and_their_split_hashes(hub: Hub) -> None:
     assert reds == {first: 1, second: 2, "v1": 1, "refs/pr/1": 2, "main": 2}
     hashes = {name: data.split_hash() for name, data in found.items()}
     assert hashes[first] == hashes["v1"] != hashes[second] == hashes["refs/pr/1"] == hashes["main"]
-    assert "has no such revision" in refused("hf:owner/name@v2")
+    assert "revision not found" in refused("hf:owner/name@v2")
 
 
 def test_one_of_several_configurations(hub: Hub) -> None:
@@ -127,7 +127,7 @@ def test_one_of_several_configurations(hub: Hub) -> None:
     assert find("hf:owner/name:fine").load(4).train.read(0)[0, 0, 0] == 2
     assert find(f"hf:owner/name@{earlier}").load(4).train.read(0)[0, 0, 0] == 1
     for wrong in ("", ":medium"):
-        assert refused(f"hf:owner/name{wrong}@main").endswith("coarse, fine, as in hf:owner/name:coarse@main")
+        assert refused(f"hf:owner/name{wrong}@main").endswith("such as hf:owner/name:coarse@main. All: coarse, fine.")
 
 
 def test_name_without_owner_is_looked_up(hub: Hub, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_name_without_owner_is_looked_up(hub: Hub, tmp_path: Path) -> None:
     hub.moved["datasets/pets"] = "datasets/owner/pets"
     assert find("hf:pets").load(4).split_hash() == find("hf:owner/pets:default@main").load(4).split_hash()
     Image.new("RGB", (8, 6)).save(tmp_path / "train.png")
-    assert "the hub has no dataset imagefolder" in refused("hf:imagefolder")  # to the package, this folder
+    assert "no dataset imagefolder" in refused("hf:imagefolder")  # to the package, this folder
 
 
 def test_images_in_class_folders_on_the_hub(hub: Hub) -> None:
@@ -154,8 +154,8 @@ def test_missing_and_private_datasets_are_refused(hub: Hub) -> None:
     hub.repositories["datasets/owner/private"] = Repository(private=True)
     for name in ("owner/unknown", "owner/private", "unknown"):
         message = refused(f"hf:{name}")
-        assert f"the hub has no dataset {name}, or it is private" in message and "set HF_TOKEN" in message
-    assert "hf:owner--s/name is no name of a dataset: Cannot have --" in refused("hf:owner--s/name")
+        assert f"no dataset {name}, or it is private" in message and "set HF_TOKEN" in message
+    assert "hf:owner--s/name: Cannot have --" in refused("hf:owner--s/name")
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_missing_and_private_datasets_are_refused(hub: Hub) -> None:
 def test_unusable_datasets(hub: Hub, content: dict[str, bytes], reason: str, capfd: Any, caplog: Any) -> None:
     publish(hub, content)
     message = refused("hf:owner/name")
-    assert message.startswith("hf:owner/name cannot be loaded: ") and reason in message
+    assert message.startswith("Could not load hf:owner/name: ") and reason in message
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert refused("hf:owner/name") == "hf:owner/name needs the package 'datasets': pip install 'probprompt[hub]'"
+    assert refused("hf:owner/name").endswith("'datasets'. Run: pip install 'probprompt[hub]'")
 
 
 def test_without_network_the_cache_is_used(
@@ -193,14 +193,14 @@ def test_without_network_the_cache_is_used(
         source = find(f"hf:{name}")
         assert source.load(4).split_hash() == online.split_hash()
         (remark,) = source.notes()
-        assert remark.startswith("the hub cannot be reached (")
-        assert f": hf:{name} is what was fetched last, commit {first}" in remark
-        assert remark.endswith("configuration fine") is (":" not in name)
+        assert remark.startswith("Could not reach the Hub (")
+        assert f"last download of hf:{name}: commit {first}" in remark
+        assert remark.endswith("configuration fine.") is (":" not in name)
     for revision in (second, "main"):
-        assert f"is the commit {first}" in refused(f"hf:owner/name@{revision}")
-    assert "no copy of hf:owner/name:coarse can be used: Couldn't find cache" in refused("hf:owner/name:coarse")
-    assert "hf:owner/other was not fetched before" in refused("hf:owner/other")
-    assert refused("hf:csv").endswith("write hf:owner/name")
+        assert f"is commit {first}" in refused(f"hf:owner/name@{revision}")
+    assert "no usable copy of hf:owner/name:coarse exists (Couldn't find cache" in refused("hf:owner/name:coarse")
+    assert "hf:owner/other was never downloaded" in refused("hf:owner/other")
+    assert refused("hf:csv").endswith("write hf:owner/name.")
     assert capfd.readouterr() == ("", "") and not caplog.records
     assert not PACKAGE.config.HF_HUB_OFFLINE
 
@@ -210,15 +210,18 @@ def test_offline_mode_sends_no_request(hub: Hub, monkeypatch: pytest.MonkeyPatch
     find("hf:owner/name").load(4)
     hub.requests.clear()
     monkeypatch.setattr(PACKAGE.config, "HF_HUB_OFFLINE", True)
-    assert "(HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set): hf:owner/name is what" in find("hf:owner/name").notes()[0]
+    assert (
+        "(HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set). Using the last download of hf:owner/name"
+        in find("hf:owner/name").notes()[0]
+    )
     assert not hub.requests
 
 
 @pytest.mark.parametrize(
     ("code", "headers", "message"),
     [
-        (403, {}, "the hub does not give its files"),
-        (401, {"X-Error-Code": "GatedRepo"}, "You must be authenticated to access it; run 'hf auth login' or set HF_T"),
+        (403, {}, "the Hub does not send its files"),
+        (401, {"X-Error-Code": "GatedRepo"}, "You must be authenticated to access it. Run 'hf auth login' or set HF_T"),
     ],
 )
 def test_gated_datasets_are_refused(
@@ -247,12 +250,12 @@ FULL, SOME = [0, 1, 2] * 5, [2, 1, 0]
         ({"train": FULL, "validation": SOME}, "validation@", 3, ""),
         ({"train": FULL}, "train@", 3, ""),
         ({"train": FULL, "test": []}, "train@", 3, ""),
-        ({"train": FULL, "test": [-1, -1]}, "train@", 3, "the test set is a part of 'train'"),
-        ({"train": FULL, "test": [-1, -1], "validation": SOME}, "validation@", 3, "the test set is 'validation'"),
-        ({"train": FULL, "test": [0, None], "validation": SOME}, "validation@", 3, "the test set is 'validation'"),
-        ({"train": FULL, "test": None, "validation": SOME}, "validation@", 3, "the test set is 'validation'"),
+        ({"train": FULL, "test": [-1, -1]}, "train@", 3, "The test set is a part of 'train'"),
+        ({"train": FULL, "test": [-1, -1], "validation": SOME}, "validation@", 3, "The test set is 'validation'"),
+        ({"train": FULL, "test": [0, None], "validation": SOME}, "validation@", 3, "The test set is 'validation'"),
+        ({"train": FULL, "test": None, "validation": SOME}, "validation@", 3, "The test set is 'validation'"),
         ({"train": FULL, "test": SOME, "validation": [-1, -1]}, "test@", 3, ""),
-        ({"train": [0, 2] * 5, "test": [2, 0]}, "test@", 2, "have no image and are left out: bee"),
+        ({"train": [0, 2] * 5, "test": [2, 0]}, "test@", 2, "without images: bee"),
     ],
 )
 def test_splits_for_testing_and_their_classes(
@@ -261,7 +264,7 @@ def test_splits_for_testing_and_their_classes(
     plain = split(SOME).remove_columns("label")
     made = {name: plain if labels is None else split(labels) for name, labels in splits.items()}
     if [] in splits.values():  # the package writes an empty split, but cannot read it
-        assert refused(save(made, tmp_path / "saved")).endswith("without splits that are empty")
+        assert refused(save(made, tmp_path / "saved")).endswith("without empty splits.")
         publish(hub, files(made))
     source = find("hf:owner/name" if [] in splits.values() else save(made, tmp_path / "saved"))
     data = source.load(4)
@@ -273,10 +276,10 @@ def test_splits_for_testing_and_their_classes(
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        ({"train": [], "test": FULL}, "has no split 'train' with images, only test"),
-        ({"train": [0, -1]}, "'train' has images without a class"),
-        ({"train": [0, 1], "test": [0, 1, 2]}, "the split 'train' has no image of cat"),
-        ({"train": [0, 1, 2], "test": [0, 1]}, "the split 'test' has no image of cat"),
+        ({"train": [], "test": FULL}, "has no split 'train' with images. It has test"),
+        ({"train": [0, -1]}, "'train' of hf:owner/name has images without a class"),
+        ({"train": [0, 1], "test": [0, 1, 2]}, "Split 'train' of hf:owner/name lacks classes of another split: cat"),
+        ({"train": [0, 1, 2], "test": [0, 1]}, "Split 'test' of hf:owner/name lacks classes of another split: cat"),
     ],
 )
 def test_unusable_splits_are_refused(hub: Hub, splits: dict[str, Labels], message: str) -> None:
@@ -288,12 +291,12 @@ def test_columns_of_the_splits(tmp_path: Path) -> None:
     turned = split([0, 1, 2]).cast_column("label", PACKAGE.ClassLabel(names=list(reversed(CLASSES))))
     for column, other in (("label", turned), ("img", split([0, 1, 2]).rename_column("img", "image"))):
         message = refused(save({"train": split([0, 1, 2]), "test": other}, tmp_path / column))
-        assert f"'test' has another column '{column}' than 'train'" in message
+        assert f"column '{column}' differs from 'train'" in message
     fine, plain = split([0, 1, 2] * 2), PACKAGE.Value("int64")
     other = fine.rename_column("label", "fine_label").add_column("coarse_label", [0] * 6, feature=FEATURES["label"])
     assert find(save(other, tmp_path / "fine")).load(4).class_names == CLASSES
     message = refused(save(fine.cast_column("label", plain), tmp_path / "numbers"))
-    assert message.endswith("one of class labels, but its columns are img (Image), label (Value)")
+    assert message.endswith("It has: img (Image), label (Value).")
 
 
 def test_saved_datasets_and_their_split_hashes(tmp_path: Path) -> None:
@@ -308,15 +311,15 @@ def test_saved_datasets_and_their_split_hashes(tmp_path: Path) -> None:
         loaded = load(source.hold_out(source.load(side), 0.25).test, torch.device("cpu"), lambda _: None)
         assert loaded.describe()["stored_side"] == (side or "full") and int(loaded.store.sizes.min()) == (side or 30)
     (tmp_path / "one" / "dataset_info.json").write_text("{")
-    assert refused("hf:one").startswith("hf:one cannot be loaded: ")
+    assert refused("hf:one").startswith("Could not load hf:one: ")
 
 
 def test_folder_that_is_no_dataset_is_refused(hub: Hub, tmp_path: Path) -> None:
     publish(hub, files(both()), "my/photos")
     (tmp_path / "my" / "photos").mkdir(parents=True)
     for name in ("my", "my/photos", "my/photos:default@main"):
-        assert "is a folder, but none that datasets has saved" in refused(f"hf:{name}")
-    assert "is neither a name nor a folder" in refused("hf:/no/such/folder")
+        assert "is a folder, but not saved by datasets" in refused(f"hf:{name}")
+    assert "is neither a dataset name nor a folder" in refused("hf:/no/such/folder")
     assert not hub.requests
 
 
@@ -339,7 +342,7 @@ def test_missing_and_damaged_images_are_unreadable(tmp_path: Path) -> None:
     made = PACKAGE.Dataset.from_dict({"img": rows, "label": [0, 1]}, features=encoded)
     made = made.cast_column("img", PACKAGE.Image())
     images = find(save({"train": made, "test": made}, tmp_path / "saved")).load(4).train
-    for row, reason in enumerate(("no image format that can be read", "there is no image in this row")):
+    for row, reason in enumerate(("not a supported image format", "this row has no image")):
         with pytest.raises(UnreadableImageError, match=reason):
             images.read(row)
 
@@ -351,4 +354,4 @@ def test_train_command(hub: Hub, probprompt: Command, tmp_path: Path) -> None:
     assert answer.code == 0 and answer.out.startswith("opening data: done\nreading images: done\n"), answer
     assert answer.err == ""
     answer = probprompt("train", "hf:owner/other", *settings, "--out", tmp_path / "other")
-    assert answer.code and "the hub has no dataset owner/other" in answer.err and "Traceback" not in answer.err
+    assert answer.code and "no dataset owner/other" in answer.err and "Traceback" not in answer.err

@@ -58,7 +58,7 @@ def drawn(sizes: Tensor, key: str, flip: bool = True) -> Boxes:
 def test_random_views_of_ragged_images(size: int, kernel: Kernel) -> None:
     """Down to 8, up and down to 18, up to 34, which is more than one block in both directions."""
     images, boxes = paint(RAGGED), drawn(RAGGED, "ragged")
-    scale = torch.cat([boxes.height, boxes.width])
+    scale = boxes.places[:, 2:4]
     assert scale.min() < 9 and scale.max() > 19
     assert boxes.flip is not None and boxes.flip.any() and not boxes.flip.all()
     view = cut(images, boxes, size, kernel)
@@ -69,7 +69,7 @@ def test_random_views_of_ragged_images(size: int, kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_evaluation_views_begin_between_pixels(kernel: Kernel) -> None:
     images, boxes = paint(RAGGED), center_boxes(RAGGED, 16, 14)
-    assert (boxes.top % 1 != 0).any()
+    assert (boxes.places[:, 0] % 1 != 0).any()
     torch.testing.assert_close(cut(images, boxes, 14, kernel), expected(images, boxes, 14, kernel), rtol=0, atol=2e-5)
 
 

@@ -67,8 +67,8 @@ class Watched:
         self.views.append(views)
         return self.viewer.random(store, rows, views)
 
-    def cuts(self, store: Any, augmentation: str) -> bool:
-        return self.viewer.cuts(store, augmentation)  # type: ignore[arg-type]
+    def is_one_kernel(self, store: Any, augmentation: str) -> bool:
+        return self.viewer.is_one_kernel(store, augmentation)  # type: ignore[arg-type]
 
     def evaluation(self, store: Any, rows: Tensor) -> Tensor:
         return self.viewer.evaluation(store, rows)
@@ -336,7 +336,7 @@ def observe(workshop: TrainingSetup) -> Seen:
             assert context.noise is not None and context.task == task.index
             seeds.append(int(context.noise.seed))
         contexts.clear()
-    return Seen(watched.batches, [(boxes.height * boxes.width).sort().values for boxes in watched.boxes], seeds)
+    return Seen(watched.batches, [boxes.places[:, 2:4].prod(dim=1).sort().values for boxes in watched.boxes], seeds)
 
 
 def test_order_views_and_noise_follow_data_seed_epoch_and_task(settings: Settings) -> None:
@@ -381,7 +381,7 @@ def draws_of(settings: dict[str, Any]) -> Draws:
             found.append({})
             for rows, views in zip(watched.batches, watched.views, strict=True):
                 assert views.augmentation == settings["training"]["augmentation"] and views.draws is not None
-                areas = (views.boxes.height * views.boxes.width).tolist()
+                areas = views.boxes.places[:, 2:4].prod(dim=1).tolist()
                 found[-1] |= dict(zip(rows, zip(views.draws, areas, strict=True), strict=True))
     return found
 

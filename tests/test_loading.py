@@ -191,7 +191,7 @@ def test_views_are_normalized_by_channel() -> None:
 def test_views_on_a_gpu_and_cpu(sizes: Sizes, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     device, arrays = torch.device("cuda"), pictures(sizes)
     plain = stores(sizes)[0]
-    store = ImageStore.place(decode(lambda row: arrays[row], 7, lambda _: None), device, room=room)
+    store = ImageStore.place(decode(lambda row: arrays[row], 7, lambda _: None), device, capacity=room)
     assert store.pixels.device.type == ("cuda" if room is None else "cpu") and store.device.type == "cuda"
     rows = torch.tensor([3, 6, 1, 1, 0])
     for switch in ("on", "off"):
@@ -217,7 +217,7 @@ class Counted(ImageFiles):
 
 
 class Watch(ProgressCallback):
-    """Remembers what it is told."""
+    """Records what is reported."""
 
     def __init__(self) -> None:
         self.total = self.done = 0
@@ -285,7 +285,7 @@ def test_splits_of_a_folder_are_decoded_once(folder: Path, cache: ImageCache) ->
             assert_same(one, other)
             assert one.sha256 is not None and other.sha256 is None
     assert found[0].names == ("ant/0.png", "ant/2.png", "bee/4.png") and found[0].labels.tolist() == [0, 0, 1]
-    assert found[0].unreadable == (("bee/5.png", "no image format that can be read"),)
+    assert found[0].unreadable == (("bee/5.png", "not a supported image format"),)
     assert found[1].names == ("bee/6.png", "ant/1.png", "bee/3.png") and found[1].unreadable == ()
     for one in found:
         for index, name in enumerate(one.names):
@@ -375,14 +375,14 @@ def test_validation_and_test_images_share_one_entry(cache: ImageCache, pictures:
 
 def test_large_sets_stay_on_the_host(folder: Path, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, Watch(), cache)
-    monkeypatch.setattr(image_store, "_room", lambda _: 2000.0)
+    monkeypatch.setattr(image_store, "_capacity", lambda _: 2000.0)
     watch = Watch()
     found = load_kept(sides(ImageFiles(folder, NAMES, None)), CPU, watch, cache)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
     outside = [one for one in found if one.store.bytes > 2000]
     assert [one.store.resident for one in found] == [one.store.bytes <= 2000 for one in found] and outside
-    assert len(watch.notes) == len(outside) and "stay on the host: they are more than 40 %" in watch.notes[0]
+    assert len(watch.notes) == len(outside) and "on the host: over 40%" in watch.notes[0]
 
 
 def test_record_describes_the_images(settings: Settings, cache: ImageCache, monkeypatch: pytest.MonkeyPatch) -> None:

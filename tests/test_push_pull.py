@@ -26,7 +26,7 @@ from local_hub import ROUTES, TOKEN, Hub, Repository, alone
 from probprompt import ContinualClassifier, api, load_model
 from probprompt.errors import UserError
 from probprompt.export.bundle import LIST, read_record
-from probprompt.export.card import MARK, make_card
+from probprompt.export.card import MARKER, make_card
 from probprompt.export.push_pull import pull, push
 from probprompt.progress import ProgressCallback
 from probprompt.runs.run import Run
@@ -152,12 +152,12 @@ def test_later_push_replaces_its_own(hub: Hub, learned: Path, tmp_path: Path, mo
     before = json.loads(repository.commits[1][1][LIST])["files"]
     assert sum(path.startswith("objects/") for path in files) == 3 < len(before)
     assert own.items() <= files.items()
-    assert notes == ["me/birds has a card of its own, which stays as it is"]
+    assert notes == ["Kept the custom model card of me/birds."]
     pull("me/birds", tmp_path / "new")
     pull("me/birds", tmp_path / "old", revision=first.commit)
     assert "robin" in ContinualClassifier.load(tmp_path / "new").classes
     assert "robin" not in ContinualClassifier.load(tmp_path / "old").classes
-    with pytest.raises(UserError, match="no such revision"):
+    with pytest.raises(UserError, match="revision not found"):
         pull("me/birds", tmp_path / "none-such", revision="v7")
 
 
@@ -185,14 +185,14 @@ def test_the_card_says_what_the_record_says(hub: Hub, learned: Path) -> None:
     assert card.data.library_name == "probprompt" and card.data.pipeline_tag == "image-classification"
     assert "probprompt" in card.data.tags
     for said in (
-        MARK,
+        MARKER,
         "An image classifier of 5 classes",
         ", ".join(f"class{label}" for label in range(5)),
         f"Temperature {state_of(learned, 2)['calibration']['temperature']:.3g}",
         json.loads((learned / "versions" / "2.json").read_text())["settings"]["backbone"]["sha256"],
         "ContinualClassifier.load",
         "probprompt model pull me/birds model/",
-        "No accuracy on test images is recorded",
+        "No test accuracy is recorded",
     ):
         assert said in card.content
     rows = [line for line in card.content.splitlines() if " | learned | " in line]
@@ -222,10 +222,10 @@ def test_private_means_private(hub: Hub, learned: Path, probprompt: Command) -> 
 
 
 def test_tokens_are_told_apart(hub: Hub, learned: Path, probprompt: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"you/birds .*use one that may write"):
+    with pytest.raises(UserError, match=r"you/birds .*Use one with write access"):
         push(learned, "you/birds")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(UserError, match=r"me/birds .*the token is not valid"):
+    with pytest.raises(UserError, match=r"me/birds .*The token is invalid"):
         push(learned, "me/birds")
     assert not hub.repositories
     hub.requests.clear()
@@ -247,12 +247,12 @@ def test_what_is_no_whole_model_is_not_sent(hub: Hub, learned: Path, tmp_path: P
     folder = Path(shutil.copytree(learned, tmp_path / "model"))
     path = folder / "objects" / f"{state_of(folder, 2)['parts']['head']}.safetensors"
     path.write_bytes(tamper(path.read_bytes()))
-    with pytest.raises(UserError, match=rf"{path.name} is damaged"):
+    with pytest.raises(UserError, match=rf"{path.name} is corrupted"):
         push(folder, "me/birds")
     path.unlink()
-    with pytest.raises(UserError, match=rf"{path.name} is missing"):
+    with pytest.raises(UserError, match=rf"{path.name} does not exist"):
         push(folder, "me/birds")
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match="contains no model"):
         push(tmp_path, "me/birds")
     assert not hub.requests
 
@@ -267,7 +267,7 @@ def test_another_commit_in_between_is_noticed(hub: Hub, learned: Path, monkeypat
 
     (page,) = (pattern for pattern in ROUTES if "preupload" in pattern)
     monkeypatch.setitem(ROUTES, page, and_another)
-    with pytest.raises(UserError, match="try again"):
+    with pytest.raises(UserError, match="Try again"):
         push(learned, "me/birds")
     assert hub.repositories["me/birds"].files == {"theirs": b""}
 
@@ -288,7 +288,7 @@ def test_a_download_that_is_cut_goes_on_where_it_was(
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     path = largest(sent)
     hub.cuts[path] = [1000, *[0] * 20]
-    refused(tmp_path, "me/birds could not be fetched .*what arrived already is kept")
+    refused(tmp_path, "download me/birds .*files are kept")
     hub.cuts[path] = [1000, 2000]
     hub.requests.clear()
     pull("me/birds", tmp_path / "again")
@@ -321,20 +321,20 @@ def entry(content: bytes) -> dict[str, Any]:
 def test_a_list_that_names_other_files_is_refused(hub: Hub, sent: Repository, tmp_path: Path, path: str) -> None:
     relist(sent, lambda listing: listing["files"].update({path: entry(b"evil")}), **{path: b"evil"})
     hub.requests.clear()
-    refused(tmp_path, "no file of a model")
+    refused(tmp_path, "not a file of a model")
     assert not any("evil" in request for request in hub.requests)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda listing: listing.update(format=9), "format 9, this version reads 1"),
-        (lambda listing: listing.pop("files"), "is damaged"),
-        (lambda listing: listing.update(files=[1]), "is damaged"),
-        (lambda listing: listing.pop("statistics"), "is damaged"),
+        (lambda listing: listing.update(format=9), "format 9, but this version reads 1"),
+        (lambda listing: listing.pop("files"), "is corrupted"),
+        (lambda listing: listing.update(files=[1]), "is corrupted"),
+        (lambda listing: listing.pop("statistics"), "is corrupted"),
         (lambda listing: listing["files"]["current.json"].pop("sha256"), r"files\.current\.json\.sha256"),
-        (lambda listing: listing["files"].pop(max(listing["files"])), "me/birds is not complete|cannot be read"),
-        (lambda listing: listing["files"].pop("current.json"), "holds no model|No model found"),
+        (lambda listing: listing["files"].pop(max(listing["files"])), "me/birds is incomplete|Could not read"),
+        (lambda listing: listing["files"].pop("current.json"), "contains no model"),
     ],
 )
 def test_a_list_that_is_wrong_is_refused(hub: Hub, sent: Repository, tmp_path: Path, change: Any, said: str) -> None:
@@ -345,10 +345,10 @@ def test_a_list_that_is_wrong_is_refused(hub: Hub, sent: Repository, tmp_path: P
 def test_other_content_in_place_of_tensors_is_refused_unread(hub: Hub, sent: Repository, tmp_path: Path) -> None:
     path, other, *_ = sorted(name for name in sent.files if name.startswith("objects/"))
     sent.commit({**sent.files, path: tamper(sent.files[path])})
-    refused(tmp_path, f"{path} of me/birds has the SHA-256 .*tampered with")
+    refused(tmp_path, f"{path} of me/birds .*expected SHA-256")
     for content, message in (
-        (sent.files[other], "holds other tensors than its name says"),
-        (pickle.dumps(Bomb(tmp_path / "executed")), "damaged and was not loaded"),
+        (sent.files[other], "does not match the hash in its name"),
+        (pickle.dumps(Bomb(tmp_path / "executed")), "corrupted and was not loaded"),
     ):
         named = {path: entry(content)}
         relist(sent, partial(lambda named, listing: listing["files"].update(named), named), **{path: content})
@@ -360,7 +360,7 @@ def test_what_is_not_there_is_told(hub: Hub, sent: Repository, tmp_path: Path, m
     hub.repositories["me/other"] = Repository()
     hub.repositories["me/other"].commit({"config.json": b"{}"})
     refused(tmp_path, r"me/other .*no probprompt\.json", "me/other")
-    refused(tmp_path, "leave --weights away", weights=tmp_path / "any.safetensors")
+    refused(tmp_path, "Remove --weights", weights=tmp_path / "any.safetensors")
     sent.private = True
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused(tmp_path, "it is private")
@@ -371,9 +371,9 @@ def test_an_unreachable_hub_is_told(hub: Hub, learned: Path, tmp_path: Path, mon
         taken.bind(("127.0.0.1", 0))  # bound, and not listening
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
         begun = time.monotonic()
-        with pytest.raises(UserError, match="me/birds could not be fetched"):
+        with pytest.raises(UserError, match="download me/birds"):
             pull("me/birds", tmp_path / "again")
-        with pytest.raises(UserError, match="me/birds could not be sent"):
+        with pytest.raises(UserError, match="upload me/birds"):
             push(learned, "me/birds")
         assert time.monotonic() - begun < 10
 
@@ -381,7 +381,7 @@ def test_an_unreachable_hub_is_told(hub: Hub, learned: Path, tmp_path: Path, mon
 def test_a_folder_that_holds_something_is_left_alone(hub: Hub, sent: Repository, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
-    with pytest.raises(UserError, match="already and not empty"):
+    with pytest.raises(UserError, match="not empty"):
         pull("me/birds", tmp_path / "mine")
     (tmp_path / "empty").mkdir()
     pull("me/birds", tmp_path / "empty")
@@ -399,10 +399,10 @@ def test_a_backbone_from_a_file_is_named_again(hub: Hub, pictures: Path, tmp_pat
     assert str(tmp_path).encode() not in everything and b"tiny.safetensors" in everything
     there = tmp_path / "elsewhere.safetensors"
     (tmp_path / "tiny.safetensors").rename(there)
-    answer = probprompt("model", "pull", "me/birds", tmp_path / "bare")
-    assert answer.code == 0 and "pull with --weights FILE" in answer.out
-    answer = probprompt("model", "pull", "me/birds", tmp_path / "wrong", "--weights", tmp_path / "other.safetensors")
-    assert answer.code == 2 and "name the file it was made with" in answer.err
+    answer = probprompt("pull", "me/birds", tmp_path / "bare")
+    assert answer.code == 0 and "Pull again with --weights FILE" in answer.out
+    answer = probprompt("pull", "me/birds", tmp_path / "wrong", "--weights", tmp_path / "other.safetensors")
+    assert answer.code == 2 and "weights this model was trained with" in answer.err
     assert not (tmp_path / "wrong").exists()
     assert probprompt("model", "pull", "me/birds", tmp_path / "again", "--weights", there).code == 0
     assert len(shown(tmp_path / "again")) == 4

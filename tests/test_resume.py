@@ -325,7 +325,7 @@ def test_corrupted_and_foreign_checkpoints_are_rejected(stopped: Stopped, tmp_pa
     for damaged in (whole[:-100], whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :], b""):
         run.checkpoint.write_bytes(damaged)
         message = refused(probprompt, run)
-        assert f"{run.checkpoint} is damaged and was not loaded" in message and "remove it" in message
+        assert f"{run.checkpoint} is corrupted and was not loaded" in message and "remove it" in message
     save_file({"a": torch.ones(2)}, run.checkpoint)
     assert "state.safetensors was not written by probprompt" in refused(probprompt, run)
     tensors, note = read_tensors(stopped.run.checkpoint, CPU)
@@ -402,7 +402,7 @@ def test_weights_may_move_into_the_folder_of_the_run(changed: Stopped, tmp_path:
     run = changed.copy(tmp_path / "run")
     away = changed.weights.rename(tmp_path / "away.safetensors")
     save_weights(run.folder / changed.weights.name, seed=2)
-    with pytest.raises(UserError, match="other weights"):
+    with pytest.raises(UserError, match="SHA-256 mismatch"):
         train.resume(run.folder)
     shutil.copy(away, run.folder / changed.weights.name)
     assert outcome(train.resume(run.folder)) == changed.expected

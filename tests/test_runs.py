@@ -380,7 +380,7 @@ def test_interrupted_run_is_resumed_by_one_process(pictures: Path, tmp_path: Pat
     [
         ('{"format": 7}', "has format 7"),
         ("[1, 2]", "has format None"),
-        ('{"format": ', r"run\.json is damaged"),
+        ('{"format": ', r"run\.json"),
         (None, r"is not a run: it has no run\.json"),
     ],
 )
@@ -397,7 +397,7 @@ def test_validation_does_not_read_test_images(pictures: Path, tmp_path: Path) ->
         (test / path.name).mkdir(parents=True)
         (test / path.name / "broken.png").write_text("not an image")
     data = {"test": str(test)}
-    with pytest.raises(UserError, match=r"6 image file\(s\) cannot be read"):
+    with pytest.raises(UserError, match="6 unreadable"):
         train.train(parse_config(fast(pictures, data=data)), tmp_path / "tested")
     run = train.train(parse_config(fast(pictures, data={**data, "validation": 0.2})), tmp_path / "validated")
     assert run.record.evaluated_on == "validation"
@@ -436,7 +436,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_run_that_filled_the_disk_is_resumed(finished: Run, pictures: Path, small_disk: Path) -> None:
     config = finished.config
     out = small_disk / "run"
-    with pytest.raises(UserError, match=r"run/.* could not be written: the disk is full"):
+    with pytest.raises(UserError, match=r"run/.*: the disk is full"):
         train.train(config, out)
     assert not list(out.rglob("*.part"))
     assert load_checkpoint(Run.open(out).checkpoint, config_hash(config), CPU).position.epoch == 1
@@ -499,10 +499,10 @@ def test_missing_devices_are_named(name: str, message: str) -> None:
 
 def test_folders_that_cannot_be_written_are_named(pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"could not be written: Not a directory"):
+    with pytest.raises(UserError, match="Not a directory"):
         train.train(parse_config(fast(pictures)), tmp_path / "file" / "run")
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(UserError, match="could not be written: Is a directory"), Run(tmp_path).locked():
+    with pytest.raises(UserError, match="Is a directory"), Run(tmp_path).locked():
         pass
 
 

@@ -80,7 +80,7 @@ def test_heic_photos_are_read_with_their_extra(tmp_path: Path) -> None:
         found = await decoders.pixels_of(written.getvalue())
         (tmp_path / "file").write_bytes(written.getvalue())
         assert found.shape == (48, 64, 3) and np.array_equal(found, read_image(tmp_path / "file", 48))
-        with pytest.raises(RefusedImageError, match="more than 1000000"):
+        with pytest.raises(RefusedImageError, match="limit of 1000000"):
             await decoders.pixels_of(large.getvalue())
         with pytest.raises(RefusedImageError):
             await decoders.pixels_of(written.getvalue()[:200])
@@ -95,7 +95,7 @@ def test_harmful_images_are_rejected_and_decoding_continues() -> None:
     large = encoded(Image.new("1", (2000, 2000)), "PNG")
 
     async def work(decoders: Decoders) -> int:
-        for data, words in ((strip, "100 times"), (program, "no image format"), (large, "more than 1000000")):
+        for data, words in ((strip, "100 times"), (program, "not a supported image format"), (large, "1000000")):
             with pytest.raises(RefusedImageError, match=words):
                 await decoders.pixels_of(data)
         await decoders.pixels_of(encoded(PHOTO, "PNG"))

@@ -86,14 +86,14 @@ def test_impossible_splits(count: int, tasks: int) -> None:
         (True, "True"),
         ("5", "'5'"),
         ([5, True, 4], r"\[5, True, 4\]"),
-        ([5, ["ant"]], "cannot be"),
+        ([5, ["ant"]], "ant"),
         ([4, 4], r"\[4, 4\] add up to 8"),
         ([10, 0], "at least 1 class"),
-        ([["ant"], ["bee", "kat"]], "task 2 .*'kat'. Did you mean 'cat'"),
-        ([["ant", "bee"], ["cat"], ["ant"]], "'ant' is in task 1 and in task 3"),
+        ([["ant"], ["bee", "kat"]], "'kat' in task 2 .*'cat'"),
+        ([["ant", "bee"], ["cat"], ["ant"]], "'ant' .* 1 and 3"),
         ([["ant"]], "bee, cat, dog, elk, fox and 4 more"),
-        ([list(ANIMALS), []], "task 2"),
-        ([["ant", 3]], "task 1 has 3"),
+        ([list(ANIMALS), []], "Task 2"),
+        ([["ant", 3]], "Task 1: .* 3"),
     ],
 )
 def test_impossible_tasks(tasks: object, message: str) -> None:
@@ -152,9 +152,9 @@ def test_invalid_task_texts(text: str) -> None:
         ("a.json", "{}", "a list of tasks"),
         ("a.json", '[["ant"], []]', "task 2 must be a list"),
         ("a.json", "[[1]]", "task 1 must be a list"),
-        ("a.txt", "ant,\nbee", "line 1: a comma"),
+        ("a.txt", "ant,\nbee", "line 1: .*'ant,'"),
         ("a.txt", "# nothing\n\n", "no tasks"),
-        ("a.txt", b"\xff\xfe\x00", "cannot be read as a text file"),
+        ("a.txt", b"\xff\xfe\x00", "text file"),
     ],
 )
 def test_invalid_task_files(tmp_path: Path, file: str, content: str | bytes, message: str) -> None:
@@ -168,10 +168,10 @@ def test_invalid_task_files(tmp_path: Path, file: str, content: str | bytes, mes
 def test_paths_that_are_not_files(tmp_path: Path) -> None:
     (tmp_path / "tasks.txt").touch()
     for path, message in (
-        (tmp_path, "cannot be read as a text file"),
-        (tmp_path / "tasks.txt" / "below", "cannot be read as a text file"),
-        (tmp_path / "task.txt", r"Did you mean '.*tasks.txt'\?"),
-        (tmp_path / "nowhere" / "tasks.txt", "no such file exists: allowed"),
+        (tmp_path, "text file"),
+        (tmp_path / "tasks.txt" / "below", "text file"),
+        (tmp_path / "task.txt", r"did you mean '.*tasks.txt'"),
+        (tmp_path / "nowhere" / "tasks.txt", "existing file"),
     ):
         with pytest.raises(UserError, match=message):
             parse_tasks(str(path))

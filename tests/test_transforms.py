@@ -52,7 +52,7 @@ def test_random_crops_equal_torchvisions_on_the_same_boxes(height: int, width: i
     ours = resample(image.expand(8, -1, -1, -1), boxes, size, kernel) * 255
     assert boxes.flip is not None
     for index in range(8):
-        box = [int(getattr(boxes, name)[index]) for name in EDGES]
+        box = [int(edge) for edge in boxes.places[index, :4]]
         theirs = functional.resized_crop(image, *box, [size, size], mode, antialias=True)
         exact = functional.resized_crop(image.float(), *box, [size, size], mode, antialias=True).clamp(0, 255)
         if boxes.flip[index]:
@@ -88,16 +88,16 @@ def test_boxes_are_distributed_as_torchvisions() -> None:
     torch.manual_seed(0)
     found = [v2.RandomResizedCrop(8).make_params([torch.empty(3, 100, 140)]) for _ in range(count)]
     theirs = torch.tensor([[box[name] for name in EDGES] for box in found]).double()
-    ours = torch.stack([getattr(boxes, name) for name in EDGES], dim=1)
+    ours = boxes.places[:, :4]
     assert ((ours.mean(0) - theirs.mean(0)).abs() < 2.5).all()
     assert ((ours.std(0) - theirs.std(0)).abs() < 2.5).all()
-    assert (boxes.top + boxes.height <= 100).all() and (boxes.left + boxes.width <= 140).all()
+    assert (ours[:, :2] + ours[:, 2:] <= torch.tensor([100, 140])).all()
 
 
 def test_extreme_shapes_fall_back_to_the_largest_allowed_box() -> None:
     draws = torch.full((2, DRAWS), 0.999)
     boxes = random_boxes(torch.tensor([[10, 400], [400, 10]]), draws, scale=(1.0, 1.0))
-    assert boxes.height.tolist() == [10, 13] and boxes.width.tolist() == [13, 10]
+    assert boxes.places[:, 2:4].tolist() == [[10, 13], [13, 10]]
 
 
 def test_images_of_different_sizes_share_a_canvas() -> None:

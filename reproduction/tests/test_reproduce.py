@@ -89,20 +89,20 @@ def _missing(table: paper.Table, folder: Path, **settings: Any) -> int:
 
 
 def _cells(name: str, **named: Any) -> list[RunSpec]:
-    return [cell for run in reproduce.requested_runs(paper.find(name), Path("out"), **named) for cell in run.runs]
+    return [cell for run in reproduce.requested_runs(paper.find(name), Path("out"), **named) for cell in run.cells]
 
 
 @pytest.mark.parametrize("table", paper.tables(), ids=lambda table: table.name)
 def test_numbers_are_run_with_the_papers_settings(table: paper.Table) -> None:
     requested = reproduce.requested_runs(table, Path("out"))
-    cells = [cell for run in requested for cell in run.runs]
-    assert len(cells) == sum(len(table.seeds(row, column)) for row, column in table.runs())
+    cells = [cell for run in requested for cell in run.cells]
+    assert len(cells) == sum(len(table.seeds(row, column)) for row, column in table.cells())
     assert len({cell.folder for cell in cells}) == len(cells)
     for cell in cells:
         assert cell.preset == "published" and cell.config.backbone.name in table.backbones
         assert cell.config.backbone.normalization in ("unit", "cifar100")
     for run in requested:
-        config = run.runs[0].config.to_stored()
+        config = run.cells[0].config.to_stored()
         assert results.preset_overrides(RunRecord(config=config)) == run.row.all_settings, run.row.label
 
 
@@ -132,7 +132,7 @@ def test_tables_share_runs() -> None:
 def test_runs_on_other_images_are_not_the_papers(cifar: paper.Table, tmp_path: Path) -> None:
     plan = _plan(cifar, tmp_path)
     assert plan.is_paper and (plan.missing, plan.deviating, plan.to_run) == (1, 0, 1)
-    assert "cifar100: 6 classes, published are 100" in plan.differences
+    assert "cifar100: 6 classes, published: 100" in plan.differences
     (outcome,) = reproduce.run_missing(plan, tmp_path / "book", "cpu")
     assert outcome.run, outcome.reason
     entries = results.read_entries(tmp_path / "book")

@@ -1,48 +1,44 @@
-"""The client of the Hugging Face hub, as weights, datasets and models use it; it is imported when it is needed."""
+"""The client of the Hugging Face Hub, imported on first use."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
 from probprompt.errors import UserError
 
-TIMEOUT = 10.0
-"""Seconds until the hub must have answered for the first time."""
+TIMEOUT = 10.0  # seconds to wait for the Hub's first answer
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What the client raises where the hub cannot be reached, or answers that it will not."""
-    # The hub's client uses another HTTP library from one version to the next: this is the one it uses.
+    """Return the exceptions of the client for network errors and rejected requests."""
+    # The HTTP library depends on the client's version.
     return OSError, getattr(import_module("huggingface_hub.errors"), "HTTPError", OSError)
 
 
 @contextmanager
-def asking_for(kind: str, name: str, asked: str | None = None) -> Iterator[None]:
-    """Say in plain words that the hub has no such repository, or not in this revision.
+def repository_errors(kind: str, name: str, requested: str | None = None) -> Iterator[None]:
+    """Turn errors about missing repositories and revisions into UserErrors.
 
-    ``asked``: what the user wrote, where that is more than the name.
+    ``requested``: text of the user's request, if it is more than the name.
     """
     errors: Any = import_module("huggingface_hub.errors")
     try:
         yield
     except errors.RevisionNotFoundError:
-        raise UserError(f"{asked or name} has no such revision: name a branch, a tag or a commit of it") from None
+        raise UserError(f"{requested or name}: revision not found. Pass an existing branch, tag or commit.") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"the hub has no {kind} {name}, or it is private and not shown to you: check the name, and run "
-            "'hf auth login' or set HF_TOKEN"
+            f"The Hub has no {kind} {name}, or it is private. Check the name, and run 'hf auth login' or set HF_TOKEN."
         ) from None
 
 
 @contextmanager
 def without_bars(*packages: Any) -> Iterator[None]:
-    """Draw no bars of the client's own, or of packages that have its way to turn them off."""
-    shown = [one for one in packages if not one.are_progress_bars_disabled()]
-    for one in shown:
-        one.disable_progress_bars()
-    try:
+    """Disable the progress bars of the client and similar packages."""
+    with ExitStack() as stack:
+        for package in packages:
+            if not package.are_progress_bars_disabled():
+                package.disable_progress_bars()
+                stack.callback(package.enable_progress_bars)
         yield
-    finally:
-        for one in shown:
-            one.enable_progress_bars()

@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all, JSON and tensors with a hash, and a lock.
-
-Tensors and their JSON note are one safetensors file: loading executes no code, and corruption is noticed.
-"""
+"""Atomic writes of files, hashed JSON and tensors (safetensors with a note), file locks."""
 
 import errno
 import hashlib
@@ -22,8 +19,8 @@ from torch import Tensor
 
 from probprompt.errors import UserError
 
-_PART = ".part"  # ends the name of a file that is not whole yet
-_KEY = "probprompt"  # one entry only: several would be written in any order, and the same tensors as other bytes
+_PART = ".part"  # suffix of incomplete files
+_KEY = "probprompt"  # one metadata entry only: safetensors does not fix the order of several, so bytes would vary
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -32,7 +29,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_with(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let ``fill`` write a temporary file next to the path, then replace the path by it."""
+    """Let ``fill`` write a temporary file, then move it to the path."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     with write_errors(path):
         try:
@@ -45,7 +42,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -53,8 +50,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def remove_parts(folder: Path) -> None:
-    """Remove what killed writers left in a folder; only while no process writes to it."""
+    """Remove incomplete files of killed processes; call only while no process writes."""
     for path in folder.rglob("*"):
         if is_part(path):
             with suppress(OSError):
@@ -70,7 +73,7 @@ def content_hash(content: Mapping[str, JsonValue]) -> str:
     True
     """
     record = {name: part for name, part in content.items() if name != "sha256"}
-    stored = json.loads(json.dumps(record, allow_nan=False))  # as it is read again: keys are text there
+    stored = json.loads(json.dumps(record, allow_nan=False))  # turns number keys into text before they are sorted
     text = json.dumps(stored, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -91,20 +94,20 @@ def natural_order(path: Path) -> list[str | int]:
 
 
 def is_part(path: Path) -> bool:
-    """Return True if this is a file that was not written to its end."""
+    """Return True for an incomplete file."""
     return path.name.startswith(".") and path.suffix == _PART
 
 
 def write_error(path: Path, problem: OSError) -> UserError:
-    """Return the error that says why a file could not be written."""
+    """Return the user error for a failed write."""
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-    reason = "the disk is full, make room on it" if full else (problem.strerror or problem)
-    return UserError(f"{path} could not be written: {reason}. What was saved before is intact")
+    reason = "the disk is full. Free some space" if full else (problem.strerror or problem)
+    return UserError(f"Could not write {path}: {reason}. Earlier files are intact.")
 
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Raise the error that says why this path could not be written."""
+    """Turn an OSError of the block into a UserError."""
     try:
         yield
     except OSError as problem:
@@ -112,25 +115,30 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically; NaN is rejected, since JSON has none."""
-    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    """Write JSON atomically; raise ValueError for NaN."""
+    write_bytes(path, encode_json(value))
+
+
+def encode_json(value: Any) -> bytes:
+    """Return JSON in the format of all saved files."""
+    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON; a missing or invalid file is a UserError."""
+    """Read JSON; raise UserError for a missing or invalid file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
-        raise UserError(f"{path} cannot be read: {problem.strerror}") from None
+        raise UserError(f"Could not read {path}: {problem.strerror}.") from None
     except ValueError:
-        raise UserError(f"{path} is damaged: it is not valid JSON") from None
+        raise UserError(f"{path} is corrupted: it is not valid JSON.") from None
 
 
 def lock(path: Path, wait: bool = False) -> IO[str] | None:
-    """Lock a file for this process and those that inherit the handle; the kernel unlocks it when they end.
+    """Lock a file until the returned handle is closed, also in processes that inherit it.
 
-    Returns None where files cannot be locked. Raises BlockingIOError while another process holds the lock, unless
-    ``wait`` is set.
+    Returns None where files cannot be locked. Raises BlockingIOError if another process holds the lock and ``wait``
+    is False.
     """
     handle = path.open("a")
     try:
@@ -140,19 +148,19 @@ def lock(path: Path, wait: bool = False) -> IO[str] | None:
     except BlockingIOError:
         handle.close()
         raise
-    except (ImportError, OSError):  # not on every system, nor on every file system
+    except (ImportError, OSError):  # not supported by every system and file system
         handle.close()
         return None
     return handle
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-    """Write tensors and a note atomically, with a digest over both."""
+    """Write tensors and a note atomically, with a hash of both."""
     write_bytes(path, _encode(tensors, json.dumps(note, sort_keys=True))[1])
 
 
 def write_named_by_contents(folder: Path, kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors into a file that is named by their digest, and return that name."""
+    """Write tensors to a file named by their hash, and return the name."""
     digest, data = _encode(tensors, json.dumps({"kind": kind}))
     name = f"{kind}-{digest[:16]}.safetensors"
     write_bytes(folder / name, data)
@@ -160,7 +168,7 @@ def write_named_by_contents(folder: Path, kind: str, tensors: Mapping[str, Tenso
 
 
 def store_by_contents(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors into ``<digest>.safetensors`` unless they are there already, and return the digest."""
+    """Write tensors to ``<hash>.safetensors`` unless it exists, and return the hash."""
     digest, data = _encode(tensors, "{}")
     path = folder / f"{digest}.safetensors"
     if not path.is_file() or path.stat().st_size != len(data):
@@ -175,31 +183,31 @@ def _encode(tensors: Mapping[str, Tensor], note: str) -> tuple[str, bytes]:
 
 
 def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and note; a truncated, altered or foreign file is rejected."""
+    """Read tensors and note; raise UserError for a corrupted or foreign file."""
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
+        raise UserError(f"{path} does not exist.") from None
     except (OSError, SafetensorError) as problem:
-        raise UserError(f"{path} is damaged and was not loaded: {problem}") from None
+        raise UserError(f"{path} is corrupted and was not loaded: {problem}.") from None
     if _KEY not in metadata:
-        raise UserError(f"{path} was not written by probprompt: it carries no note of what it holds")
+        raise UserError(f"{path} was not written by probprompt: its metadata has no {_KEY!r} entry.")
     digest, _, text = metadata[_KEY].partition(" ")
     if digest != _digest(tensors, text):
-        raise UserError(f"{path} is damaged and was not loaded: its contents do not match its digest")
+        raise UserError(f"{path} is corrupted and was not loaded: its contents do not match its hash.")
     return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(text)
 
 
 def upper(matrix: Tensor) -> Tensor:
-    """Return the upper triangle (L (L + 1) / 2,) of a matrix (L, L), row by row."""
+    """Return the upper triangle `(L (L + 1) / 2,)` of a matrix `(L, L)`, row by row."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[rows, columns]
 
 
 def from_upper(half: Tensor, width: int) -> Tensor:
-    """Restore an upper triangular matrix from the result of :func:`upper`."""
+    """Return the upper triangular matrix of a result of :func:`upper`."""
     whole = half.new_zeros(width, width)
     rows, columns = torch.triu_indices(width, width, device=half.device)
     whole[rows, columns] = half
@@ -216,8 +224,8 @@ def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
 
 
 def check_name(path: Path) -> None:
-    """Reject a file of tensors that is corrupted, or whose contents do not match its name."""
+    """Raise UserError if a file of tensors is corrupted or does not match its name."""
     tensors, note = read_tensors(path, torch.device("cpu"))
     digest = _digest(tensors, json.dumps(note, sort_keys=True))
     if not digest.startswith(path.stem.rpartition("-")[2]):
-        raise UserError(f"{path} holds other tensors than its name says: it was exchanged for another file")
+        raise UserError(f"{path} does not match the hash in its name. It was replaced by another file.")

@@ -30,7 +30,7 @@ from probprompt.config import (
     with_absolute_paths,
 )
 from probprompt.data.images import UnreadableImageError
-from probprompt.data.inputs import clean_name, labeled, pictures, same_name
+from probprompt.data.inputs import clean_name, input_images, labeled, same_name
 from probprompt.engine.build import pick_device
 from probprompt.errors import UserError, renamed_arguments, suggest
 from probprompt.heads.closed_form import ClosedFormSettings
@@ -142,7 +142,7 @@ class ContinualClassifier:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise UserError(f"Invalid top_k {top_k!r}. Expected a whole number of at least 1.")
         size = batch_size or self._engine.config.images_at_a_time(self._engine.device.type)
-        for judged in predictor.judge_each(pictures(images, self._engine.short_side), size):
+        for judged in predictor.judge_each(input_images(images, self._engine.short_side), size):
             yield from _answers(judged, predictor.state.names, top_k)
 
     def evaluate(self, images: object, unknown: object = None, progress: ProgressCallback = SILENT) -> Evaluation:

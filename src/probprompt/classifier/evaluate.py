@@ -13,7 +13,7 @@ from probprompt.classifier.outputs import Evaluation, TaskScore
 from probprompt.classifier.predictor import ModelFactory, Predictor
 from probprompt.classifier.store import Part, SavedVersion, State
 from probprompt.data.images import UnreadableImageError
-from probprompt.data.inputs import InputImage, LabeledImages, pictures
+from probprompt.data.inputs import InputImage, LabeledImages, input_images
 from probprompt.errors import UserError, shorten, suggest
 from probprompt.evaluation.diagnostics import prompt_diversity
 from probprompt.heads.closed_form import ClosedFormSettings
@@ -67,7 +67,7 @@ def evaluate(
             progress.advance(len(batch.images))
     if not truth:
         raise UserError("None of the images can be read. Check the folder.")
-    for batch in predictor.judge_each(pictures(unknown, engine.short_side), size) if unknown is not None else ():
+    for batch in predictor.judge_each(input_images(unknown, engine.short_side), size) if unknown is not None else ():
         unknown_novelty.append(batch.novelty.cpu())
         unreadable += batch.unreadable
     if unknown is not None and not sum(map(len, unknown_novelty)):

@@ -15,7 +15,7 @@ from probprompt.classifier.predictor import ModelFactory
 from probprompt.classifier.statistics import VIEWS, Statistics, Views, compact, hold_out
 from probprompt.classifier.store import KnownClass, LearnedTask, Part, State
 from probprompt.data.image_store import Loaded, load
-from probprompt.data.inputs import LabeledImages, refuse_empty, same_name, unreadable
+from probprompt.data.inputs import LabeledImages, check_not_empty, same_name, unreadable
 from probprompt.engine.learner import Learner
 from probprompt.engine.loader import TaskImages
 from probprompt.engine.model import PromptedModel
@@ -53,7 +53,7 @@ def read_lesson(
     new, refined = sort_classes(engine, old, given.classes, existing)
     with progress.stage("reading images", len(given.images)):
         loaded = load(given.images, engine.device, progress.advance)
-    refuse_empty(given.classes, loaded.labels.tolist(), loaded.unreadable)
+    check_not_empty(given.classes, loaded.labels.tolist(), loaded.unreadable)
     order = (*old.names, *new)
     places = torch.tensor([order.index(name) for name in given.classes], device=engine.device)
     labels = places[loaded.labels]  # (n,)

@@ -99,7 +99,7 @@ def show_cache(
     """
     from probprompt.data.cache import ImageCache
 
-    screen, cache = Screen(), ImageCache.usual()
+    screen, cache = Screen(), ImageCache.default()
     if cache is None:
         screen.print("The image cache is switched off.")
         return

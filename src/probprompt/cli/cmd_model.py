@@ -213,11 +213,11 @@ def predict(
     Example: probprompt predict my-model photos/ --format csv
     """
     from probprompt.classifier import ContinualClassifier
-    from probprompt.data.inputs import pictures
+    from probprompt.data.inputs import input_images
 
     classifier = ContinualClassifier.load(model, version=version, device=device)
     screen, failed = Screen(stderr=True), 0
-    total = sum(1 for _ in pictures(files))
+    total = sum(1 for _ in input_images(files))
     if not total:
         raise UserError(f"No images in {shorten(files)}. Pass image files, or folders that contain some.")
     write = {Format.text: _write_text, Format.json: _write_json}.get(output) or _csv_writer(top_k)

@@ -11,7 +11,7 @@ from probprompt.cli.console import WEIGHTS, Device, Screen, argument, option
 from probprompt.errors import UserError
 
 if TYPE_CHECKING:
-    from probprompt.export.push_pull import Moved
+    from probprompt.export.push_pull import TransferReport
 
 NEEDED = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 TOKEN_VARIABLE = "PROBPROMPT_TOKEN"
@@ -86,7 +86,7 @@ def pull(
     screen.print(f"Saved {model}. {ability}")
 
 
-def _show_transfer(screen: Screen, action: str, done: "Moved") -> None:
+def _show_transfer(screen: Screen, action: str, done: "TransferReport") -> None:
     screen.print(f"{action} {done.files} files, {done.bytes / 1e6:.1f} MB, verified: {done.url} at {done.commit[:12]}")
 
 

@@ -1,14 +1,12 @@
-"""Decoded images on disk: a folder of files is decoded once, and later runs read it as one mapped file.
+"""Cache of decoded images: a folder is decoded once, and later runs map one file.
 
-``<root>/images/<key>/`` contains ``pixels.u8``, the bytes of all images (H, W, 3) one after the other, and
-``index.json``: names, sizes, unreadable files with the reason, stored side, versions of the decoders, sha256 of the
-pixels. The key is a hash of the folder, the names, sizes and modification times of the files, the stored side and the
-decoders. The train, validation and test images of one folder share an entry.
+``<root>/images/<key>/`` contains ``pixels.u8``, the bytes of all images `(H, W, 3)`, and ``index.json``. The key is a
+hash of the folder, the names, sizes and modification times of its files, the stored side and the decoders. The train,
+validation and test images of one folder share an entry.
 
 The root is ``PROBPROMPT_CACHE``, else ``probprompt`` in the user's cache folder; ``PROBPROMPT_CACHE=off`` disables the
-cache. Folders below :data:`WORTH` bytes are not cached: they decode in about a second. Nothing is removed
-automatically: :meth:`ImageCache.clean` removes the least recently used entries, and any entry can be deleted. A
-corrupted entry is decoded again; if the disk is full, images stay in memory.
+cache. :meth:`ImageCache.clean` removes the least recently used entries; any entry can also be deleted manually.
+Corrupted entries are decoded again. If the disk is full, images stay in memory.
 """
 
 import hashlib
@@ -30,18 +28,16 @@ from PIL import features
 
 from probprompt.data.images import ImageFiles, Pixels, UnreadableImageError, read_ahead
 from probprompt.errors import UserError
-from probprompt.storage import lock, sync
+from probprompt.storage import file_hash, lock, sync
 
 FORMAT = 1
-SWITCH = "PROBPROMPT_CACHE"
-"""Environment variable with the cache's root, or ``off``."""
-WORTH = 8 * 2**20
-"""Smallest size of a folder's files in bytes whose decoded images are cached."""
+SWITCH = "PROBPROMPT_CACHE"  # environment variable with the cache's root, or ``off``
+WORTH = 8 * 2**20  # smallest size in bytes of a cached folder; smaller ones decode in about a second
 
 _PIXELS, _INDEX = "pixels.u8", "index.json"
-_ATTEMPTS = 3  # to put an entry in its place, should others be doing the same without locks
-_CODECS = ("libjpeg_turbo", "jpg", "jpg_2000", "libtiff", "webp")  # their versions decide pixels
-_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # from reading an entry
+_ATTEMPTS = 3  # to move an entry into place, in case others do the same without locks
+_CODECS = ("libjpeg_turbo", "jpg", "jpg_2000", "libtiff", "webp")  # decoded pixels depend on their versions
+_BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # from corrupted entries
 
 Read = Callable[[int], Pixels]
 Advance = Callable[[int], None]
@@ -49,8 +45,6 @@ Note = Callable[[str], None]
 
 
 class _Index(TypedDict):
-    """The contents of ``index.json``."""
-
     format: int
     key: str
     folder: str
@@ -64,40 +58,36 @@ class _Index(TypedDict):
 
 @dataclass(frozen=True)
 class Decoded:
-    """Images of a set in its order."""
+    """Decoded images of a set."""
 
-    pixels: NDArray[np.uint8]
-    """(bytes,): the images (H, W, 3) one after the other."""
-    sizes: NDArray[np.int64]
-    """(n, 2): height and width, 0 of an image that could not be read."""
-    unreadable: dict[int, str]
-    """Reasons, by row."""
-    sha256: str | None = None
-    """Of the pixels; None if not computed."""
+    pixels: NDArray[np.uint8]  # all images `(H, W, 3)` in one array `(bytes,)`
+    sizes: NDArray[np.int64]  # height and width `(n, 2)`; 0 for unreadable images
+    unreadable: dict[int, str]  # reasons by row
+    sha256: str | None = None  # hash of the pixels; None if not computed
 
     @classmethod
     def of(cls, images: Pixels) -> Self:
-        """Take images (n, H, W, 3) that need no decoding."""
+        """Return images `(n, H, W, 3)` that need no decoding."""
         sizes = np.tile(np.array(images.shape[1:3], np.int64), (len(images), 1))
-        whole = np.empty(images.shape, np.uint8)
-        for colour in range(3):  # twice as fast as at once, where colours lie apart
-            whole[..., colour] = images[..., colour]
-        return cls(whole.reshape(-1), sizes, {})
+        pixels = np.empty(images.shape, np.uint8)
+        for color in range(3):  # twice as fast as one copy if the color planes are stored separately
+            pixels[..., color] = images[..., color]
+        return cls(pixels.reshape(-1), sizes, {})
 
     def hashed(self) -> Self:
-        """Add the hash of the pixels."""
+        """Return a copy with the hash of the pixels."""
         return replace(self, sha256=hashlib.sha256(self.pixels.data).hexdigest())
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """Start of each image in the pixels (n,)."""
+        """Offset of each image in the pixels `(n,)`."""
         ends = np.cumsum(3 * self.sizes.prod(axis=1))
         return np.concatenate([np.zeros(1, np.int64), ends])[: len(self.sizes)]
 
 
 def decode(read: Read, count: int, advance: Advance, workers: int | None = None) -> Decoded:
     """Decode images into memory."""
-    pixels = bytearray()  # grows in place, so that no image is held twice
+    pixels = bytearray()  # grows in place, without copies of images
     sizes, failed = _decode_into(pixels.extend, read, count, advance, workers)
     flat = np.frombuffer(pixels, np.uint8) if pixels else np.empty(0, np.uint8)
     return Decoded(flat, sizes, {row: str(problem) for row, problem in failed.items()})
@@ -106,7 +96,7 @@ def decode(read: Read, count: int, advance: Advance, workers: int | None = None)
 def _decode_into(
     write: Callable[[memoryview], None], read: Read, count: int, advance: Advance, workers: int | None
 ) -> tuple[NDArray[np.int64], dict[int, UnreadableImageError]]:
-    """Hand over the flat bytes of images in their order; return sizes (n, 2) and errors by row."""
+    """Write the bytes of images in order; return sizes `(n, 2)` and errors by row."""
     sizes, failed = np.zeros((count, 2), np.int64), dict[int, UnreadableImageError]()
     for row, image in read_ahead(read, range(count), workers):
         if isinstance(image, UnreadableImageError):
@@ -120,23 +110,23 @@ def _decode_into(
 
 @dataclass(frozen=True)
 class ImageCache:
-    """Decoded images of folders under one root."""
+    """Decoded images of folders below one root."""
 
     root: Path
     worth: int = WORTH
 
     @classmethod
-    def usual(cls) -> Self | None:
-        """Return the cache of this user; None if it is disabled."""
-        named = os.environ.get(SWITCH, "")
-        if named.lower() == "off":
+    def default(cls) -> Self | None:
+        """Return the user's cache; None if it is disabled."""
+        root = os.environ.get(SWITCH, "")
+        if root.lower() == "off":
             return None
-        if named:
-            return cls(Path(named).expanduser().absolute())
-        shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if root:
+            return cls(Path(root).expanduser().absolute())
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
-            return cls((shared if shared.is_absolute() else Path.home() / ".cache") / "probprompt")
-        except RuntimeError:  # a user without a home
+            return cls((xdg if xdg.is_absolute() else Path.home() / ".cache") / "probprompt")
+        except RuntimeError:  # no home directory
             return None
 
     @property
@@ -145,7 +135,7 @@ class ImageCache:
         return self.root / "images"
 
     def entry(self, files: ImageFiles) -> "Entry | None":
-        """Return the entry of these files, filled or not; None if they are too small for one."""
+        """Return the entry of these files, filled or not; None if they are too small."""
         key, size = _fingerprint(files)
         return Entry(self.folder / key, files) if size >= self.worth else None
 
@@ -154,16 +144,16 @@ class ImageCache:
         return sum(map(_size, self.folder.glob("*")))
 
     def clean(self, keep_bytes: int = 0) -> int:
-        """Remove the least recently used entries beyond ``keep_bytes``, and return the number of bytes freed.
+        """Remove the least recently used entries beyond ``keep_bytes``; return bytes freed.
 
-        Runs that are using an entry are not disturbed.
+        Runs may keep using a removed entry.
         """
         entries = [path for path in sorted(self.folder.glob("[!.]*")) if path.is_dir()]
-        taken = freed = 0
+        total = freed = 0
         for path in sorted(entries, key=_last_used, reverse=True):
             size = _size(path)
-            taken += size
-            if taken > keep_bytes and _discard(path):
+            total += size
+            if total > keep_bytes and _discard(path):
                 freed += size
         for path in self.folder.glob("*.lock"):
             with suppress(BlockingIOError), lock(path) or nullcontext() as held:
@@ -174,13 +164,13 @@ class ImageCache:
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of a folder's images in the cache, filled or not."""
+    """The cache entry of a folder's images, filled or not."""
 
     folder: Path
     files: ImageFiles
 
     def read(self, verify: bool = False) -> Decoded | None:
-        """Return the images; None if they are missing or corrupted. ``verify`` checks the hash of the pixels."""
+        """Return the images; None if missing or corrupted. ``verify`` also checks the hash."""
         try:
             index: _Index = json.loads((self.folder / _INDEX).read_text(encoding="ascii"))
             sizes = np.array(index["sizes"], dtype=np.int64).reshape(-1, 2)
@@ -189,26 +179,26 @@ class Entry:
             if not self._whole(index, sizes, unreadable):
                 return None
             sha256 = str(index["sha256"])
-            if verify and self._hash() != sha256:
-                _discard(self.folder)  # nothing else shows that it is damaged
+            if verify and file_hash(self.folder / _PIXELS) != sha256:
+                _discard(self.folder)  # other reads would not notice the corruption
                 return None
             pixels = np.memmap(self.folder / _PIXELS, np.uint8, "r") if sizes.any() else np.empty(0, np.uint8)
-        except _DAMAGE:
+        except _BROKEN:
             return None
         if any(not isinstance(image, UnreadableImageError) for _, image in read_ahead(self.files.read, passing)):
             return None
         with suppress(OSError):
-            os.utime(self.folder)  # what was used last is removed last
+            os.utime(self.folder)  # for the order of removal
         return Decoded(pixels, sizes, unreadable, sha256)
 
     def write(self, advance: Advance, note: Note, workers: int | None = None) -> Decoded:
-        """Decode the files and store them; if they cannot be stored, hold them in memory."""
+        """Decode and store the files; keep the images in memory if storing fails."""
         done = reported = 0
 
         def count(steps: int) -> None:
             nonlocal done, reported
             done += steps
-            if done > reported:  # not twice, should all be decoded again
+            if done > reported:  # decoding again does not count twice
                 advance(done - reported)
                 reported = done
 
@@ -216,26 +206,26 @@ class Entry:
             return self._fill(count, note, workers)
         except OSError as problem:
             note(
-                f"decoded images cannot be kept in {self.folder.parent} ({problem.strerror or problem}): they are held "
-                f"in memory, and will be decoded again. Make room, or name another folder with {SWITCH}"
+                f"Could not store decoded images in {self.folder.parent} ({problem.strerror or problem}). They stay in "
+                f"memory for this run only. Free some space, or set {SWITCH} to another folder."
             )
         done = 0
         try:
             return decode(self.files.read, len(self.files), count, workers)
         except MemoryError:
             raise UserError(
-                f"the images of {self.files.root} fit neither the disk of {self.folder.parent} nor the memory: "
-                f"make room, name another folder with {SWITCH}, or store them smaller (data.stored_size)"
+                f"The images of {self.files.root} fit neither in {self.folder.parent} nor in memory. Free some space, "
+                f"set {SWITCH} to another folder, or set a smaller data.stored_size."
             ) from None
 
     def _fill(self, advance: Advance, note: Note, workers: int | None) -> Decoded:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with self._lock(note) or nullcontext() as held:
             if held:
-                found = self.read()  # another process may have been first
-                if found is not None:
+                decoded = self.read()  # another process may have been first
+                if decoded is not None:
                     advance(len(self.files))
-                    return found
+                    return decoded
                 _remove_parts(self.folder)
             part = _part(self.folder)
             try:
@@ -244,28 +234,28 @@ class Entry:
                 self._put(part)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
-            found = self.read()
-        if found is None:
-            raise OSError("what was written cannot be read back")
-        return found
+            decoded = self.read()
+        if decoded is None:
+            raise OSError("the written entry cannot be read")
+        return decoded
 
     def _lock(self, note: Note) -> IO[str] | None:
         path = self.folder.with_suffix(".lock")
         try:
             return lock(path)
         except BlockingIOError:
-            note("another process is decoding the same images: waiting for it")
+            note("Waiting for another process that decodes the same images.")
             return lock(path, wait=True)
 
     def _decode_to(self, folder: Path, advance: Advance, workers: int | None) -> None:
         digest = hashlib.sha256()
         with (folder / _PIXELS).open("wb") as stream:
 
-            def keep(data: memoryview) -> None:
+            def save(data: memoryview) -> None:
                 digest.update(data)
                 stream.write(data)
 
-            sizes, failed = _decode_into(keep, self.files.read, len(self.files), advance, workers)
+            sizes, failed = _decode_into(save, self.files.read, len(self.files), advance, workers)
         sync(folder / _PIXELS)
         index: _Index = {
             "format": FORMAT,
@@ -283,7 +273,7 @@ class Entry:
         sync(folder / _INDEX)
 
     def _put(self, part: Path) -> None:
-        """Move a finished folder to its place; a valid entry of another process stays, a corrupted one does not."""
+        """Move a finished folder into place, unless another process wrote a valid entry."""
         for attempt in range(_ATTEMPTS):
             try:
                 part.rename(self.folder)
@@ -295,7 +285,6 @@ class Entry:
                     raise
 
     def _whole(self, index: _Index, sizes: NDArray[np.int64], unreadable: dict[int, str]) -> bool:
-        """Return True if an index describes these files and the stored pixels."""
         areas = sizes.prod(axis=1)
         return bool(
             index["format"] == FORMAT
@@ -307,21 +296,16 @@ class Entry:
             and (self.folder / _PIXELS).stat().st_size == 3 * areas.sum()
         )
 
-    def _hash(self) -> str:
-        with (self.folder / _PIXELS).open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-
 
 def _fingerprint(files: ImageFiles) -> tuple[str, int]:
-    """Return the key of the files, and their size in bytes."""
     root, total = files.root.resolve(), 0
-    about = json.dumps([FORMAT, files.short_side, _versions(), str(root)])
-    digest = hashlib.sha256(about.encode("ascii"))
+    settings = json.dumps([FORMAT, files.short_side, _versions(), str(root)])
+    digest = hashlib.sha256(settings.encode("ascii"))
     for name in files.names:
         try:
-            found = (root / name).stat()
-            state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        except OSError:  # gone since it was listed: unreadable, for now
+            status = (root / name).stat()
+            state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        except OSError:  # deleted after listing
             state = (0, -1, -1)
         total += state[0]
         digest.update(f"\n{name}\0{state}".encode(errors="surrogateescape"))
@@ -335,7 +319,7 @@ def _versions() -> dict[str, str | None]:
 def _last_used(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except OSError:  # somebody else is removing it
+    except OSError:  # another process is removing it
         return 0
 
 
@@ -347,22 +331,21 @@ def _size(folder: Path) -> int:
 
 
 def _part(folder: Path) -> Path:
-    """Return a new name next to a folder, for incomplete or discarded contents."""
+    """Return an unused path next to a folder for incomplete or discarded contents."""
     return folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove what killed writers of a folder left; only while holding its lock."""
     for path in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _discard(folder: Path) -> bool:
-    """Remove a folder by one rename, so that no process sees half of it; return False if that fails."""
-    aside = _part(folder)
+    """Remove a folder atomically, by a rename; return False if that fails."""
+    part = _part(folder)
     try:
-        folder.rename(aside)
+        folder.rename(part)
     except OSError:
         return False
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
     return True

@@ -1,4 +1,4 @@
-"""The published benchmarks: contents, sources, folders."""
+"""Published benchmarks: contents, sources and folders."""
 
 import csv
 import os
@@ -15,12 +15,13 @@ from probprompt.data.datasets import Benchmark, ImageData, ImageSet, benchmark, 
 from probprompt.data.layouts import Layout
 from probprompt.errors import UserError, shorten
 
-PLACE = "PROBPROMPT_DATA"
-"""Environment variable with the folder of all datasets."""
+PLACE = "PROBPROMPT_DATA"  # environment variable with the folder for datasets
 
 _LISTS = (
     "https://raw.githubusercontent.com/GT-RIPL/CODA-Prompt/6417d4f68754be68b697c7ca2323ee61e791e1a3/dataloaders/splits/"
 )
+_CUB_FILE = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
+_SKETCHES = "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip"
 _TRAIN_LIST = "6bcaa14ca9359915ac3a44c48ae71388146385686eb15da79a37844421a0b845"
 _TEST_LIST = "57275ac242d68983a4f39ccb81ec34f48b1bd920b9cd79e6e8040d7c042db02a"
 
@@ -32,58 +33,51 @@ class Source:
     url: str
     algorithm: Literal["md5", "sha256"]
     digest: str
-    unpack: bool = True
-    """Whether it is an archive; otherwise a file that is stored with the images."""
+    unpack: bool = True  # whether it is an archive of images, or a file to store next to them
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """File name."""
         return self.url.rpartition("/")[2]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The published contents of a dataset; None: not known."""
+    """The published contents of a dataset; None if unknown."""
 
     classes: int
     train: int
     test: int
-    train_per_class: tuple[int, int]
-    """The least and the most images of a class."""
+    train_per_class: tuple[int, int]  # smallest and largest number of images of a class
     test_per_class: tuple[int, int]
-    shared: int | None = None
-    """Test images that are training images as well."""
+    shared: int | None = None  # number of test images that are also training images
     encoding: Literal["jpeg", "lossless"] | None = None
-    size: tuple[int, int] | None = None
-    """Width and height, if all images have the same."""
+    size: tuple[int, int] | None = None  # width and height, if the same for all images
 
 
 def data_folder() -> Path:
-    """Return the folder of datasets: ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
-    named = os.environ.get(PLACE, "")
-    if named:
-        return Path(named).expanduser().absolute()
-    shared = Path(os.environ.get("XDG_DATA_HOME", ""))
+    """Return ``PROBPROMPT_DATA``, else ``probprompt`` in the user's data folder."""
+    folder = os.environ.get(PLACE, "")
+    if folder:
+        return Path(folder).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_DATA_HOME", ""))
     try:
-        return (shared if shared.is_absolute() else Path.home() / ".local" / "share") / "probprompt"
+        return (xdg if xdg.is_absolute() else Path.home() / ".local" / "share") / "probprompt"
     except RuntimeError:
-        raise UserError(f"this user has no home: name the folder of datasets with {PLACE}") from None
+        raise UserError(f"No home directory found. Set {PLACE} to the folder for datasets.") from None
 
 
 class Dataset(Benchmark):
     """A published dataset in any of its common layouts."""
 
     stored = True
-    sources: ClassVar[tuple[Source, ...]]
-    """The archive of the images first, then its lists."""
-    folders: ClassVar[tuple[str, ...]]
-    """Common names of the folder inside."""
+    sources: ClassVar[tuple[Source, ...]]  # the archive of the images, then lists
+    folders: ClassVar[tuple[str, ...]]  # common names of the folder of images
     layouts: ClassVar[tuple[Layout, ...]]
     figures: ClassVar[Figures]
 
     def __init__(self, root: Path | None = None) -> None:
-        self.root = root
-        """Its folder, or one that contains it under its name; None: the folder of all datasets."""
+        self.root = root  # its folder or the folder above; None: the folder for all datasets
 
     def load(self, short_side: int | None) -> ImageData:
         """List the images."""
@@ -93,93 +87,89 @@ class Dataset(Benchmark):
         return layout.load(folder, short_side)
 
     def locate(self) -> tuple[Path, Layout]:
-        """Return the folder of the images and their layout."""
-        found = self.recognize()
-        if found is None:
+        """Return the folder and layout of the images; raise UserError if not found."""
+        located = self.recognize()
+        if located is None:
             raise UserError(self._missing())
-        return found
+        return located
 
     def recognize(self) -> tuple[Path, Layout] | None:
-        """Return the same, or None without such a dataset."""
+        """Return the folder and layout of the images, or None."""
         bases = (self.place / self.name, self.place) if self.root else (self.place,)
         folders = (base / name for base in bases for name in (*self.folders, ""))
         return next(((path, one) for path in folders for one in self.layouts if path.is_dir() and one.fits(path)), None)
 
     def miscounts(self, data: ImageData) -> list[str]:
-        """Return differences from the published number of classes and images, and order of classes."""
+        """Return differences in the number of classes and images, and in the order of classes."""
         names, published = data.class_names, self.class_counts()
-        found = []
+        differences = []
         if len(names) != self.figures.classes:
-            found.append(f"{len(names)} classes, published are {self.figures.classes}")
+            differences.append(f"{len(names)} classes, published: {self.figures.classes}")
         elif set(names) == set(published) and names != tuple(published):
-            found.append(f"the classes are in another order than published: {shorten(names, 3)}")
-        for side, images, total, limits in (
+            differences.append(f"class order differs from the published one: {shorten(names, 3)}")
+        for split, images, total, limits in (
             ("train", data.train, self.figures.train, self.figures.train_per_class),
             ("test", data.test, self.figures.test, self.figures.test_per_class),
         ):
             if len(images) != total:
-                found.append(f"{side}: {len(images)} images, published are {total}")
-            due = {name: counts[side == "test"] for name, counts in published.items()}
-            found += [f"{side}: {text}" for text in _odd_classes(names, images, due, limits)]
-        return found
+                differences.append(f"{split}: {len(images)} images, published: {total}")
+            expected = {name: counts[split == "test"] for name, counts in published.items()}
+            differences += [f"{split}: {text}" for text in _odd_classes(names, images, expected, limits)]
+        return differences
 
     @classmethod
     def lists(cls) -> set[str]:
-        """Return the sha256 of the published lists of training and test images; empty if it has none."""
+        """Return the SHA-256 of the published lists of training and test images, if any."""
         return {item.digest for item in cls.sources if not item.unpack}
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
-        """Return the published number of training and test images of each class, in order; empty: not known."""
+        """Return published numbers of training and test images by class; empty if unknown."""
         return {}
 
     @property
     def place(self) -> Path:
-        """The folder in which it is expected."""
+        """Expected folder."""
         return self.root.absolute() if self.root else data_folder() / self.name
 
     def _missing(self) -> str:
         forms = "; ".join(f"({number}) {layout.form}" for number, layout in enumerate(self.layouts, start=1))
         if self.root and self.place.is_dir():
-            return f"{self.place} holds nothing that looks like {self.name}. Accepted: {forms}"
-        state = "holds nothing that looks like it" if self.place.is_dir() else "does not exist"
+            return f"{self.place} does not contain {self.name}. Accepted: {forms}."
+        state = "does not contain it" if self.place.is_dir() else "does not exist"
         return (
-            f"{self.name} is not on this machine: {self.place} {state}. Get it with: probprompt data get {self.name}; "
-            f"or put it there yourself, or name its place with data.root or {PLACE}. Accepted: {forms}"
+            f"{self.name} not found: {self.place} {state}. Run 'probprompt data get {self.name}', copy it there, or "
+            f"set data.root or {PLACE}. Accepted: {forms}."
         )
 
     def _unlisted(self, folder: Path) -> str:
+        remedy = f"Add {' and '.join(source.url for source in self.sources[1:])}"
         if self.root is None or folder.name == self.name:
-            to = f" --to {quote(str(folder.parent))}" if self.root else ""
-            way = f"Fetch them alone with: probprompt data get {self.name}{to}"
-        else:
-            way = f"Put {' and '.join(source.url for source in self.sources[1:])} there"
-        return (
-            f"{folder} has the class folders, but not the lists that say which images are for training and which for "
-            f"the test. {way}; or put your own there, as train.txt and test.txt with a path (class/file) in each line"
-        )
+            option = f" --dir {quote(str(folder.parent))}" if self.root else ""
+            remedy = f"Run 'probprompt data get {self.name}{option}'"
+        lists = "the lists of training and test images are missing"
+        return f"{folder}: {lists}. {remedy}, or add train.txt and test.txt with one class/file per line."
 
 
 def _odd_classes(
-    names: tuple[str, ...], images: ImageSet, due: dict[str, int], limits: tuple[int, int]
+    names: tuple[str, ...], images: ImageSet, expected: dict[str, int], limits: tuple[int, int]
 ) -> Iterator[str]:
-    """Report classes whose number of images differs from the published one, or is outside its limits."""
     counts = list(zip(names, np.bincount(images.labels, minlength=len(names)).tolist(), strict=True))
-    least, most = limits
-    exact = [f"{name} has {n} instead of {due[name]}" for name, n in counts if name in due and n != due[name]]
-    beyond = [f"{name} has {n}" for name, n in counts if name not in due and not least <= n <= most]
-    if exact:
-        yield f"not as many images of each class as published: {shorten(exact)}"
-    if beyond:
-        each = f"{least}" if least == most else f"{least} to {most}"
-        yield f"published are {each} images of each class, but {shorten(beyond)}"
+    low, high = limits
+    wrong = [f"{name} has {n} instead of {expected[name]}" for name, n in counts if n != expected.get(name, n)]
+    outside = [f"{name} has {n}" for name, n in counts if name not in expected and not low <= n <= high]
+    if wrong:
+        yield f"images per class differ from the published ones: {shorten(wrong)}"
+    if outside:
+        each = f"{low}" if low == high else f"{low} to {high}"
+        yield f"expected {each} images per class, but {shorten(outside)}"
 
 
 @benchmark
 class Cifar100(Dataset):
-    """Small photographs of 100 kinds of things (Krizhevsky, 2009)."""
+    """Small photos of 100 classes (Krizhevsky, 2009)."""
 
     name = "cifar100"
-    summary = "CIFAR-100: photographs of 100 kinds of things, 32 px"
+    summary = "CIFAR-100: photos of 100 classes, 32 px"
     enlarge = False
     sources = (
         Source("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "md5", "eb9058c3a382ffc7106e4002c42a8d85"),
@@ -191,7 +181,7 @@ class Cifar100(Dataset):
 
 @benchmark
 class ImageNetR(Dataset):
-    """Renditions of 200 classes of ImageNet (Hendrycks et al., 2021), cut as CODA-Prompt cut them."""
+    """Renditions of 200 ImageNet classes (Hendrycks et al., 2021), split as in CODA-Prompt."""
 
     name = "imagenet-r"
     summary = "ImageNet-R: 200 classes as art, cartoons, sketches, toys and more"
@@ -207,33 +197,27 @@ class ImageNetR(Dataset):
 
 @benchmark
 class Cub200(Dataset):
-    """Photographs of 200 species of birds (Wah et al., 2011)."""
+    """Photos of 200 bird species (Wah et al., 2011)."""
 
     name = "cub200"
-    summary = "CUB-200-2011: photographs of 200 species of birds"
-    sources = (
-        Source(
-            "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
-            "md5",
-            "97eceeb196236b17998738112f37df78",
-        ),
-    )
+    summary = "CUB-200-2011: photos of 200 bird species"
+    sources = (Source(_CUB_FILE, "md5", "97eceeb196236b17998738112f37df78"),)
     folders = ("CUB_200_2011",)
     layouts = (layouts.CUB, layouts.tree(layouts.numbered_names))
     figures = Figures(200, 5_994, 5_794, (29, 30), (11, 30), encoding="jpeg")
 
     def class_counts(self) -> dict[str, tuple[int, int]]:
-        """By the official split."""
+        """Return the numbers of the official split."""
         with (Path(__file__).parent / "cub200.csv").open(encoding="utf-8", newline="") as file:
             return {row["class"]: (int(row["train"]), int(row["test"])) for row in csv.DictReader(file)}
 
 
 @benchmark
 class TinyImageNet(Dataset):
-    """Small photographs of 200 classes of ImageNet (Stanford's CS231n); not in the paper."""
+    """Small photos of 200 ImageNet classes (Stanford's CS231n); not in the paper."""
 
     name = "tiny-imagenet"
-    summary = "Tiny-ImageNet: photographs of 200 classes of ImageNet, 64 px"
+    summary = "Tiny-ImageNet: photos of 200 ImageNet classes, 64 px"
     enlarge = False
     sources = (Source("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "md5", "90528d7ca1a48142e341f4ef8d21d0de"),)
     folders = ("tiny-imagenet-200",)
@@ -243,17 +227,11 @@ class TinyImageNet(Dataset):
 
 @benchmark
 class TuBerlin(Dataset):
-    """Sketches of 250 kinds of things by everybody (Eitz et al., 2012), 80 of each; not in the paper."""
+    """Sketches of 250 classes by the public (Eitz et al., 2012), 80 each; not in the paper."""
 
     name = "tu-berlin"
-    summary = "TU-Berlin: sketches of 250 kinds of things, 64 for training and 16 for the test each"
-    sources = (
-        Source(
-            "https://cybertron.cg.tu-berlin.de/eitz/projects/classifysketch/sketches_png.zip",
-            "md5",
-            "023123df86a928a5273e3ba11990d8fd",
-        ),
-    )
+    summary = "TU-Berlin: sketches of 250 classes, with 64 for training and 16 for testing each"
+    sources = (Source(_SKETCHES, "md5", "023123df86a928a5273e3ba11990d8fd"),)
     folders = ("png", "sketches_png", "sketches_png/png", "TU-Berlin")
     layouts = (
         layouts.tree(layouts.plain_names),
@@ -263,15 +241,15 @@ class TuBerlin(Dataset):
 
 
 def recognize(path: Path) -> Dataset | None:
-    """Return the dataset in a folder, or in a folder inside, by its layout or name."""
+    """Return the dataset in a folder or its subfolder, by layout or name."""
     known = [source for source in registered().values() if issubclass(source, Dataset)]
     inside = [source for source in known if source(path / source.name).recognize()]
     if len(inside) > 1:
-        places = [str(path / source.name) for source in inside]
-        raise UserError(f"{path} holds {len(inside)} datasets: name one of {shorten(places)}")
+        folders = shorten(path / source.name for source in inside)
+        raise UserError(f"{path} contains {len(inside)} datasets. Choose one of {folders}.")
     if inside:
         return inside[0](path)
-    fitting = [(source, found) for source in known if (found := source(path).recognize())]
-    telling = [source for source, (folder, layout) in fitting if layout.telling(folder)]
+    fitting = [(source, located) for source in known if (located := source(path).recognize())]
+    unique = [source for source, (folder, layout) in fitting if layout.is_unique(folder)]
     named = [source for source, _ in fitting if path.name in (source.name, *source.folders)]
-    return next((source(path) for source in telling + named), None)
+    return next((source(path) for source in unique + named), None)

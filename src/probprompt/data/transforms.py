@@ -1,9 +1,8 @@
-"""From stored images to inputs of the backbone: crops and flips, color augmentation, resizing, normalization.
+"""Preprocessing on the device: crops, flips, color augmentation, resizing, normalization.
 
-A view is a box per image and two small matrices that resample it (with antialiasing, as torchvision's bilinear and
-bicubic resize), so a whole batch of boxes of different sizes is two matrix products on any device. All randomness is
-the caller's: uniform numbers in [0, 1), a row per image, decide everything, so the view of an image depends on its own
-row only. Colors are decided on the CPU, wherever the rows are; pixels stay on their device.
+A view is a box per image and two matrices that resample it (antialiased, as torchvision's bilinear and bicubic resize),
+so a batch of boxes of any size needs two matrix products. The caller passes uniform numbers in [0, 1), one row per
+image, so the view of an image depends on its own row only. Color parameters are computed on the CPU.
 """
 
 import math
@@ -22,29 +21,26 @@ from probprompt import kernels, randomness
 from probprompt.data.images import Pixels
 from probprompt.errors import UserError
 
-Kernel = Literal["bilinear", "bicubic"]
-"""How pixels between pixels are computed."""
+Kernel = Literal["bilinear", "bicubic"]  # interpolation kernel
 
-CANVAS = 2**27  # bytes of images that are cut together; cutting takes ten times as much
-TRIES = 10  # torchvision's: boxes tried before the whole image is taken
+CANVAS = 2**27  # bytes of images that are cropped together; cropping takes ten times as much memory
+TRIES = 10  # boxes to try before using the whole image, as in torchvision
 DRAWS = 2 * TRIES + 3  # uniform numbers per image: area and ratio of each try, position, flip
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Decoded images (H, W, 3) in one flat tensor."""
+    """Decoded images `(H, W, 3)` in one flat tensor."""
 
     pixels: Tensor  # (bytes,) uint8
-    offsets: Tensor  # (n,): where each image begins
+    offsets: Tensor  # (n,)
     sizes: Tensor  # (n, 2): height and width
-    shape: tuple[int, int] | None = None
-    """Size of all images, if it is the same and nothing is stored between them."""
-    resident: bool = True
-    """Whether the pixels are on the device of the sizes."""
+    shape: tuple[int, int] | None = None  # of all images, if it is the same and nothing is stored between them
+    resident: bool = True  # whether the pixels are on the device of the sizes
 
     @classmethod
     def of(cls, arrays: Sequence[Pixels], device: torch.device) -> Self:
-        """Move decoded images (H, W, 3) to the device."""
+        """Move decoded images `(H, W, 3)` to the device."""
         sizes = torch.tensor([array.shape[:2] for array in arrays], dtype=torch.long).view(-1, 2)
         pixels = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays] or [np.empty(0, np.uint8)]))
         lengths = 3 * sizes.prod(dim=1)  # (n,)
@@ -62,22 +58,22 @@ class Packed:
 
     @cached_property
     def _keys(self) -> Tensor:
-        sizes, starts, found = self.sizes.tolist(), self.offsets.tolist(), []
-        for (height, width), start in zip(sizes, starts, strict=True):
+        keys = []
+        for (height, width), start in zip(self.sizes.tolist(), self.offsets.tolist(), strict=True):
             pixels = self.pixels[start : start + 3 * height * width].cpu().numpy()
-            found.append(randomness.pixel_key(pixels, height, width))
-        return torch.tensor(found, device=self.device)
+            keys.append(randomness.pixel_key(pixels, height, width))
+        return torch.tensor(keys, device=self.device)
 
     def keys(self, indices: Tensor) -> Tensor:
-        """Return a number for each image (B,) that its pixels decide: of equal images it is the same."""
+        """Return keys `(B,)` that depend only on each image's pixels."""
         return self._keys[indices]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pixels on the device, the start of each image in them (B,), and sizes (B, 2)."""
+        """Return pixels on the device, the offset of each image `(B,)`, and sizes `(B, 2)`."""
         return self.pixels, self.offsets[indices], self.sizes[indices]
 
     def canvas(self, indices: Tensor) -> Tensor:
-        """Return the images (B, 3, H, W), in the top left corner; the rest is never read."""
+        """Return images `(B, 3, H, W)` in the top left corner; the rest is never read."""
         pixels, offsets, sizes = self.batch(indices)
         if self.shape is not None:
             height, width = self.shape
@@ -93,19 +89,19 @@ class Packed:
         return canvas
 
     def groups(self, indices: Tensor) -> list[slice]:
-        """Split a batch into runs that share a canvas, since one large image would enlarge it for all."""
-        begins, high, wide = [0], 0, 0
+        """Split a batch into slices with one canvas each, so large images do not enlarge all."""
+        starts, high, wide = [0], 0, 0
         sizes = () if self.shape is not None else self.sizes[indices].tolist()
         for place, (height, width) in enumerate(sizes):
             high, wide = max(high, height), max(wide, width)
-            if 3 * high * wide * (place + 1 - begins[-1]) > CANVAS and place > begins[-1]:
-                begins.append(place)
+            if 3 * high * wide * (place + 1 - starts[-1]) > CANVAS and place > starts[-1]:
+                starts.append(place)
                 high, wide = height, width
-        return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(indices)], strict=True)]
+        return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(indices)], strict=True)]
 
 
 def common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] | None:
-    """Return the size of all images, if it is the same and nothing is stored between them."""
+    """Return the size of all images, or None if sizes differ or the pixels have gaps."""
     if not len(sizes) or not bool((sizes == sizes[0]).all()):
         return None
     height, width = sizes[0].tolist()
@@ -115,43 +111,17 @@ def common_shape(offsets: Tensor, sizes: Tensor, total: int) -> tuple[int, int] 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Where to look in each image, in its pixels; what lies outside the limits is never read."""
+    """A box per image in pixels; pixels outside the limits are never read."""
 
     places: Tensor  # (B, 8) in float64: top, left, height, width; limits: top, bottom, left, right
     flip: Tensor | None = None  # (B,)
 
     @classmethod
     def of(cls, corner: Sequence[Tensor], limits: Sequence[Tensor], flip: Tensor | None = None) -> Self:
-        """Boxes of given top, left, height and width (B,) each, inside limits: top, bottom, left and right."""
+        """Return boxes of top, left, height, width, and limits: top, bottom, left, right."""
         return cls(torch.stack([*corner, *limits], dim=1).double(), flip)
 
-    @property
-    def top(self) -> Tensor:
-        """The upper edge (B,)."""
-        return self.places[:, 0]
-
-    @property
-    def left(self) -> Tensor:
-        """The left edge (B,)."""
-        return self.places[:, 1]
-
-    @property
-    def height(self) -> Tensor:
-        """From the upper edge to the lower (B,)."""
-        return self.places[:, 2]
-
-    @property
-    def width(self) -> Tensor:
-        """From the left edge to the right (B,)."""
-        return self.places[:, 3]
-
-    @property
-    def limits(self) -> tuple[Tensor, ...]:
-        """Top, bottom, left and right (B,) of what may be read."""
-        return self.places[:, 4:].unbind(dim=1)
-
     def __getitem__(self, rows: Tensor | slice) -> "Boxes":
-        """The boxes of some of the images."""
         return Boxes(self.places[rows], None if self.flip is None else self.flip[rows])
 
 
@@ -162,7 +132,7 @@ def random_boxes(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     flip: bool = True,
 ) -> Boxes:
-    """Choose a box per image as torchvision's RandomResizedCrop does; sizes (B, 2), draws (B, DRAWS) in [0, 1)."""
+    """Choose boxes as torchvision's RandomResizedCrop; sizes `(B, 2)`, draws `(B, DRAWS)`."""
     draws = draws.double()
     rows, columns = sizes[:, 0].double(), sizes[:, 1].double()  # (B,)
     area = (rows * columns)[:, None] * (scale[0] + (scale[1] - scale[0]) * draws[:, :TRIES])  # (B, TRIES)
@@ -171,26 +141,20 @@ def random_boxes(
     width, height = torch.sqrt(area * aspect).round(), torch.sqrt(area / aspect).round()  # (B, TRIES)
     fits = (width > 0) & (height > 0) & (width <= columns[:, None]) & (height <= rows[:, None])  # (B, TRIES)
     first = fits.int().argmax(dim=1, keepdim=True)  # (B, 1)
-    found = fits.any(dim=1)  # (B,)
-    whole_height, whole_width = _largest_box(rows, columns, ratio)
-    height = torch.where(found, height.gather(1, first)[:, 0], whole_height)  # (B,)
-    width = torch.where(found, width.gather(1, first)[:, 0], whole_width)  # (B,)
+    valid = fits.any(dim=1)  # (B,)
+    largest_height = torch.where(columns / rows < ratio[0], (columns / ratio[0]).round(), rows)  # if no try fits
+    largest_width = torch.where(columns / rows > ratio[1], (rows * ratio[1]).round(), columns)
+    height = torch.where(valid, height.gather(1, first)[:, 0], largest_height)  # (B,)
+    width = torch.where(valid, width.gather(1, first)[:, 0], largest_width)  # (B,)
     down, across = draws[:, -3], draws[:, -2]
-    top = torch.where(found, (down * (rows - height + 1)).floor(), ((rows - height) / 2).floor())
-    left = torch.where(found, (across * (columns - width + 1)).floor(), ((columns - width) / 2).floor())
+    top = torch.where(valid, (down * (rows - height + 1)).floor(), ((rows - height) / 2).floor())
+    left = torch.where(valid, (across * (columns - width + 1)).floor(), ((columns - width) / 2).floor())
     limits = (top, top + height, left, left + width)
     return Boxes.of((top, left, height, width), limits, draws[:, -1] < 0.5 if flip else None)
 
 
-def _largest_box(rows: Tensor, columns: Tensor, ratio: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """The largest box of an allowed ratio: what is taken when no try fits."""
-    height = torch.where(columns / rows < ratio[0], (columns / ratio[0]).round(), rows)
-    width = torch.where(columns / rows > ratio[1], (rows * ratio[1]).round(), columns)
-    return height, width
-
-
 def center_boxes(sizes: Tensor, resized: int, size: int) -> Boxes:
-    """The box that Resize(resized) and CenterCrop(size) look at; sizes (B, 2)."""
+    """Return the boxes of Resize(resized) and CenterCrop(size); sizes `(B, 2)`."""
     rows, columns = sizes[:, 0].double(), sizes[:, 1].double()  # (B,)
     short = torch.minimum(rows, columns)
     new_rows = torch.where(rows <= columns, torch.full_like(rows, resized), (resized * rows / short).floor())
@@ -203,10 +167,10 @@ def center_boxes(sizes: Tensor, resized: int, size: int) -> Boxes:
 
 
 def resample(canvas: Tensor, boxes: Boxes, size: int, kernel: Kernel = "bilinear") -> Tensor:
-    """Cut the boxes out of a canvas (B, 3, H, W) of uint8 and resize them to (B, 3, size, size) in [0, 1]."""
-    top, bottom, left, right = boxes.limits
-    down = _matrix(boxes.top, boxes.height, top, bottom, canvas.shape[2], size, kernel)  # (B, size, H)
-    across = _matrix(boxes.left, boxes.width, left, right, canvas.shape[3], size, kernel)  # (B, size, W)
+    """Crop boxes of a canvas `(B, 3, H, W)` of uint8 to `(B, 3, size, size)` in [0, 1]."""
+    y, x, height, width, top, bottom, left, right = boxes.places.unbind(dim=1)  # (B,) each
+    down = _matrix(y, height, top, bottom, canvas.shape[2], size, kernel)  # (B, size, H)
+    across = _matrix(x, width, left, right, canvas.shape[3], size, kernel)  # (B, size, W)
     if boxes.flip is not None:
         across = torch.where(boxes.flip[:, None, None], across.flip(1), across)
     pixels = canvas.float() / 255  # (B, 3, H, W)
@@ -214,7 +178,7 @@ def resample(canvas: Tensor, boxes: Boxes, size: int, kernel: Kernel = "bilinear
 
 
 def _matrix(start: Tensor, length: Tensor, low: Tensor, high: Tensor, pixels: int, size: int, kernel: Kernel) -> Tensor:
-    """Weights of the input pixels in each output pixel, (B, size, pixels): a kernel as wide as the reduction."""
+    """Return the weights of input pixels `(B, size, pixels)`, antialiased by the scale."""
     scale = (length / size)[:, None]  # (B, 1)
     center = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale  # (B, size)
     position = torch.arange(pixels, device=start.device) + 0.5  # (pixels,)
@@ -229,47 +193,34 @@ def _triangle(distance: Tensor) -> Tensor:
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """Keys' piecewise cubic with a = -1/2."""
     near = (1.5 * distance - 2.5) * distance**2 + 1
     far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
     return torch.where(distance < 1, near, torch.where(distance < 2, far, 0))
 
 
-_KERNELS = {"bilinear": _triangle, "bicubic": _cubic}
+_KERNELS = {"bilinear": _triangle, "bicubic": _cubic}  # bicubic: Keys' cubic with a = -1/2
 # Colors ---------------------------------------------------------------------------------------------------------
 Augmentation = Literal["crop", "crop+color", "autoaugment+crop", "crop+brightness"]
-"""``crop``: box and flip alone; ``crop+color``: EvoPrompt's; ``autoaugment+crop``: APT's; ``crop+brightness``:
-HiDe-Prompt's, with bicubic crops."""
+"""Box and flip only; EvoPrompt's; APT's; HiDe-Prompt's (with bicubic crops)."""
 
-JITTER_DRAWS = 7
-"""Numbers per image that :func:`jitter` needs: whether, order, four strengths, whether gray."""
-AUTOAUGMENT_DRAWS = 5
-"""Numbers per image that :func:`autoaugment` needs: sub-policy, whether either operation, the sign of either."""
+JITTER_DRAWS = 7  # numbers per image for :func:`jitter`: whether, order, four strengths, whether gray
+AUTOAUGMENT_DRAWS = 5  # numbers per image for :func:`autoaugment`: sub-policy, whether (two), sign (two)
 
-_DRAWS: dict[Augmentation, int] = {
-    "crop": 0,
-    "crop+color": JITTER_DRAWS,
-    "autoaugment+crop": AUTOAUGMENT_DRAWS,
-    "crop+brightness": 1,
-}
+_DRAWS = {"crop": 0, "crop+color": JITTER_DRAWS, "autoaugment+crop": AUTOAUGMENT_DRAWS, "crop+brightness": 1}
 
 
 def draws_needed(kind: Augmentation) -> int:
-    """How many uniform numbers per image an augmentation needs beside those of its box.
-
-    >>> draws_needed("crop")
-    0
-    """
+    """Return the number of uniform numbers per image in addition to those of the box."""
     return _DRAWS[kind]
 
 
 def before_crop(canvas: Tensor, sizes: Tensor, draws: Tensor, kind: Augmentation) -> Tensor:
-    """Augment whole images: a canvas (B, 3, H, W) of uint8, sizes (B, 2), draws (B, draws_needed(kind))."""
-    return autoaugment(canvas, sizes, draws, "bilinear") if kind == "autoaugment+crop" else canvas  # as APT does
+    """Augment whole images: a canvas `(B, 3, H, W)` of uint8, sizes `(B, 2)`."""
+    return autoaugment(canvas, sizes, draws, "bilinear") if kind == "autoaugment+crop" else canvas  # as in APT
 
 
 def after_crop(images: Tensor, draws: Tensor, kind: Augmentation) -> Tensor:
-    """Augment what was cut out: images (B, 3, H, W) in [0, 1], the same draws as :func:`before_crop`."""
+    """Augment crops `(B, 3, H, W)` in [0, 1] with the draws of :func:`before_crop`."""
     if kind == "crop+brightness":
         return _brightness(images, 1 + 63 / 255 * (2 * draws[:, 0].to(images) - 1))
     return jitter(images, draws) if kind == "crop+color" else images
@@ -282,9 +233,9 @@ ORDERS = tuple(permutations(range(4)))
 
 
 def jitter(images: Tensor, draws: Tensor) -> Tensor:
-    """EvoPrompt's colors: ColorJitter(0.4, 0.4, 0.4, 0.1) of half of the images, then a fifth of all turned gray.
+    """Apply EvoPrompt's ColorJitter(0.4, 0.4, 0.4, 0.1) to half of the images, gray to 20%.
 
-    As torchvision's, each image (3, H, W) in [0, 1] has its own factors and its own order of the four operations.
+    As in torchvision, each image has its own factors and order of operations.
     """
     draws = draws.cpu().double()  # (B, JITTER_DRAWS)
     factors = (torch.tensor(CENTERS) + torch.tensor(STRENGTHS) * (2 * draws[:, 2:6] - 1)).to(images)  # (B, 4)
@@ -323,22 +274,20 @@ def _saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def _hue(images: Tensor, shift: Tensor) -> Tensor:
-    """Turn hues by a part of the circle, at the same saturation and value (HSV)."""
+    """Rotate hues by a fraction of the circle, at constant saturation and value (HSV)."""
     red, green, blue = images.unbind(1)
     value = images.amax(dim=1)  # (B, H, W)
     chroma = value - images.amin(dim=1)
-    step = torch.where(chroma > 0, chroma, 1)  # a gray pixel has no hue: any will do
+    step = torch.where(chroma > 0, chroma, 1)  # avoids division by zero for gray pixels
     green_or_blue = torch.where(value == green, 2 + (blue - red) / step, 4 + (red - green) / step)
     hue = torch.where(value == red, (green - blue) / step, green_or_blue)  # in sixths of the circle
     hue = hue + 6 * shift[:, None, None]
-    places = [(hue + offset) % 6 for offset in (5, 3, 1)]  # how far red, green and blue are along their trapezia
+    places = [(hue + offset) % 6 for offset in (5, 3, 1)]  # positions of red, green and blue on their trapezoids
     return torch.stack([value - chroma * torch.minimum(place, 4 - place).clamp(0, 1) for place in places], dim=1)
 
 
-Operation = tuple[str, float, int]
-"""What, with which probability, at which level from 0 to 9 (0 where there is nothing to measure)."""
-Interpolation = Literal["nearest", "bilinear"]
-"""How a turned or sheared image finds its pixels; outside the image there is black."""
+Operation = tuple[str, float, int]  # name, probability and level from 0 to 9 of an operation
+Interpolation = Literal["nearest", "bilinear"]  # interpolation of rotated and sheared images; pixels outside are black
 
 # Cubuk et al., "AutoAugment: Learning augmentation strategies from data" (2019), the policy found on ImageNet.
 IMAGENET_POLICY: tuple[tuple[Operation, Operation], ...] = (
@@ -371,9 +320,9 @@ IMAGENET_POLICY: tuple[tuple[Operation, Operation], ...] = (
 
 
 def autoaugment(canvas: Tensor, sizes: Tensor, draws: Tensor, interpolation: Interpolation = "nearest") -> Tensor:
-    """AutoAugment's ImageNet policy on each image of a canvas (B, 3, H, W) of uint8, as torchvision's on tensors.
+    """Apply AutoAugment's ImageNet policy to a canvas `(B, 3, H, W)` of uint8.
 
-    An image is the top left part of its canvas that ``sizes`` (B, 2) says; the rest is neither read nor written.
+    Equals torchvision's on tensors. Images are in the top left with ``sizes`` `(B, 2)`; the rest stays unchanged.
     """
     canvas = canvas.clone()
     for image, (height, width), row in zip(canvas, sizes.tolist(), draws.tolist(), strict=True):
@@ -389,7 +338,7 @@ def _operate(image: Tensor, name: str, level: int, sign: int, interpolation: Int
     from torchvision.transforms.v2 import InterpolationMode, functional  # late: takes seconds, and few runs need it
 
     def scaled(lowest: float, highest: float) -> float:
-        return float(torch.linspace(lowest, highest, 10)[level])  # in float32, as torchvision's: pixels are cut off
+        return float(torch.linspace(lowest, highest, 10)[level])  # in float32, as torchvision's
 
     mode = InterpolationMode(interpolation)
     tilt = [math.degrees(math.atan(sign * scaled(0, 0.3))), 0.0]
@@ -409,7 +358,7 @@ def _operate(image: Tensor, name: str, level: int, sign: int, interpolation: Int
 
 
 def enlarged(size: int) -> int:
-    """The short side from which an input of this size is cut: 256 for 224.
+    """Return the short side to resize to before a center crop of this size.
 
     >>> enlarged(224)
     256
@@ -419,29 +368,26 @@ def enlarged(size: int) -> int:
 
 @dataclass(frozen=True)
 class RandomViews:
-    """How training sees images: a box each, and the draws of their color augmentation."""
+    """Random views of training images: boxes and draws of the color augmentation."""
 
     boxes: Boxes
     augmentation: Augmentation = "crop"
     draws: Tensor | None = None  # (B, draws of the augmentation)
 
     def __getitem__(self, rows: Tensor | slice) -> "RandomViews":
-        """The views of some of the images."""
         return RandomViews(self.boxes[rows], self.augmentation, None if self.draws is None else self.draws[rows])
 
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Turns stored images into inputs of the backbone."""
+    """Preprocessing of stored images to inputs of the backbone."""
 
     size: int
     resized: int
     mean: Tensor  # (3, 1, 1)
     std: Tensor  # (3, 1, 1)
-    kernel: Kernel = "bilinear"
-    """How evaluation views are resized."""
-    dtype: torch.dtype = torch.float32
-    """What kernels write views in: the backbone's own, so that nothing is rounded later; else it is float32."""
+    kernel: Kernel = "bilinear"  # of evaluation views
+    dtype: torch.dtype = torch.float32  # of views that GPU kernels write; other views are float32
 
     @classmethod
     def of(
@@ -454,47 +400,45 @@ class Preprocessor:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Return a preprocessor that normalizes by the mean and standard deviation of each color."""
+        """Return a preprocessor with the mean and standard deviation of each color."""
         center, spread = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
         return cls(size, resized, center, spread, kernel, dtype)
 
     def evaluation(self, store: Packed, indices: Tensor) -> Tensor:
-        """The evaluation view of images (B, 3, size, size), normalized."""
+        """Return normalized evaluation views `(B, 3, size, size)`."""
         boxes = center_boxes(store.sizes[indices], self.resized, self.size)
-        return self._cut(store, indices, boxes, self.kernel)
+        return self._crop(store, indices, boxes, self.kernel)
 
-    def cuts(self, store: Packed, augmentation: Augmentation) -> bool:
-        """Whether random views are cut by one kernel out of what lies on the device, as a captured step can do."""
+    def is_one_kernel(self, store: Packed, augmentation: Augmentation) -> bool:
+        """Return True if one kernel crops random views on the device, as a captured step needs."""
         return kernels.usable(store.device) and store.resident and draws_needed(augmentation) == 0
 
     def random(self, store: Packed, indices: Tensor, views: RandomViews) -> Tensor:
-        """Given views of images (B, 3, size, size), normalized."""
+        """Return normalized random views `(B, 3, size, size)`."""
         if views.draws is None or draws_needed(views.augmentation) == 0:
-            return self._cut(store, indices, views.boxes)
+            return self._crop(store, indices, views.boxes)
         return torch.cat([self._color(store, indices[some], views[some]) for some in store.groups(indices)])
 
     def _color(self, store: Packed, indices: Tensor, views: RandomViews) -> Tensor:
-        """The same where colors are changed, of images whose canvas is not too large."""
         assert views.draws is not None
         canvas = before_crop(store.canvas(indices), store.sizes[indices], views.draws, views.augmentation)
         kernel: Kernel = "bicubic" if views.augmentation == "crop+brightness" else "bilinear"
         images = after_crop(resample(canvas, views.boxes, self.size, kernel), views.draws, views.augmentation)
         return self._normalize(images)
 
-    def _cut(self, store: Packed, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
-        """The boxes of images (B, 3, size, size), normalized."""
+    def _crop(self, store: Packed, indices: Tensor, boxes: Boxes, kernel: Kernel = "bilinear") -> Tensor:
         if kernels.usable(store.device):
             from probprompt.kernels.pixels import crop  # late: needs Triton
 
             return crop(*store.batch(indices), boxes, self.size, self.mean, self.std, kernel, self.dtype)
-        cut = [resample(store.canvas(indices[some]), boxes[some], self.size, kernel) for some in store.groups(indices)]
-        return self._normalize(torch.cat(cut))
+        parts = ((store.canvas(indices[some]), boxes[some]) for some in store.groups(indices))
+        return self._normalize(torch.cat([resample(canvas, part, self.size, kernel) for canvas, part in parts]))
 
     def _normalize(self, images: Tensor) -> Tensor:
         return (images - self.mean) / self.std
 
     def record(self) -> dict[str, JsonValue]:
-        """Return what a record states of it."""
+        """Return the description for a run's record."""
         return {
             "image_size": self.size,
             "resized": self.resized,
@@ -504,7 +448,7 @@ class Preprocessor:
         }
 
     def check_record(self, recorded: Mapping[str, JsonValue]) -> None:
-        """Raise an error if a record states another preprocessing: the same weights would get other inputs."""
+        """Raise UserError if a record has another preprocessing."""
         now = self.record()
         differ = [
             f"{name} {recorded[name]}, now {now[name]}"
@@ -514,6 +458,6 @@ class Preprocessor:
         ]
         if differ:
             raise UserError(
-                f"images would be prepared otherwise than they were ({'; '.join(differ)}): put back the JSON file "
-                "beside the weights as it was, or begin anew"
+                f"The preprocessing of images changed ({'; '.join(differ)}). Restore the JSON file next to the "
+                "weights, or start a new run."
             )

@@ -1,4 +1,4 @@
-"""Check a dataset on disk against its publication: counts, encodings, unreadable files, duplicates."""
+"""Checks of a dataset on disk: counts, encodings, unreadable files, duplicates."""
 
 import hashlib
 from collections.abc import Collection, Iterator
@@ -18,49 +18,49 @@ from probprompt.errors import UserError, shorten
 from probprompt.progress import ProgressCallback
 
 LOSSLESS = frozenset({".png", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".tif", ".tiff", ".webp"})
-"""Endings of formats that can be lossless; of TIFF and WebP the header states it."""
+"""Suffixes of formats that can be lossless; TIFF and WebP state it in the header."""
 _FORMATS = {"PNG", "BMP", "PPM", "TGA"}
 _TIFF = {"raw", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "lzma", "zstd"}
 _JPEG = {".jpg", ".jpeg"}
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError)
-_LOOKED = 64  # files of each split whose first bytes are read
+_NUM_HEADERS = 64  # headers read per split
 
 
 @dataclass(frozen=True)
 class Report:
-    """Results of a check; notes are no errors."""
+    """Results of a check; only ``problems`` are errors."""
 
     facts: tuple[str, ...]
     notes: tuple[str, ...]
     problems: tuple[str, ...]
 
 
-def check(source: Benchmark, watch: ProgressCallback, quick: bool = False) -> Report:
-    """Read all images of a dataset or folder; ``quick`` counts them and reads a few headers."""
+def check(source: Benchmark, progress: ProgressCallback, quick: bool = False) -> Report:
+    """Read all images of a source; ``quick`` counts them and reads a few headers."""
     facts: list[str] = []
     try:
         if isinstance(source, Dataset):
             folder, layout = source.locate()
             facts.append(f"{source.name} in {folder}: {layout.form}")
             lists = find_lists(folder) if layout is LISTED else None
-            facts += [f"cut by {lists[0]} and {lists[1]}"] if lists else []
+            facts += [f"split by {lists[0]} and {lists[1]}"] if lists else []
         data = source.load(None)
     except UserError as problem:
         return Report(tuple(facts), (), (str(problem),))
     facts += _counts(data)
     if isinstance(source, Folder) and source.test is None:
-        facts.append(f"no test set is here: {100 * source.test_fraction:.0f} % of each class are held out as one")
+        facts.append(f"no test folder: holds out {100 * source.test_fraction:.0f}% of each class for testing")
     problems = source.miscounts(data) if isinstance(source, Dataset) else []
     if quick:
         return Report(tuple(facts), tuple(_notes(source, data)), tuple(problems))
     roots = [images.files.root if images.files else None for images in (data.train, data.test)]
     within = [f"{root.name}/" if root and roots[0] != roots[1] else "" for root in roots]
-    with watch.stage("reading images", len(data.train) + len(data.test)):
-        train, test = _look(data.train, within[0], watch), _look(data.test, within[1], watch)
+    with progress.stage("reading images", len(data.train) + len(data.test)):
+        train, test = _read_all(data.train, within[0], progress), _read_all(data.test, within[1], progress)
     notes = _notes(source, data, train.sizes | test.sizes)
-    damaged = [f"{name} ({reason})" for side in (train, test) for name, reason in side.unreadable.items()]
-    problems += [f"{len(damaged)} file(s) cannot be read: {shorten(damaged, 20)}"] if damaged else []
-    _shared(train, test, source, notes, problems)
+    unreadable = [f"{name} ({reason})" for split in (train, test) for name, reason in split.unreadable.items()]
+    problems += [f"{len(unreadable)} unreadable file(s): {shorten(unreadable, 20)}"] if unreadable else []
+    _find_duplicates(train, test, source, notes, problems)
     return Report(tuple(facts), tuple(notes), tuple(problems))
 
 
@@ -70,28 +70,23 @@ def _notes(source: Benchmark, data: ImageData, sizes: set[tuple[int, int]] | Non
 
 def _counts(data: ImageData) -> list[str]:
     facts = [f"classes: {len(data.class_names)}"]
-    for side, images in (("train", data.train), ("test", data.test)):
+    for split, images in (("train", data.train), ("test", data.test)):
         per_class = np.bincount(images.labels, minlength=len(data.class_names))
-        few, many = per_class.min(), per_class.max()
-        each = f"{few}" if few == many else f"{few} to {many}"
-        facts.append(f"{side}: {len(images)} images, {each} of each class")
+        low, high = per_class.min(), per_class.max()
+        each = f"{low}" if low == high else f"{low} to {high}"
+        facts.append(f"{split}: {len(images)} images, {each} per class")
     return facts
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The contents of the images of one split."""
-
-    names: dict[bytes, list[str]] = field(default_factory=dict)
-    """By the hash of their pixels."""
+class _SplitContents:
+    names: dict[bytes, list[str]] = field(default_factory=dict)  # by hash of the pixels
     unreadable: dict[str, str] = field(default_factory=dict)
-    sizes: set[tuple[int, int]] = field(default_factory=set)
-    """Widths and heights."""
+    sizes: set[tuple[int, int]] = field(default_factory=set)  # widths and heights
 
 
-def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
-    """Read all images, whose names get ``within`` before them."""
-    seen = _Seen()
+def _read_all(images: ImageSet, prefix: str, progress: ProgressCallback) -> _SplitContents:
+    contents = _SplitContents()
 
     def digest(index: int) -> tuple[bytes, tuple[int, int]]:
         pixels = images.read(index)
@@ -101,38 +96,40 @@ def _look(images: ImageSet, within: str, watch: ProgressCallback) -> _Seen:
         return content.digest(), (width, height)
 
     for index, result in read_ahead(digest, range(len(images))):
-        name = within + images.names[index]
+        name = prefix + images.names[index]
         if isinstance(result, UnreadableImageError):
-            seen.unreadable[name] = str(result)
+            contents.unreadable[name] = str(result)
         else:
-            seen.names.setdefault(result[0], []).append(name)
-            seen.sizes.add(result[1])
-        watch.advance(1)
-    return seen
+            contents.names.setdefault(result[0], []).append(name)
+            contents.sizes.add(result[1])
+        progress.advance(1)
+    return contents
 
 
-def _shared(train: _Seen, test: _Seen, source: Benchmark, notes: list[str], problems: list[str]) -> None:
+def _find_duplicates(
+    train: _SplitContents, test: _SplitContents, source: Benchmark, notes: list[str], problems: list[str]
+) -> None:
     shared = [content for content in test.names if content in train.names]
     pairs = [f"{name} = {train.names[content][0]}" for content in shared for name in test.names[content]]
-    for side, seen in (("train", train), ("test", test)):
-        repeated = sum(len(names) - 1 for names in seen.names.values())
-        notes += [f"{repeated} image(s) of {side} are there more than once"] if repeated else []
+    for split, contents in (("train", train), ("test", test)):
+        repeated = sum(len(names) - 1 for names in contents.names.values())
+        notes += [f"{repeated} duplicate image(s) in {split}"] if repeated else []
     if not pairs:
         return
-    text = f"{len(pairs)} test image(s) are training images, too: {shorten(pairs)}"
+    text = f"{len(pairs)} test image(s) are also training images: {shorten(pairs)}."
     known = source.figures.shared if isinstance(source, Dataset) else 0
     if known is None:
-        notes.append(f"{text}. Whether the published data has as many is not known")
+        notes.append(f"{text} The published number is unknown.")
     elif len(pairs) <= known:
-        notes.append(f"{text}. The published data has {known} of them")
+        notes.append(f"{text} The published data has {known}.")
     else:
-        problems.append(f"{text}. " + (f"The published data has {known} of them" if known else "Remove them from one"))
+        problems.append(f"{text} " + (f"The published data has {known}." if known else "Remove them from one split."))
 
 
 def source_at(path: Path) -> Benchmark:
-    """Return the published dataset in a folder, by its layout or name, else a folder of class folders."""
+    """Return the published dataset in a folder, else the folder of class folders."""
     if not path.is_dir():
-        raise UserError(f"{path} is no folder: name a dataset's folder, or a benchmark")
+        raise UserError(f"{path} is not a folder. Pass a dataset's folder or a benchmark.")
     return recognize(path) or Folder(path)
 
 
@@ -140,11 +137,9 @@ def source_at(path: Path) -> Benchmark:
 class Header:
     """The header of an image file."""
 
-    kind: str
-    """Format, such as PNG, whatever the name."""
+    kind: str  # format such as PNG, independent of the file name
     lossless: bool
-    size: tuple[int, int]
-    """Width and height."""
+    size: tuple[int, int]  # width and height
 
 
 def read_header(path: Path) -> Header | None:
@@ -153,12 +148,12 @@ def read_header(path: Path) -> Header | None:
         with path.open("rb") as file, Image.open(file) as image:
             kind = image.format or ""
             lossless = kind in _FORMATS or (kind == "TIFF" and image.info.get("compression") in _TIFF)
-            return Header(kind, lossless or (kind == "WEBP" and _whole_webp(file)), image.size)
+            return Header(kind, lossless or (kind == "WEBP" and _is_lossless_webp(file)), image.size)
     except _BROKEN:
         return None
 
 
-def _whole_webp(file: IO[bytes]) -> bool:
+def _is_lossless_webp(file: IO[bytes]) -> bool:
     file.seek(12)
     while len(head := file.read(8)) == 8:
         if head[:4] in (b"VP8L", b"VP8 "):
@@ -169,54 +164,49 @@ def _whole_webp(file: IO[bytes]) -> bool:
 
 
 def differences(source: Dataset, data: ImageData) -> list[str]:
-    """Compare loaded data with the publication; only a few headers are read."""
+    """Return differences of loaded data from the publication, reading a few headers."""
     return [*source.miscounts(data), *other_differences(source, data)]
 
 
 def other_differences(source: Dataset, data: ImageData, sizes: Collection[tuple[int, int]] | None = None) -> list[str]:
     """Return differences other than counts: re-encoded or resized images, other lists.
 
-    ``sizes``: widths and heights if all images were read; else a few headers are read.
+    ``sizes``: widths and heights of all images; None reads a few headers.
     """
-    figures, due = source.figures, source.figures.size
-    telling = due or figures.encoding == "lossless"
-    headers = [header for path in _spread(data) if (header := read_header(path))] if telling else []
-    seen = {header.size for header in headers} if sizes is None else set(sizes)
-    found = _other_files(figures, data, headers)
-    if due and (others := [f"{width} x {height}" for width, height in sorted(seen - {due})]):
-        found.append(f"images have {shorten(others, 3)} pixels, published are {due[0]} x {due[1]}: they were resized")
-    return found + _other_split(source.lists(), data)
+    figures, published = source.figures, source.figures.size
+    needed = published or figures.encoding == "lossless"
+    headers = [header for path in _spread(data) if (header := read_header(path))] if needed else []
+    present = {header.size for header in headers} if sizes is None else set(sizes)
+    differences = _other_files(figures, data, headers)
+    if published and (others := [f"{width}x{height}" for width, height in sorted(present - {published})]):
+        size = f"{published[0]}x{published[1]}"
+        differences.append(f"images were resized: {shorten(others, 3)} pixels, published: {size}")
+    return differences + _other_split(source.lists(), data)
 
 
 def _other_files(figures: Figures, data: ImageData, headers: Collection[Header]) -> list[str]:
     names = chain.from_iterable(images.names for images in (data.train, data.test) if images.pixels is None)
-    endings = {PurePath(name).suffix.lower() for name in names}
+    suffixes = {PurePath(name).suffix.lower() for name in names}
     if figures.encoding is None:
         return []
-    due, allowed = {"jpeg": ("JPEG files", _JPEG), "lossless": ("images without loss", LOSSLESS)}[figures.encoding]
-    others = {"JPEG" if ending in _JPEG else ending.lstrip(".").upper() for ending in endings - allowed}
+    published, allowed = {"jpeg": ("JPEG", _JPEG), "lossless": ("lossless images", LOSSLESS)}[figures.encoding]
+    others = {"JPEG" if suffix in _JPEG else suffix.lstrip(".").upper() for suffix in suffixes - allowed}
     others |= {header.kind for header in headers if figures.encoding == "lossless" and not header.lossless}
-    kinds = ", ".join(sorted(others))
-    return [f"images are {kinds} files, published are {due}: they were encoded anew"] if others else []
+    return [f"images were re-encoded as {', '.join(sorted(others))}, published: {published}"] if others else []
 
 
 def _other_split(published: set[str], data: ImageData) -> list[str]:
     if published and not data.lists:
-        return [
-            "no lists say which images are for training and which for the test: whether they are cut as published "
-            "cannot be known"
-        ]
+        return ["no lists of training and test images: the split may differ from the published one"]
     return [
-        f"the list of the {side} images is not the published one (sha256 {digest}): results do not compare with "
-        "published ones"
-        for side, digest in zip(("training", "test"), data.lists, strict=False)
+        f"the list of {split} images is not the published one (SHA-256 {digest}); results are not comparable"
+        for split, digest in zip(("training", "test"), data.lists, strict=False)
         if digest not in published
     ]
 
 
 def _spread(data: ImageData) -> Iterator[Path]:
-    """Return some files of each split, from its first to its last."""
     for images in (data.train, data.test):
         if images.files:
-            for place in np.linspace(0, len(images) - 1, min(len(images), _LOOKED)).astype(int).tolist():
+            for place in np.linspace(0, len(images) - 1, min(len(images), _NUM_HEADERS)).astype(int).tolist():
                 yield images.files.root / images.names[place]

@@ -185,7 +185,7 @@ class TaskLoader:
         """Return features, images, or the rows and boxes that :meth:`show` takes."""
         if isinstance(view, Tensor):
             return (view,)
-        if self.viewer.cuts(self.images.store, view.augmentation):
+        if self.viewer.is_one_kernel(self.images.store, view.augmentation):
             return (rows, view.boxes.places, *([] if view.boxes.flip is None else [view.boxes.flip]))
         return (self.viewer.random(self.images.store, rows, view),)
 

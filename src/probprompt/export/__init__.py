@@ -1,1 +1,1 @@
-"""A trained model for others: as one ONNX file, or on the Hugging Face hub with a card that describes it."""
+"""Export of a trained model to ONNX or to the Hugging Face Hub with a model card."""

@@ -1,11 +1,7 @@
-"""The files of a model to upload: what prediction needs and, if requested, what further learning needs.
-
-They are JSON and safetensors only. ``probprompt.json`` lists them with their sizes and SHA-256.
-"""
+"""The files of a model to upload: JSON and safetensors, listed in ``probprompt.json``."""
 
 import copy
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +13,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from probprompt import __version__
 from probprompt.classifier.store import Current
 from probprompt.errors import UserError
-from probprompt.storage import read_json
+from probprompt.storage import encode_json, file_hash, read_json
 
 FORMAT = 1
-LIST = "probprompt.json"
-"""The file that lists the others."""
+LIST = "probprompt.json"  # the list of files with their sizes and SHA-256
 CARD = "README.md"
 _HEX = "[0-9a-f]"
 OWN = re.compile(
@@ -29,18 +24,18 @@ OWN = re.compile(
     rf"|model\.json|(model|statistics)-{_HEX}{{16}}\.safetensors"
 )
 """Names of all files that may be uploaded, downloaded or removed."""
-_NEEDED = ("method", "head", "gaussians")  # the parts of a classifier that predict
+_NEEDED = ("method", "head", "gaussians")  # parts of a classifier for prediction
 
 
 def check_path(path: str) -> str:
-    """Reject a path that is not a file of a model."""
+    """Return the path; raise ValueError if it is not a file of a model."""
     if not OWN.fullmatch(path):
-        raise ValueError(f"it names {path!r}, which is no file of a model")
+        raise ValueError(f"{path!r} is not a file of a model")
     return path
 
 
 class FileEntry(BaseModel):
-    """A file by its contents."""
+    """The hash and size of a file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     sha256: str = Field(pattern=r"\A[0-9a-f]{64}\z")
@@ -57,7 +52,7 @@ class Listing(BaseModel):
 
 
 class SavedBackbone(TypedDict):
-    """The settings of a backbone, as far as they matter here."""
+    """The settings of a backbone that matter here."""
 
     name: str
     weights: str | None
@@ -67,11 +62,9 @@ class SavedBackbone(TypedDict):
 class Bundle:
     """Files by their path in the repository."""
 
-    descriptions: Mapping[str, bytes]
-    """JSON files, without the paths of this machine that the saved ones contain."""
+    descriptions: Mapping[str, bytes]  # JSON without local paths
     tensors: Mapping[str, Path]
-    statistics: bool
-    """Whether files that only further learning needs are included."""
+    statistics: bool  # whether files for further learning are included
 
     def listing(self) -> Listing:
         """Return the contents of ``probprompt.json``."""
@@ -95,10 +88,8 @@ class Record:
     """A saved model as its JSON describes it."""
 
     folder: Path
-    note: dict[str, Any]
-    """``model.json`` of a run, or the current version of a classifier."""
-    head: Current | None = None
-    """``current.json`` of a classifier."""
+    note: dict[str, Any]  # model.json of a run, or the current version of a classifier
+    head: Current | None = None  # current.json of a classifier
 
     @property
     def backbone(self) -> SavedBackbone:
@@ -126,13 +117,11 @@ def read_record(folder: Path) -> Record:
         head = read_json(folder / "current.json")
         version = head.get("version") if isinstance(head, dict) else None
         if not isinstance(version, int):
-            raise UserError(f"{folder / 'current.json'} is damaged: it names no version")
+            raise UserError(f"{folder / 'current.json'} is corrupted: it has no version.")
         return _checked(Record(folder, read_json(folder / "versions" / f"{version}.json"), head))
     home = folder if (folder / "model.json").is_file() else folder / "model"
     if not (home / "model.json").is_file():
-        raise UserError(
-            f"{folder} holds no model: neither a current.json (a saved classifier) nor a model.json (that of a run)"
-        )
+        raise UserError(f"{folder} contains no model. Pass a saved classifier (current.json) or a run (model.json).")
     return _checked(Record(home, read_json(home / "model.json")))
 
 
@@ -140,7 +129,7 @@ def _checked(record: Record) -> Record:
     try:
         bundle(record, with_statistics=False)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise UserError(f"{record.folder} is damaged: its JSON does not describe a model ({problem!r})") from problem
+        raise UserError(f"{record.folder} is corrupted: its JSON does not describe a model ({problem!r}).") from problem
     return record
 
 
@@ -151,7 +140,7 @@ def bundle(record: Record, with_statistics: bool) -> Bundle:
 
 
 def _tensor_files(record: Record) -> list[tuple[str, bool]]:
-    """Return files, and whether prediction needs them; if not, only further learning does."""
+    """Return files, and whether prediction needs them."""
     if record.head is None:
         learning = record.note["statistics"]
         return [(record.note["tensors"], True), *([(learning, False)] if learning else ())]
@@ -162,19 +151,15 @@ def _tensor_files(record: Record) -> list[tuple[str, bool]]:
 
 
 def _descriptions(record: Record) -> dict[str, bytes]:
-    """Return the JSON of a model, with a file of weights named without its folder on this machine."""
+    """Return the JSON of a model without the local folder of weights."""
     note = copy.deepcopy(record.note)
     chosen = Record(record.folder, note, record.head).backbone
     if chosen["weights"] not in (None, "random"):
         chosen["weights"] = Path(chosen["weights"]).name
     if record.head is None:
-        return {"model.json": encode(note)}
-    return {"current.json": encode(record.head), f"versions/{int(record.head['version'])}.json": encode(note)}
-
-
-def encode(value: object) -> bytes:
-    """Return JSON in the form of all saved files."""
-    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        return {"model.json": encode_json(note)}
+    version = f"versions/{int(record.head['version'])}.json"
+    return {"current.json": encode_json(record.head), version: encode_json(note)}
 
 
 def describe(content: bytes | Path) -> FileEntry:
@@ -182,8 +167,6 @@ def describe(content: bytes | Path) -> FileEntry:
     if isinstance(content, bytes):
         return FileEntry(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     try:
-        with content.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256")
-            return FileEntry(sha256=digest.hexdigest(), bytes=stream.tell())
+        return FileEntry(sha256=file_hash(content), bytes=content.stat().st_size)
     except OSError as problem:
-        raise UserError(f"{content} cannot be read: {problem.strerror}. The model is not complete") from None
+        raise UserError(f"Could not read {content}: {problem.strerror}. The model is incomplete.") from None

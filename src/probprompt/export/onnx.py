@@ -1,10 +1,10 @@
-"""Export a saved model to an ONNX file, checked against torch with onnxruntime before it is put in place."""
+"""Export of a saved model to ONNX, checked against torch with onnxruntime."""
 
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -25,29 +25,23 @@ from probprompt.errors import UserError
 from probprompt.export.bundle import read_record
 from probprompt.storage import write_with
 
-OPSET = 18
-"""Read by every onnxruntime since 1.14."""
-BATCHES = (1, 3, 17)
-"""Batch sizes that a file is checked with."""
-TOLERANCE = 1e-4
-"""Largest allowed difference of a probability from torch's."""
-NOVELTY_TOLERANCE = 1e-3
-"""Largest allowed difference of the novelty from torch's, relative to it where it is above 1."""
-LARGEST = 2**31 - 2**20
-"""Bytes that one ONNX file can hold, less some for the graph itself."""
+OPSET = 18  # supported since onnxruntime 1.14
+BATCHES = (1, 3, 17)  # batch sizes of the check
+TOLERANCE = 1e-4  # largest allowed difference of a probability from torch's
+NOVELTY_TOLERANCE = 1e-3  # largest allowed difference of the novelty from torch's, relative if above 1
+LARGEST = 2**31 - 2**20  # largest size of weights in bytes: that of an ONNX file, less some for the graph
 _INSTALL = "pip install 'probprompt[onnx]'"
 
 Judge = Callable[[Tensor], tuple[Tensor, ...]]
-"""Features (B, D or more) to probabilities (B, C) and, if the model has it, novelty (B,)."""
+"""Function from features `(B, D or more)` to probabilities `(B, C)` (and novelty `(B,)`)."""
 
 
 @validated(frozen=True)
 class View:
-    """How an image becomes an input of the backbone."""
+    """Preprocessing of images for the backbone."""
 
     image_size: int
-    resized: int
-    """Size of the short side before the center crop."""
+    resized: int  # short side before the center crop
     interpolation: str = "bilinear"
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -66,10 +60,8 @@ class Source:
     classes: tuple[str, ...]
     view: View
     judge: Judge
-    outputs: tuple[str, ...] = ("probabilities",)
-    """Names of the results of ``judge``."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Temperature, method, backbone and warnings, for the metadata."""
+    outputs: tuple[str, ...] = ("probabilities",)  # names of the results of ``judge``
+    facts: dict[str, Any] = field(default_factory=dict)  # for the metadata
 
 
 def open_source(folder: Path) -> Source:
@@ -119,12 +111,11 @@ class Exported:
     bytes: int
     classes: tuple[str, ...]
     outputs: tuple[str, ...]
-    difference: float
-    """Largest difference of a probability from torch's in the check."""
+    difference: float  # largest difference of a probability from torch's in the check
 
 
 class Graph(nn.Module):
-    """The module that becomes the ONNX graph: pixels to probabilities and, if the model has it, novelty."""
+    """Module for the ONNX graph: pixels to probabilities and possibly novelty."""
 
     pixel_mean: Tensor
     pixel_scale: Tensor
@@ -137,8 +128,8 @@ class Graph(nn.Module):
         self.register_buffer("pixel_scale", 1 / (255 * std))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Map images (B, side, side, 3) of uint8 to probabilities (B, C) and novelty (B,)."""
-        pixels = (images.permute(0, 3, 1, 2).float() - self.pixel_mean) * self.pixel_scale  # (B, 3, side, side)
+        """Map images `(B, size, size, 3)` of uint8 to probabilities `(B, C)` and novelty `(B,)`."""
+        pixels = (images.permute(0, 3, 1, 2).float() - self.pixel_mean) * self.pixel_scale  # (B, 3, size, size)
         return tuple(answer.float() for answer in self.judge(self.model.look(pixels)))
 
 
@@ -147,14 +138,14 @@ def export_onnx(folder: str | Path, file: str | Path) -> Exported:
     _require()
     path = Path(file)
     if path.is_dir():
-        raise UserError(f"{path} is a folder: name the file, such as {path / 'model.onnx'}")
+        raise UserError(f"{path} is a folder. Pass a file such as {path / 'model.onnx'}.")
     if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent} to write {path.name} into: make it first")
+        raise UserError(f"Folder {path.parent} does not exist. Create it first.")
     return write_onnx(open_source(Path(folder)), path)
 
 
 def write_onnx(source: Source, path: Path) -> Exported:
-    """Write a model as an ONNX file, once onnxruntime gives the results of torch."""
+    """Write a model as an ONNX file if onnxruntime reproduces the results of torch."""
     runtime = _require()
     if source.model.method.needs_keys:
         raise UserError(
@@ -164,9 +155,7 @@ def write_onnx(source: Source, path: Path) -> Exported:
     graph = Graph(source).eval().requires_grad_(False)
     size = sum(part.numel() * part.element_size() for part in (*graph.parameters(), *graph.buffers()))
     if size > LARGEST:
-        raise UserError(
-            f"the model has {size / 1e9:.1f} GB of weights, but one ONNX file holds 2 GB: use a smaller ViT"
-        )
+        raise UserError(f"The weights have {size / 1e9:.1f} GB, but an ONNX file holds 2 GB. Use a smaller ViT.")
     data = _translate(graph, source)
     differences: list[float] = []
 
@@ -197,11 +186,10 @@ def metadata(source: Source) -> dict[str, str]:
 
 
 def _require() -> Any:
-    """Import onnxruntime, after checking for the packages that the exporter needs."""
     try:
         return [import_module(name) for name in ("onnx", "onnxscript", "onnxruntime")][-1]
     except ImportError as problem:
-        raise UserError(f"an ONNX file needs the package {problem.name!r}: {_INSTALL}") from None
+        raise UserError(f"ONNX export needs the package {problem.name!r}. Run: {_INSTALL}") from None
 
 
 def _translate(graph: Graph, source: Source) -> bytes:
@@ -219,7 +207,7 @@ def _translate(graph: Graph, source: Source) -> bytes:
             verbose=False,
         )
         assert program is not None
-        # The exporter's notes at each node contain lines and folders of this machine.
+        # The exporter's notes contain local source lines and folders.
         import_module("onnx_ir.passes.common").ClearMetadataAndDocStringPass()(program.model)
         program.model.metadata_props.update(metadata(source))
         program.model.producer_name, program.model.producer_version = "probprompt", __version__
@@ -228,7 +216,7 @@ def _translate(graph: Graph, source: Source) -> bytes:
 
 
 def _sort(values: Any, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
-    """Sort stably in ONNX, by TopK of all: of two equals the earlier one comes first."""
+    """Sort stably in ONNX by TopK, which returns the earlier of two equal values first."""
     operators: Any = import_module("onnxscript").opset18
     count = operators.Gather(operators.Shape(values), operators.Constant(value_ints=[dim]))
     return operators.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
@@ -236,45 +224,38 @@ def _sort(values: Any, *, stable: bool = True, dim: int = -1, descending: bool =
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings about its internals."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        for logger in loggers:
+        for logger in map(logging.getLogger, ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")):
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        yield
 
 
 def _pixels(count: int, view: View) -> NDArray[np.uint8]:
-    """Return noise images for the check, always the same."""
     shape = (count, view.image_size, view.image_size, 3)
     return (256 * randomness.uniform(shape, 0, "onnx check", count)).byte().numpy()
 
 
 @torch.no_grad()
 def _check(runtime: Any, path: Path, graph: Graph, view: View) -> float:
-    """Return the largest difference of a probability from torch's; raise an error if it is above the tolerance."""
+    """Return the largest difference of a probability; raise UserError above the tolerance."""
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     largest = 0.0
     for count in BATCHES:
         pixels = _pixels(count, view)
         expected = [part.numpy() for part in graph(torch.from_numpy(pixels))]
-        found = session.run(None, {"images": pixels})
-        difference = float(np.abs(found[0] - expected[0]).max())
+        outputs = session.run(None, {"images": pixels})
+        difference = float(np.abs(outputs[0] - expected[0]).max())
         largest = max(largest, difference)
         wrong = not difference <= TOLERANCE
         if len(expected) > 1:
             bound = NOVELTY_TOLERANCE * np.maximum(1, np.abs(expected[1]))
-            wrong = wrong or not bool((np.abs(found[1] - expected[1]) <= bound).all())
+            wrong = wrong or not bool((np.abs(outputs[1] - expected[1]) <= bound).all())
         if wrong:
             raise UserError(
-                f"the ONNX file was not written: with {count} image(s) onnxruntime {runtime.__version__} answers "
-                f"otherwise than torch {torch.__version__} (probabilities differ by {difference:.1e}, allowed is "
-                f"{TOLERANCE:.0e}). Install the versions of constraints.txt, or report this"
+                f"Wrote no ONNX file: onnxruntime {runtime.__version__} and torch {torch.__version__} differ by "
+                f"{difference:.1e} on {count} image(s), expected at most {TOLERANCE:.0e}. Install the versions of "
+                "constraints.txt, or report this."
             )
     return largest

@@ -1,4 +1,4 @@
-"""Upload models to the Hugging Face hub in one commit, and download them completely verified or not at all."""
+"""Upload of models to the Hugging Face Hub in one commit, and verified download."""
 
 import json
 import os
@@ -27,29 +27,32 @@ from probprompt.export.bundle import (
     Record,
     bundle,
     describe,
-    encode,
     read_record,
 )
-from probprompt.export.card import MARK, make_card
-from probprompt.hub import TIMEOUT, asking_for, failures, without_bars
+from probprompt.export.card import MARKER, make_card
+from probprompt.hub import TIMEOUT, failures, repository_errors, without_bars
 from probprompt.progress import SILENT, ProgressCallback
-from probprompt.storage import check_name, sync, write_bytes, write_error
+from probprompt.storage import check_name, encode_json, sync, write_error, write_json
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LARGEST_LIST = 2**24  # bytes of probprompt.json
+_REMEDIES = {
+    401: "The token is invalid. Run 'hf auth login' or set HF_TOKEN.",
+    403: "The token lacks permission. Use one with write access to this owner's repositories.",
+    412: "The repository changed in the meantime. Try again.",
+}
 
 
 @dataclass(frozen=True)
-class Moved:
-    """A model that was uploaded or downloaded."""
+class TransferReport:
+    """The result of an upload or download."""
 
     repository: str
     url: str
     commit: str
     files: int
     bytes: int
-    statistics: bool
-    """Whether files that only further learning needs were included."""
+    statistics: bool  # whether files for further learning were included
 
 
 def push(
@@ -59,15 +62,15 @@ def push(
     private: bool = False,
     with_statistics: bool = False,
     progress: ProgressCallback = SILENT,
-) -> Moved:
-    """Upload a model in one commit, with a card made from its record; a missing repository is created.
+) -> TransferReport:
+    """Upload a model with a model card in one commit; create a missing repository.
 
     Args:
         folder: A saved classifier, a run, or the model of a run.
         repository: ``owner/name``.
-        private: Create the repository for you only.
-        with_statistics: Include what further learning needs: sums, or features of single images. The images cannot be
-            read from them, but they do describe them.
+        private: Create a private repository.
+        with_statistics: Include the statistics needed to teach the model more classes: class statistics, or features of
+            single images. They describe the images but cannot be turned back into them.
         progress: Receives stages and notes.
 
     """
@@ -78,21 +81,21 @@ def push(
     hub, api = _hub()
     if hub.get_token() is None:
         raise UserError(
-            "push needs a token of the Hugging Face hub that may write: make one under Settings, Access Tokens, then "
-            "run 'hf auth login' or set HF_TOKEN"
+            "Pushing needs a Hugging Face token with write access. Create one under Settings, Access Tokens, then run "
+            "'hf auth login' or set HF_TOKEN."
         )
-    with _talking(hub, repository, "sent to"):
+    with _hub_errors(hub, repository, "upload", "to"):
         api.create_repo(repository, private=True if private else None, exist_ok=True)
         before = api.model_info(repository, timeout=TIMEOUT)
         if private and not before.private:
-            raise UserError(f"{repository} is public: make it private on the hub first, or choose another name")
+            raise UserError(f"{repository} is public. Make it private on the Hub first, or choose another name.")
         changes = _changes(hub, api, record, chosen, repository, before, progress)
-        with progress.stage("sending files", 1):
+        with progress.stage("uploading files", 1):
             title = "Model of a run" if record.head is None else f"Version {record.head['version']}"
             done = api.create_commit(repository, changes, commit_message=title, parent_commit=before.sha or None)
             progress.advance(1)
     url = f"{api.endpoint}/{repository}"
-    return Moved(repository, url, str(done.oid), len(chosen.files), chosen.bytes, with_statistics)
+    return TransferReport(repository, url, str(done.oid), len(chosen.files), chosen.bytes, with_statistics)
 
 
 def pull(
@@ -102,10 +105,10 @@ def pull(
     revision: str | None = None,
     weights: str | Path | None = None,
     progress: ProgressCallback = SILENT,
-) -> Moved:
-    """Download a model into a new folder; if a file does not have its listed SHA-256, none is kept.
+) -> TransferReport:
+    """Download a model to a new folder; discard all files if a SHA-256 does not match.
 
-    Nothing that is downloaded is executed or unpickled.
+    No downloaded file is executed or unpickled.
 
     Args:
         repository: ``owner/name``.
@@ -118,26 +121,27 @@ def pull(
     _check_name(repository)
     target = Path(folder).expanduser()
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise UserError(f"{target} is there already and not empty: name a new folder")
+        raise UserError(f"{target} is not empty. Pass a new folder.")
     hub, api = _hub()
-    with _talking(hub, repository, "fetched from"):
+    with _hub_errors(hub, repository, "download", "from"):
         commit = str(api.model_info(repository, revision=revision, timeout=TIMEOUT).sha)
     with _staging(target) as place:
         listing = _read_list(hub, api, repository, commit)
-        with progress.stage("fetching files", len(listing.files)):
+        with progress.stage("downloading files", len(listing.files)):
             for path, expected in listing.files.items():
-                _fetch(hub, api, repository, commit, path, place / path, expected)
+                _download(hub, api, repository, commit, path, place / path, expected)
                 progress.advance(1)
         record = _check_complete(place, repository, listing)
         _check_tensors(bundle(record, listing.statistics), progress)
-        _name_weights(record, weights, progress)
-        _put_in_place(place, target)
+        _record_weights(record, weights, progress)
+        _move(place, target)
     size = sum(expected.bytes for expected in listing.files.values())
-    return Moved(repository, f"{api.endpoint}/{repository}", commit, len(listing.files), size, listing.statistics)
+    return TransferReport(
+        repository, f"{api.endpoint}/{repository}", commit, len(listing.files), size, listing.statistics
+    )
 
 
 def _hub() -> tuple[Any, Any]:
-    """Import the hub's client, and return it with its interface to the hub."""
     for name in ("huggingface_hub.errors", "huggingface_hub.utils"):
         import_module(name)
     hub: Any = import_module("huggingface_hub")
@@ -147,46 +151,39 @@ def _hub() -> tuple[Any, Any]:
 def _check_name(repository: str) -> None:
     if not _NAME.fullmatch(repository) or ".." in repository or "--" in repository:
         raise UserError(
-            f"{repository!r} is no name of a repository: write owner/name, with letters, digits, '-', '_' and '.'"
+            f"Invalid repository {repository!r}. Expected owner/name with letters, digits, '-', '_' or '.'."
         )
 
 
 @contextmanager
-def _talking(hub: Any, repository: str, doing: str) -> Iterator[None]:
-    """Turn errors of the hub's client into clear messages, and hide its progress bars."""
+def _hub_errors(hub: Any, repository: str, verb: str, preposition: str) -> Iterator[None]:
     expected: tuple[type[Exception], ...] = (*failures(), RuntimeError, ValueError)
     try:
-        with without_bars(hub.utils), asking_for("model", repository):
+        with without_bars(hub.utils), repository_errors("model", repository):
             yield
     except expected as problem:
-        raise UserError(f"{repository} could not be {doing} the hub: {_reason(problem)}") from problem
-
-
-def _reason(problem: Exception) -> str:
-    cause = problem.__cause__ if isinstance(problem, RuntimeError) and problem.__cause__ else problem
-    code = getattr(getattr(cause, "response", None), "status_code", None)
-    hint = {
-        401: "the token is not valid: run 'hf auth login' or set HF_TOKEN",
-        403: "the token does not allow this: use one that may write to this owner's repositories",
-        412: "somebody else changed the repository in the meantime: try again",
-    }.get(code or 0, "try again; what arrived already is kept" if code is None else "try again later")
-    return f"{one_line(cause)}. What to do: {hint}"
+        cause = problem.__cause__ if isinstance(problem, RuntimeError) and problem.__cause__ else problem
+        code = getattr(getattr(cause, "response", None), "status_code", None)
+        default = "Try again; downloaded files are kept." if code is None else "Try again later."
+        remedy = _REMEDIES.get(code or 0, default)
+        reason = f"Could not {verb} {repository} {preposition} the Hub: {one_line(cause)}."
+        raise UserError(f"{reason} {remedy}") from problem
 
 
 def _changes(
     hub: Any, api: Any, record: Record, chosen: Bundle, repository: str, before: Any, progress: ProgressCallback
 ) -> list[Any]:
-    """Return the files that the commit adds, and those of an earlier push that it removes; others stay."""
-    contents = {**chosen.files, LIST: encode(chosen.listing().model_dump())}
-    there = {sibling.rfilename for sibling in before.siblings or ()}
+    """Return the files to add, and stale files of an earlier push to remove."""
+    contents = {**chosen.files, LIST: encode_json(chosen.listing().model_dump())}
+    existing = {sibling.rfilename for sibling in before.siblings or ()}
     card = ""
-    if CARD in there:
+    if CARD in existing:
         card = Path(api.hf_hub_download(repository, CARD, revision=before.sha)).read_text(encoding="utf-8")
-    if not card.strip() or MARK in card:
+    if not card.strip() or MARKER in card:
         contents[CARD] = make_card(record, repository, chosen.statistics).encode()
     else:
-        progress.note(f"{repository} has a card of its own, which stays as it is")
-    stale = [path for path in sorted(there) if OWN.fullmatch(path) and path not in contents]
+        progress.note(f"Kept the custom model card of {repository}.")
+    stale = [path for path in sorted(existing) if OWN.fullmatch(path) and path not in contents]
     added = [
         hub.CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
         for path, content in contents.items()
@@ -195,7 +192,6 @@ def _changes(
 
 
 def _check_tensors(chosen: Bundle, progress: ProgressCallback) -> None:
-    """Read every file of tensors, so that a corrupted one is neither uploaded nor kept."""
     with progress.stage("checking files", len(chosen.tensors)):
         for path in chosen.tensors.values():
             check_name(path)
@@ -204,7 +200,6 @@ def _check_tensors(chosen: Bundle, progress: ProgressCallback) -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Make a folder next to the target, and remove it afterwards."""
     place = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         place.mkdir(parents=True)
@@ -217,82 +212,76 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def _read_list(hub: Any, api: Any, repository: str, commit: str) -> Listing:
-    """Read ``probprompt.json``; a list with files of other kinds is rejected before anything is downloaded."""
-    with _talking(hub, repository, "fetched from"):
+    """Read ``probprompt.json``, which may list only files of a model."""
+    with _hub_errors(hub, repository, "download", "from"):
         try:
-            found = Path(api.hf_hub_download(repository, LIST, revision=commit))
+            file = Path(api.hf_hub_download(repository, LIST, revision=commit))
         except hub.errors.EntryNotFoundError as problem:
-            if isinstance(problem, hub.errors.LocalEntryNotFoundError):  # the hub did not answer
+            if isinstance(problem, hub.errors.LocalEntryNotFoundError):  # the Hub did not answer
                 raise
-            raise UserError(f"{repository} holds no model of probprompt: it has no {LIST}") from None
+            raise UserError(f"{repository} is not a probprompt model: it has no {LIST}.") from None
     try:
-        if found.stat().st_size > _LARGEST_LIST:
+        if file.stat().st_size > _LARGEST_LIST:
             raise ValueError("it is too long")
-        listing = json.loads(found.read_bytes())
+        listing = json.loads(file.read_bytes())
         if listing["format"] != FORMAT:
-            raise UserError(f"{repository} has format {listing['format']!r}, this version reads {FORMAT}")
+            got = f"format {listing['format']!r}, but this version reads {FORMAT}"
+            raise UserError(f"{repository} has {got}. Install another version of probprompt.")
         return Listing.model_validate(listing)
     except ValidationError as problem:
-        wrong = problem.errors()[0]
-        reason = f"{wrong['msg']} ({'.'.join(map(str, wrong['loc']))})"
+        first = problem.errors()[0]
+        reason = f"{first['msg']} ({'.'.join(map(str, first['loc']))})"
     except (KeyError, TypeError, ValueError) as problem:
         reason = f"{problem!s:.200}"
-    raise UserError(f"{LIST} of {repository} is damaged: {reason}. Nothing was written")
+    raise UserError(f"{LIST} of {repository} is corrupted: {reason}. Nothing was written.")
 
 
-def _fetch(hub: Any, api: Any, repository: str, commit: str, path: str, target: Path, expected: FileEntry) -> None:
-    """Download one file through the client's cache, which resumes interrupted downloads, and verify it."""
-    for again in (False, True):  # a corrupted file in the cache is downloaded again
-        with _talking(hub, repository, "fetched from"):
+def _download(hub: Any, api: Any, repository: str, commit: str, path: str, target: Path, expected: FileEntry) -> None:
+    for again in (False, True):  # a corrupted file in the client's cache is downloaded again
+        with _hub_errors(hub, repository, "download", "from"):
             cached = api.hf_hub_download(repository, path, revision=commit, force_download=again)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(cached, target)
         except OSError as problem:
             raise write_error(target, problem) from problem
-        found = describe(target)
-        if found == expected:
+        received = describe(target)
+        if received == expected:
             return
     raise UserError(
-        f"{path} of {repository} has the SHA-256 {found.sha256} ({found.bytes} bytes), its list says "
-        f"{expected.sha256} ({expected.bytes} bytes): the repository is damaged or was tampered with. "
-        "Nothing was written"
+        f"{path} of {repository} is corrupted or was changed: expected SHA-256 {expected.sha256} ({expected.bytes} "
+        f"bytes), got {received.sha256} ({received.bytes} bytes). Nothing was written."
     )
 
 
 def _check_complete(place: Path, repository: str, listing: Listing) -> Record:
-    """Read the description of the model, all of whose files must be listed."""
     record = read_record(place)
     missing = sorted(set(bundle(record, listing.statistics).files) - set(listing.files))
     if missing:
-        raise UserError(f"{repository} is not complete: it lacks {shorten(missing)}. Nothing was written")
+        raise UserError(f"{repository} is incomplete: it lacks {shorten(missing)}. Nothing was written.")
     return record
 
 
-def _name_weights(record: Record, weights: str | Path | None, progress: ProgressCallback) -> None:
-    """Record where this machine stores the backbone's weights, if they are a file."""
-    chosen = record.backbone
-    asked = chosen["weights"] not in (None, "random")
+def _record_weights(record: Record, weights: str | Path | None, progress: ProgressCallback) -> None:
+    backbone = record.backbone
+    needs_file = backbone["weights"] not in (None, "random")
     if weights is None:
-        if asked:
-            progress.note(
-                f"its backbone's weights are a file, {chosen['weights']!r} (SHA-256 {record.sha256}): pull with "
-                "--weights FILE to say where it is on this machine"
-            )
+        if needs_file:
+            file = f"{backbone['weights']!r} (SHA-256 {record.sha256})"
+            progress.note(f"The backbone's weights are a file, {file}. Pull again with --weights FILE.")
         return
-    if not asked:
-        raise UserError(f"the backbone {chosen['name']!r} is loaded by its name: leave --weights away")
+    if not needs_file:
+        raise UserError(f"The backbone {backbone['name']!r} is loaded by name. Remove --weights.")
     path = Path(weights).expanduser().resolve()
-    found = weights_file.digest(path)
-    if found != record.sha256:
-        raise UserError(
-            f"{path} has the SHA-256 {found}, the model needs {record.sha256}: name the file it was made with"
-        )
-    chosen["weights"] = str(path)
-    write_bytes(record.described_in, encode(record.note))
+    sha256 = weights_file.digest(path)
+    if sha256 != record.sha256:
+        mismatch = f"SHA-256 mismatch (expected {record.sha256}, got {sha256})"
+        raise UserError(f"{path}: {mismatch}. Pass the weights this model was trained with.")
+    backbone["weights"] = str(path)
+    write_json(record.described_in, record.note)
 
 
-def _put_in_place(place: Path, target: Path) -> None:
+def _move(place: Path, target: Path) -> None:
     try:
         for path in place.rglob("*"):
             if path.is_file():

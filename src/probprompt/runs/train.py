@@ -21,7 +21,7 @@ from probprompt.config import RunConfig
 from probprompt.data import datasets, verify
 from probprompt.data.cache import ImageCache
 from probprompt.data.datasets import ImageData
-from probprompt.data.image_store import Loaded, load_kept, refuse_unreadable
+from probprompt.data.image_store import Loaded, check_readable, load_kept
 from probprompt.data.published import Dataset
 from probprompt.data.stream import Task, build_stream, order_hash
 from probprompt.data.transforms import enlarged
@@ -195,10 +195,10 @@ def prepare(
         progress.note(f"{source.name} differs from the published dataset: {difference}")
     data = source.select(data, config.data.validation, config.data.per_class)
     _check_classes(data, config.data.benchmark)
-    tasks_given = config.data.tasks or source.usual_tasks(len(data.class_names))
+    tasks_given = config.data.tasks or source.default_tasks(len(data.class_names))
     stream = build_stream(data.class_names, tasks_given, config.seeds.order)
-    train, test = load_kept((data.train, data.test), device, progress, ImageCache.usual())
-    skipped = refuse_unreadable((train, test), data.class_names, config.data.skip_unreadable)
+    train, test = load_kept((data.train, data.test), device, progress, ImageCache.default())
+    skipped = check_readable((train, test), data.class_names, config.data.skip_unreadable)
     model = build.build_model(config, backbone, device, precision)
     crops = source.enlarge if config.data.center_crop is None else config.data.center_crop
     viewer = build.build_preprocessor(config, backbone, device, short_side if crops else size)

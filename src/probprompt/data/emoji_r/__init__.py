@@ -1,7 +1,6 @@
-"""The embedded benchmark emoji-r: 20 classes of emoji, drawn in the styles of ten open icon sets.
+"""The embedded benchmark emoji-r: 20 classes of emoji in the styles of ten open icon sets.
 
-Training and test pictures come from different families of icon sets, so a test picture is always in a style
-that training never showed. `manifest.json` lists every picture; `ATTRIBUTION.md` credits the authors.
+Test images are in styles that training never uses. `manifest.json` lists all images, `ATTRIBUTION.md` the authors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from probprompt.data.datasets import Benchmark, ImageData, ImageSet, benchmark
 from probprompt.errors import UserError, suggest
 
 _FOLDER = Path(__file__).parent
-_SIDES = ((160, 160), (200, 150), (150, 200))  # as photographs lie: square, wide and tall
+_SIZES = ((160, 160), (200, 150), (150, 200))  # width and height, as of photos
 _QUALITY = 90
 
 
@@ -32,68 +31,55 @@ class Rendition:
 
     label: str
     emoji: str
-    style: str
-    """Icon set of the drawing."""
-    family: str
-    """Icon sets that share drawings form one family, which stays in one split."""
-    licence: str
-    """SPDX name of the license of the artwork."""
-    split: str
-    """Either "train" or "test"."""
+    style: str  # icon set
+    family: str  # icon sets that share drawings, all in one split
+    license: str  # SPDX name
+    split: str  # "train" or "test"
 
 
 def manifest() -> dict[str, Any]:
-    """Return the manifest: sizes, classes, icon sets with versions and licenses, sheets, and all images."""
+    """Return the manifest: sizes, classes, icon sets, sheets, and all images."""
     return dict(json.loads((_FOLDER / "manifest.json").read_text(encoding="utf-8")))
 
 
 def classes() -> tuple[str, ...]:
-    """Return the class names in their fixed order, shuffled once when the dataset was built."""
+    """Return the class names in order."""
     return tuple(manifest()["classes"])
 
 
 def _sheet(name: str, digest: str) -> NDArray[np.uint8]:
-    """Return the pixels of one sheet, after checking that the file is the one that was published."""
     path = _FOLDER / name
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise RuntimeError(f"emoji-r: cannot read {path}: {error}; reinstall the package") from error
+        raise RuntimeError(f"Could not read {path}: {error}. Reinstall probprompt.") from error
     if hashlib.sha256(data).hexdigest() != digest:
-        raise RuntimeError(f"emoji-r: {path} is damaged (its sha256 differs); reinstall the package")
+        raise RuntimeError(f"{path} is corrupted (SHA-256 mismatch). Reinstall probprompt.")
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), dtype=np.uint8)
 
 
 def read() -> tuple[NDArray[np.uint8], list[Rendition]]:
-    """Return all pictures as (count, 64, 64, 3) bytes with their descriptions, grouped by class in class order.
-
-    Raises:
-        RuntimeError: a sheet is missing or damaged; the message names the file.
-
-    """
+    """Return all images `(n, 64, 64, 3)` with their descriptions, in class order."""
     index = manifest()
     size, columns = index["size"], index["columns"]
     sheets = {label: _sheet(f"{label}.webp", index["sheets"][f"{label}.webp"]) for label in index["classes"]}
     images = np.empty((len(index["images"]), size, size, 3), dtype=np.uint8)
-    renditions = []
-    for number, (*fields, place) in enumerate(index["images"]):
-        rendition = Rendition(*fields)
+    renditions = [Rendition(*fields) for *fields, _ in index["images"]]
+    for number, (label, *_, place) in enumerate(index["images"]):
         top, left = place // columns * size, place % columns * size
-        images[number] = sheets[rendition.label][top : top + size, left : left + size]
-        renditions.append(rendition)
+        images[number] = sheets[label][top : top + size, left : left + size]
     return images, renditions
 
 
 @benchmark
 class EmojiR(Benchmark):
-    """Emoji of ten icon sets; the test set is drawn in styles never seen in training."""
+    """Emoji of ten icon sets, with test images in styles that training never uses."""
 
     name = "emoji-r"
     summary = "renditions: 20 classes of emoji, tested in styles never trained on (embedded, 64 px)"
     tasks = 5
     enlarge = False
-    held_out_styles = ("fluent-emoji-high-contrast", "twemoji")
-    """One set of line drawings and one of colors: a third of the training images."""
+    held_out_styles = ("fluent-emoji-high-contrast", "twemoji")  # line drawings and colors, a third of the images
 
     def load(self, short_side: int | None) -> ImageData:
         """Unpack the embedded sheets."""
@@ -102,24 +88,24 @@ class EmojiR(Benchmark):
         names = tuple(f"{item.label}/{item.emoji}.{item.style}" for item in renditions)
         labels = np.array([class_names.index(item.label) for item in renditions], dtype=np.int64)
         every = ImageSet(names, labels, lambda index: pixels[index])
-        sides = [[i for i, item in enumerate(renditions) if item.split == side] for side in ("train", "test")]
-        return ImageData(class_names, every.subset(sides[0]), every.subset(sides[1]))
+        rows = [[row for row, item in enumerate(renditions) if item.split == split] for split in ("train", "test")]
+        return ImageData(class_names, every.subset(rows[0]), every.subset(rows[1]))
 
     def hold_out(self, data: ImageData, fraction: float) -> ImageData:
-        """Hold out whole styles, whatever the fraction: the test set, too, is in styles never seen."""
+        """Hold out whole styles, since test images are also in unseen styles."""
         held = [name.endswith(self.held_out_styles) for name in data.train.names]
-        sides = [[i for i, out in enumerate(held) if out is wanted] for wanted in (False, True)]
-        return ImageData(data.class_names, data.train.subset(sides[0]), data.train.subset(sides[1]))
+        rows = [[row for row, is_held in enumerate(held) if is_held is part] for part in (False, True)]
+        return ImageData(data.class_names, data.train.subset(rows[0]), data.train.subset(rows[1]))
 
 
 def write_sample(folder: str | Path, classes: Sequence[str] | int = 4, images: int = 12, test: bool = False) -> Path:
     """Write images of the embedded benchmark as JPEG files, in one folder per class.
 
     Args:
-        folder: A new or empty folder; ``ATTRIBUTION.md`` in it will name the authors of the images.
+        folder: New or empty folder; it also receives ``ATTRIBUTION.md`` with the authors of the images.
         classes: Names of classes, or their number.
-        images: Number of images of each class.
-        test: Take the images in styles that training never shows.
+        images: Number of images per class.
+        test: Use icon styles that training never uses.
 
     Returns:
         The folder.
@@ -127,29 +113,29 @@ def write_sample(folder: str | Path, classes: Sequence[str] | int = 4, images: i
     """
     root = Path(folder).expanduser()
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise UserError(f"{root} exists already: name a new folder, nothing is written over what is there")
+        raise UserError(f"{root} is not empty. Pass a new folder; nothing was overwritten.")
     if images < 1:
-        raise UserError(f"the number of images of each class must be at least 1, got {images}")
+        raise UserError(f"The number of images per class must be at least 1, got {images}.")
     pixels, renditions = read()
-    side = "test" if test else "train"
-    for name in _chosen(classes):
-        own = [place for place, item in enumerate(renditions) if (item.label, item.split) == (name, side)]
+    split = "test" if test else "train"
+    for name in _select(classes):
+        own = [row for row, item in enumerate(renditions) if (item.label, item.split) == (name, split)]
         spread = np.unique(np.linspace(0, len(own) - 1, min(images, len(own))).round().astype(int))
         (root / name).mkdir(parents=True)
-        for number, place in enumerate(own[index] for index in spread):
-            picture = Image.fromarray(np.asarray(pixels[place])).resize(_SIDES[number % len(_SIDES)])
-            picture.save(root / name / f"{renditions[place].emoji} ({renditions[place].style}).jpg", quality=_QUALITY)
+        for number, row in enumerate(own[index] for index in spread):
+            image = Image.fromarray(np.asarray(pixels[row])).resize(_SIZES[number % len(_SIZES)])
+            image.save(root / name / f"{renditions[row].emoji} ({renditions[row].style}).jpg", quality=_QUALITY)
     (root / "ATTRIBUTION.md").write_bytes((_FOLDER / "ATTRIBUTION.md").read_bytes())
     return root
 
 
-def _chosen(wanted: Sequence[str] | int) -> tuple[str, ...]:
+def _select(requested: Sequence[str] | int) -> tuple[str, ...]:
     known = classes()
-    if isinstance(wanted, int):
-        if not 1 <= wanted <= len(known):
-            raise UserError(f"there are {len(known)} classes of pictures: {wanted} cannot be written")
-        return known[:wanted]
-    for name in wanted:
+    if isinstance(requested, int):
+        if not 1 <= requested <= len(known):
+            raise UserError(f"The number of classes must be 1 to {len(known)}, got {requested}.")
+        return known[:requested]
+    for name in requested:
         if name not in known:
-            raise UserError(f"there are no pictures of {name!r}. {suggest(name, known)}")
-    return tuple(dict.fromkeys(wanted))
+            raise UserError(f"Unknown class {name!r}. {suggest(name, known)}")
+    return tuple(dict.fromkeys(requested))
