@@ -72,7 +72,7 @@ def test_emoji_r_has_twenty_classes_on_both_sides() -> None:
 
 
 def test_a_name_that_cannot_be_found_is_met_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*class folders .did you mean 'emoji-r'"):
+    with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*class folders .Did you mean 'emoji-r'"):
         find("emoji_r")
     with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*Expected one of: .*emoji-r"):
         find("/no/such/place")

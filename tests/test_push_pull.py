@@ -399,9 +399,9 @@ def test_a_backbone_from_a_file_is_named_again(hub: Hub, pictures: Path, tmp_pat
     assert str(tmp_path).encode() not in everything and b"tiny.safetensors" in everything
     there = tmp_path / "elsewhere.safetensors"
     (tmp_path / "tiny.safetensors").rename(there)
-    answer = probprompt("pull", "me/birds", tmp_path / "bare")
+    answer = probprompt("model", "pull", "me/birds", tmp_path / "bare")
     assert answer.code == 0 and "Pull again with --weights FILE" in answer.out
-    answer = probprompt("pull", "me/birds", tmp_path / "wrong", "--weights", tmp_path / "other.safetensors")
+    answer = probprompt("model", "pull", "me/birds", tmp_path / "wrong", "--weights", tmp_path / "other.safetensors")
     assert answer.code == 2 and "weights this model was trained with" in answer.err
     assert not (tmp_path / "wrong").exists()
     assert probprompt("model", "pull", "me/birds", tmp_path / "again", "--weights", there).code == 0

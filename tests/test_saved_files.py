@@ -123,7 +123,7 @@ def test_finished_runs_are_left_as_they_are(saved: Path, probprompt: Command) ->
 
 
 def test_saved_records_are_compared(saved: Path, probprompt: Command) -> None:
-    assert probprompt("compare", "--from", saved / "records.jsonl", "--out", "compared").code == 0
+    assert probprompt("compare", "--runs", saved / "records.jsonl", "--out", "compared").code == 0
     with Path("compared", "table.csv").open(newline="", encoding="utf-8") as stream:
         rows = {row["folder"]: row for row in csv.DictReader(stream)}
     lines = [json.loads(line) for line in (saved / "records.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -147,13 +147,13 @@ def test_saved_classifier_predicts_and_continues(saved: Path, probprompt: Comman
     again = ContinualClassifier.load(saved / "classifier")
     assert (again.version, again.classes) == (5, tuple("abcf")) and labels(again, "abcf") == "aabbccff"
     assert labels(ContinualClassifier.load(saved / "classifier", version=3), "abcde") == "aabbccddee"
-    answer = probprompt("predict", saved / "classifier", Path("pictures", "b", "0.png"), "--json")
+    answer = probprompt("predict", saved / "classifier", Path("pictures", "b", "0.png"), "--format", "json")
     assert answer.code == 0 and json.loads(answer.out)["label"] == "b"
 
 
 def test_saved_classifier_learns_by_command(saved: Path, probprompt: Command) -> None:
     for name in "ef":
         shutil.copytree(Path("pictures", name), Path("more", name))
-    assert probprompt("learn", saved / "classifier", "more", "--known", "refine").code == 0
-    assert probprompt("forget", saved / "classifier", "c").code == 0
+    assert probprompt("learn", saved / "classifier", "more", "--existing", "extend").code == 0
+    assert probprompt("model", "forget", saved / "classifier", "c").code == 0
     assert labels(ContinualClassifier.load(saved / "classifier"), "abdef") == "aabbddeeff"

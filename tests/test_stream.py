@@ -170,7 +170,7 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path, "text file"),
         (tmp_path / "tasks.txt" / "below", "text file"),
-        (tmp_path / "task.txt", r"did you mean '.*tasks.txt'"),
+        (tmp_path / "task.txt", r"Did you mean '.*tasks.txt'"),
         (tmp_path / "nowhere" / "tasks.txt", "existing file"),
     ):
         with pytest.raises(UserError, match=message):
