@@ -379,8 +379,8 @@ def test_what_is_not_as_published_is_noted_and_recorded(
     figures = replace(Cifar100.figures, classes=2, train=8, test=8, train_per_class=(4, 4), test_per_class=(4, 4))
     monkeypatch.setattr(Cifar100, "figures", figures)
     expected = [
-        "images were re-encoded as JPEG, published: lossless images",
-        "images were resized: 64x64 pixels, published: 32x32",
+        "images are JPEG files, published are images without loss: they were encoded anew",
+        "images have 64 x 64 pixels, published are 32 x 32: they were resized",
     ]
     for ending, size, differences in ((".png", 32, []), (".jpg", 64, expected)):
         for place in ("train/cat", "train/dog", "test/cat", "test/dog"):

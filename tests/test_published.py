@@ -719,7 +719,7 @@ LOSS = "published: lossless"
         ("cifar100", ".jpg", 64, {}, [f"JPEG, {LOSS}", "64x64 pixels, published: 32x32"]),
         ("tu-berlin", ".png", 256, {}, ["resized: 256x256 pixels, published: 1111x1111"]),
         ("cub200", ".JPEG", 32, {}, []),
-        ("cub200", ".webp", 32, {"lossless": True}, ["re-encoded as WEBP, published: JPEG"]),
+        ("cub200", ".webp", 32, {"lossless": True}, ["WEBP files, published are JPEG files: they were encoded anew"]),
         ("tiny-imagenet", ".jpg", 64, {}, []),
         ("tiny-imagenet", ".jpg", 32, {}, ["resized: 32x32 pixels, published: 64x64"]),
     ],

@@ -178,9 +178,9 @@ def other_differences(source: Dataset, data: ImageData, sizes: Collection[tuple[
     headers = [header for path in _spread(data) if (header := read_header(path))] if needed else []
     present = {header.size for header in headers} if sizes is None else set(sizes)
     differences = _other_files(figures, data, headers)
-    if published and (others := [f"{width}x{height}" for width, height in sorted(present - {published})]):
-        size = f"{published[0]}x{published[1]}"
-        differences.append(f"images were resized: {shorten(others, 3)} pixels, published: {size}")
+    if published and (others := [f"{width} x {height}" for width, height in sorted(present - {published})]):
+        size = f"{published[0]} x {published[1]}"  # runs record this text, and compare it: it stays
+        differences.append(f"images have {shorten(others, 3)} pixels, published are {size}: they were resized")
     return differences + _other_split(source.lists(), data)
 
 
@@ -189,10 +189,13 @@ def _other_files(figures: Figures, data: ImageData, headers: Collection[Header])
     suffixes = {PurePath(name).suffix.lower() for name in names}
     if figures.encoding is None:
         return []
-    published, allowed = {"jpeg": ("JPEG", _JPEG), "lossless": ("lossless images", LOSSLESS)}[figures.encoding]
+    published, allowed = {"jpeg": ("JPEG files", _JPEG), "lossless": ("images without loss", LOSSLESS)}[
+        figures.encoding
+    ]
     others = {"JPEG" if suffix in _JPEG else suffix.lstrip(".").upper() for suffix in suffixes - allowed}
     others |= {header.kind for header in headers if figures.encoding == "lossless" and not header.lossless}
-    return [f"images were re-encoded as {', '.join(sorted(others))}, published: {published}"] if others else []
+    kinds = ", ".join(sorted(others))
+    return [f"images are {kinds} files, published are {published}: they were encoded anew"] if others else []
 
 
 def _other_split(published: set[str], data: ImageData) -> list[str]:
