@@ -23,7 +23,11 @@ from reproduction.results import preset_overrides
 
 STD = 4.5  # the initial standard deviation of published
 _INPUTS = {"unit": "[0, 1] input", "backbone": "normalized input"}
-_RIVALS = {"vq-prompt": "VQ-Prompt", "coda-prompt": "CODA-Prompt", "linear-probe": "linear probe"}
+_RIVALS = (
+    ("vq-prompt", "ProbPrompt minus VQ-Prompt: 0.65, 0.8", "no lead"),
+    ("coda-prompt", "ProbPrompt minus CODA-Prompt", "ahead on CIFAR-100"),
+    ("linear-probe", "ProbPrompt minus linear probe", "behind on emoji-r"),
+)
 _TABLE = re.compile(r"(<!-- table: made by .*? -->).*?(<!-- end of table -->)", re.DOTALL)
 _PROMPTS = {"mean_similarity": 2, "mean_rank": 1, "components_used": 1}
 
@@ -140,7 +144,7 @@ def fidelity_table(results: Path) -> str:
         ("Fig. 1b, 2: ProbPrompt, .82 to .86", prompts(select(cifar, method__name="probprompt")), "diverse"),
         ("VQ-Prompt, .94 and more", prompts(select(cifar, method__name="vq-prompt")), "collapses"),
         ("CODA-Prompt, .94 and more", prompts(select(cifar, method__name="coda-prompt")), "diverse"),
-        ("Table 6: N_s = 1 fails; 5 and 10: 33.6, 61.0", several("samples", 1, 5, 10), "as in the paper"),
+        ("Table 6: N_s = 1 fails; 5 and 10: 33.6, 61.0", several("samples", 1, 5, 10), "same shape"),
         ("N_s = 20 and 30: 80.0, 80.2; mean: 79.2", several("samples", 20, 30, 0), "mean better, not worse"),
         ("Table 4: 77.5, 78.7, 80.0", parts, "opposite"),
         ("Tables 4, 6: the loss adds 0.3", several("regularization", 0.0, 1e-6), "within the seeds"),
@@ -148,8 +152,9 @@ def fidelity_table(results: Path) -> str:
         ("the same, 5 tasks", several("top_k", 7, 8, 9, None, tasks=5), "as in the paper"),
         ("Table 8: 79.1; 80.0 by cosine", several("aggregation", "mean", "cosine", regularization=0.0), "not seen"),
     ]
-    for name, title in _RIVALS.items():
-        rows.append((f"ProbPrompt minus {title}", f"{paired(cifar, name)}; emoji-r {paired(emoji, name)}", ""))
+    for name, title, result in _RIVALS:
+        rows.append((title, f"{paired(cifar, name)}; emoji-r {paired(emoji, name)}", result))
+    rows.append(("with mean prompts, minus VQ-Prompt", f"emoji-r {paired(emoji, 'vq-prompt', 'mean')}", "no lead"))
     return markdown_table(("The paper", "Measured here", "Result"), rows, text_columns=3)
 
 
