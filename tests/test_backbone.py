@@ -622,18 +622,18 @@ def test_a_model_that_is_not_known_is_refused(kind: str) -> None:
     assert "plain timm VisionTransformer" in str(caught.value)
 
 
-SHIFT = r"a shift is \(B, W\) or \(W,\)"
+SHIFT = r"\(B, W\) or \(W,\)"
 
 
 @pytest.mark.parametrize(
     ("make", "shapes", "message"),
     [
-        (Prefix, [(4, 8), (5, 8)], r"of one shape, got \(4, 8\) and \(5, 8\)"),
+        (Prefix, [(4, 8), (5, 8)], r"got \(4, 8\) and \(5, 8\)"),
         (Prefix, [(8,), (8,)], r"\(B, P, W\), or \(P, W\) .*, got \(8,\)"),
-        (Prefix.split, [(2, 7, 8)], "7 prompt tokens cannot be half keys and half values"),
-        (Prefix.split, [(8,)], r"prompt tokens are \(B, M, D\)"),
-        (Tokens, [(8,)], r"tokens are \(B, P, D\)"),
-        (Tokens, [(1, 2, 4, 8)], r"tokens are \(B, P, D\)"),
+        (Prefix.split, [(2, 7, 8)], "Cannot split 7 prompt tokens"),
+        (Prefix.split, [(8,)], r"\(B, M, D\), or \(M, D\)"),
+        (Tokens, [(8,)], r"\(B, P, D\), or \(P, D\)"),
+        (Tokens, [(1, 2, 4, 8)], r"\(B, P, D\), or \(P, D\)"),
         (ClassTokenShift, [(8,), (9,)], SHIFT),
         (ClassTokenShift, [(2, 8), (8,)], SHIFT),
         (ClassTokenShift, [(2, 3, 8), (2, 3, 8)], SHIFT),

@@ -501,7 +501,7 @@ def test_what_was_measured_stays_where_the_rest_is_cut_off(
         (("--methods", "apt,vqprompt"), "Did you mean 'vq-prompt'"),
         (("--backbone", "vit_bse_patch16_224"), "vit_base_patch16_224"),
         (("--out", "nowhere/bench.json"), "does not exist"),
-        (("--compare-to", "absent.json"), "cannot be read"),
+        (("--compare-to", "absent.json"), "absent.json"),
         (("--compare-to", "other.json"), "is not a benchmark record"),
         (("--compare-to", "later.json"), "has format 99"),
         (("--compare-to", "changed.json"), "does not match its recorded hash"),

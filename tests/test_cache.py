@@ -405,7 +405,7 @@ def test_unwritable_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert_right(decoded, folder)
     assert decoded.sha256 is None and sum(advanced) == 6 and len(notes) == 1 and str(tmp_path / "taken") in notes[0]
     monkeypatch.setattr(ImageFiles, "read", Mock(side_effect=MemoryError))
-    with pytest.raises(UserError, match=r"nor in memory.*data.stored_side"):
+    with pytest.raises(UserError, match=r"nor in memory.*data.stored_size"):
         entry.write(quiet, quiet)
 
 

@@ -130,7 +130,7 @@ def test_other_preprocessing_is_refused_and_weights_may_come_along(tmp_path: Pat
         file.rename(folder / file.name)
     assert answers(load(folder)) == answers(made)
     (folder / weights.name).unlink()
-    with pytest.raises(UserError, match=r"mine.safetensors.*copy it to .*classifier"):
+    with pytest.raises(UserError, match=r"mine.safetensors.*put it into .*classifier"):
         answers(load(folder))
 
 
@@ -250,7 +250,7 @@ def test_too_little_memory_is_told_and_keeps_the_old_version(model: Path, pictur
     old = answers(load(model))
     command = [sys.executable, "-c", LITTLE_MEMORY, str(model), str(pictures), str(10**7)]
     told = subprocess.run(command, capture_output=True, text=True)
-    assert told.returncode == 1 and "not enough memory" in told.stderr and "Traceback" not in told.stderr, told.stderr
+    assert told.returncode == 1 and "Out of memory" in told.stderr and "Traceback" not in told.stderr, told.stderr
     assert load(model).version == 3 and answers(load(model)) == old
 
 
@@ -347,11 +347,11 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path, saved: Path) -> 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("current.json", lambda note: note.update(format=9), "format 9, this version reads 1"),
-        ("current.json", lambda note: note.pop("version"), "damaged"),
-        ("versions/3.json", lambda note: note.pop("state"), "damaged"),
-        ("versions/3.json", lambda note: note["state"]["parts"].update(head="../../x"), "damaged"),
-        ("versions/3.json", lambda note: note["settings"].pop("config"), "damaged"),
+        ("current.json", lambda note: note.update(format=9), "format 9.* format 1"),
+        ("current.json", lambda note: note.pop("version"), "damaged|corrupted"),
+        ("versions/3.json", lambda note: note.pop("state"), "damaged|corrupted"),
+        ("versions/3.json", lambda note: note["state"]["parts"].update(head="../../x"), "damaged|corrupted"),
+        ("versions/3.json", lambda note: note["settings"].pop("config"), "damaged|corrupted"),
         ("versions/3.json", lambda note: note["settings"]["backbone"].update(sha256="0" * 64), "SHA-256 mismatch"),
     ],
 )
@@ -369,8 +369,8 @@ def test_objects_that_were_altered_or_are_missing_are_refused(model: Path) -> No
     data = path.read_bytes()
     for content, message in (
         (data[:-1] + bytes([data[-1] ^ 1]), "do not match its hash"),
-        (pickle.dumps({"run": "me"}), "corrupted"),
-        (None, "is missing"),
+        (pickle.dumps({"run": "me"}), "damaged|corrupted"),
+        (None, "does not exist"),
     ):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(UserError, match=message):

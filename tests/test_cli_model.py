@@ -87,7 +87,7 @@ def test_learn_reports_the_result(probprompt: Command, split: Split, tmp_path: P
     bad = split("2", "0123456789")
     (bad / "class2" / "bad.png").write_text("nothing")
     second = probprompt("learn", folder, bad, "--keep-versions", 3)
-    assert second.code == 0 and "not read: class2/bad.png" in second.out and "too few held-out images" in second.out
+    assert second.code == 0 and "Skipped class2/bad.png" in second.out and "too few held-out images" in second.out
     assert load(folder).classes == ("class0", "class1", "class2") and load(folder).keep_versions == 3
     assert [one.note for one in load(folder).history()] == ["January", bad.name]
 

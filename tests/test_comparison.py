@@ -148,7 +148,7 @@ def test_records_in_one_file_give_the_same_tables(runs: list[Path], tmp_path: Pa
 @pytest.mark.parametrize("text", ("", "{}", "[]", "no json", '{"book": 99}'))
 def test_other_files_are_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "book.jsonl").write_text(text + "\n")
-    with pytest.raises(UserError, match=r"not a book|No run to compare"):
+    with pytest.raises(UserError, match=r"not a results file|No run to compare"):
         gather_runs([tmp_path / "book.jsonl"])
 
 

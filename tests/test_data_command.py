@@ -72,38 +72,38 @@ def test_check_compares_with_what_was_published(tmp_path: Path, check: Check, sm
     root = tree(tmp_path / "cifar100")
     out = check(0, root)
     assert f"cifar100 in {root}" in out and "classes: 2" in out and out.rstrip().endswith("No problems found.")
-    assert "train: 8 images, 4 of each class" in out and "test: 4 images, 2 of each class" in out
+    assert "train: 8 images, 4 per class" in out and "test: 4 images, 2 per class" in out
     (root / "train" / "dog" / "1.png").unlink()
     out = check(1, root, "--benchmark", "cifar100")
-    assert "PROBLEM: train: 7 images, published are 8" in out
-    assert "PROBLEM: train: published are 4 images of each class, but dog has 3" in out
+    assert "PROBLEM: train: 7 images, published: 8" in out
+    assert "PROBLEM: train: expected 4 images per class, but dog has 3" in out
     assert "PROBLEM: test" not in out and "2 kind(s) of problems" in out
     other = tree(tmp_path / "other" / "cifar100", classes=("cat", "cow", "dog"))
-    assert "PROBLEM: 3 classes, published are 2" in check(1, other, "--quick")
+    assert "PROBLEM: 3 classes, published: 2" in check(1, other, "--quick")
 
 
 def test_unreadable_files_are_named(tmp_path: Path, check: Check, small: None) -> None:
     root = tree(tmp_path / "cifar100")
     (root / "test" / "cat" / "0.png").write_bytes(image(7)[:40])
-    assert "PROBLEM: 1 file(s) cannot be read: test/cat/0.png (" in check(1, root)
+    assert "PROBLEM: 1 unreadable file(s): test/cat/0.png (" in check(1, root)
     check(0, root, "--quick")  # only counts
     own = tree(tmp_path / "mine")
     (own / "test").rename(own / "val")
     (own / "val" / "cat" / "1.png").write_bytes(b"none")
     (own / "train" / "dog" / "0.png").write_bytes(b"none")
     out = check(1, own)
-    assert "2 file(s) cannot be read: train/dog/0.png (" in out and ", val/cat/1.png (" in out
-    assert "1 file(s) cannot be read: dog/0.png (" in check(1, own / "train")
+    assert "2 unreadable file(s): train/dog/0.png (" in out and ", val/cat/1.png (" in out
+    assert "1 unreadable file(s): dog/0.png (" in check(1, own / "train")
 
 
 def test_images_in_both_splits(tmp_path: Path, check: Check, small: None) -> None:
     root = tree(tmp_path / "cifar100")
     Image.open(root / "train" / "cat" / "3.png").save(root / "test" / "dog" / "1.png", compress_level=1)
     assert (root / "test" / "dog" / "1.png").read_bytes() != (root / "train" / "cat" / "3.png").read_bytes()
-    assert "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png" in check(0, root)
+    assert "note: 1 test image(s) are also training images: test/dog/1.png = train/cat/3.png" in check(0, root)
     (root / "test" / "dog" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
     out = check(1, root)
-    assert "PROBLEM: 2 test image(s) are training images, too" in out and "The published data has 1 of them" in out
+    assert "PROBLEM: 2 test image(s) are also training images" in out and "The published data has 1" in out
 
 
 @pytest.mark.parametrize("kind", [Cub200, ImageNetR, TuBerlin], ids=lambda kind: kind.name)
@@ -114,8 +114,8 @@ def test_images_in_both_splits_where_the_published_number_is_unknown(
     root = tree(tmp_path / kind.name)
     (root / "test" / "dog" / "1.png").write_bytes((root / "train" / "cat" / "3.png").read_bytes())
     out = check(0, root)
-    assert "note: 1 test image(s) are training images, too: test/dog/1.png = train/cat/3.png" in out
-    assert "published data has as many is not known" in out
+    assert "note: 1 test image(s) are also training images: test/dog/1.png = train/cat/3.png" in out
+    assert "published number is unknown" in out
 
 
 def test_own_folder_is_checked_without_figures(tmp_path: Path, check: Check) -> None:
@@ -125,13 +125,13 @@ def test_own_folder_is_checked_without_figures(tmp_path: Path, check: Check) -> 
     (root / "test" / "cat" / "0.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
     (root / "train" / "cat" / "0.png").write_bytes((root / "train" / "cat" / "1.png").read_bytes())
     out = check(1, root)
-    assert "PROBLEM: 1 test image(s) are training images, too: test/cat/0.png = train/dog/0.png" in out
-    assert "note: 1 image(s) of train are there more than once" in out
-    assert "20 % of each class are held out" in check(0, root / "train")
+    assert "PROBLEM: 1 test image(s) are also training images: test/cat/0.png = train/dog/0.png" in out
+    assert "note: 1 duplicate image(s) in train" in out
+    assert "holds out 20% of each class" in check(0, root / "train")
     for name in ("cat", "dog"):
         for place in ("indoors", "outdoors"):
             shutil.copytree(root / "train" / name, tmp_path / "deep" / name / place)
-    assert "note: the classes are cat, dog" in check(0, tmp_path / "deep", "--quick")
+    assert "pass a folder such as" in check(0, tmp_path / "deep", "--quick")
 
 
 @pytest.mark.parametrize("within", ["images", ""])
@@ -149,10 +149,12 @@ def test_part_of_imagenet_is_an_own_folder(tmp_path: Path, check: Check, within:
 def test_dataset_in_folder_of_datasets_is_found(tmp_path: Path, probprompt: Command, check: Check, small: None) -> None:
     root = tree(tmp_path / "sets" / "cifar100")
     out = check(0, tmp_path / "sets")
-    assert f"cifar100 in {root}" in out and "train: 8 images, 4 of each class" in out
+    assert f"cifar100 in {root}" in out and "train: 8 images, 4 per class" in out
     tree(tmp_path / "sets" / "tu-berlin")
     code, _, err = probprompt("data", "check", tmp_path / "sets")
-    assert code == 2 and f"holds 2 datasets: name one of {root}, {root.parent / 'tu-berlin'}" in err.replace("\n", " ")
+    assert code == 2 and f"contains 2 datasets. Choose one of {root}, {root.parent / 'tu-berlin'}" in err.replace(
+        "\n", " "
+    )
     check(0, tmp_path / "sets", "--benchmark", "cifar100")
 
 
@@ -162,8 +164,8 @@ def test_incomplete_and_missing_datasets(tmp_path: Path, check: Check) -> None:
         (root / name).mkdir(parents=True)
         (root / name / "art_0.jpg").write_bytes(b"")
     out = check(1, tmp_path)
-    assert f"PROBLEM: {root} has the class folders, but not the lists" in out
-    assert f"probprompt data get imagenet-r --dir {tmp_path};" in out
+    assert f"PROBLEM: {root}: the lists" in out
+    assert f"probprompt data get imagenet-r --dir {tmp_path}" in out
     assert "PROBLEM: cub200 is not on this machine" in check(1, "cub200")
     out = check(1, tmp_path, "--benchmark", "tu-berlin")
     assert f"PROBLEM: {tmp_path} holds nothing that looks like tu-berlin" in out and "not on this machine" not in out
@@ -172,7 +174,7 @@ def test_incomplete_and_missing_datasets(tmp_path: Path, check: Check) -> None:
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (("/no/such/place",), "is no folder"),
+        (("/no/such/place",), "is not a folder"),
         ((".", "--benchmark", "cifar10"), "'cifar10'. Did you mean 'cifar100'?"),
         ((".", "--benchmark", "emoji-r"), "'emoji-r'. Expected one of: cifar100"),
     ],
@@ -192,13 +194,13 @@ def test_lists_of_images(tmp_path: Path, check: Check, monkeypatch: pytest.Monke
     for index, side in enumerate(("train", "test")):
         (root / f"{side}.txt").write_text(f"n00000001/{index}.png\nn00000002/{index}.png\n")
     out = check(0, root)
-    assert f"cut by {root / 'train.txt'} and {root / 'test.txt'}" in out
+    assert f"split by {root / 'train.txt'} and {root / 'test.txt'}" in out
     for side, name in (("training", "train.txt"), ("test", "test.txt")):
         digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
-        assert f"note: the list of the {side} images is not the published one (sha256 {digest})" in out
+        assert f"note: the list of {side} images is not the published one (SHA-256 {digest})" in out
     monkeypatch.setattr(ImageNetR, "figures", Figures(2, 8, 4, (4, 4), (2, 2)))
     out = check(0, tree(tmp_path / "imagenet-r", classes=names))
-    assert "note: no lists say which images are for training" in out
+    assert "note: no lists of training and test images" in out
 
 
 @pytest.mark.parametrize("options", [(), ("--quick",)])
@@ -213,7 +215,7 @@ def test_other_encodings_than_published_are_noted(
     out = check(0, root, *options)
     assert "note: images are JPEG files, published are images without loss" in out
     assert out.count("note: images have 9 x 7 pixels, published are 4 x 4") == 1
-    monkeypatch.setattr(verify, "_LOOKED", 1)  # files that are examined without reading all
+    monkeypatch.setattr(verify, "_NUM_HEADERS", 1)  # files that are examined without reading all
     assert ("9 x 7" in check(0, root, *options)) is (options == ())
 
 
@@ -270,7 +272,7 @@ def test_get_from_a_local_archive(
     assert (home / "tu-berlin" / "png" / "flying bird" / "7.png").is_file()
     code, out, _ = probprompt("data", "get", "tu-berlin")
     assert code == 0 and "already" in out
-    assert "train: 8 images, 4 of each class" in check(0, "tu-berlin")
+    assert "train: 8 images, 4 per class" in check(0, "tu-berlin")
 
 
 def test_get_from_a_mirror(
@@ -278,7 +280,7 @@ def test_get_from_a_mirror(
 ) -> None:
     publish(sketches(tmp_path / "www" / "mirror.zip"), monkeypatch, f"{web}/gone/sketches_png.zip")
     code, _, err = probprompt("data", "get", "tu-berlin", "--dir", tmp_path / "other")
-    assert code == 2 and "answers 404" in err and "--url" in err
+    assert code == 2 and "404" in err and "--url" in err
     code, out, err = probprompt("data", "get", "tu-berlin", "--dir", tmp_path / "other", "--url", f"{web}/mirror.zip")
     assert code == 0, out + err
     assert "sketches_png.zip: done" in out and "unpacking: done" in out
@@ -289,7 +291,7 @@ def test_get_from_a_mirror(
 def test_get_of_wrong_data(tmp_path: Path, probprompt: Command, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = publish(sketches(tmp_path / "a.zip", images=10), monkeypatch)
     code, out, _ = probprompt("data", "get", "tu-berlin", "--file", archive)
-    assert code == 1 and "PROBLEM: train: 16 images, published are 8" in out
+    assert code == 1 and "PROBLEM: train: 16 images, published: 8" in out
     code, _, err = probprompt("data", "get", "cifar100", "--file", tmp_path / "a.zip")
     assert code == 2 and "eb9058c3a382ffc7106e4002c42a8d85" in err
     assert hashlib.md5((tmp_path / "a.zip").read_bytes()).hexdigest() in err
@@ -315,4 +317,4 @@ def test_benchmarks_are_listed(home: Path, probprompt: Command, monkeypatch: pyt
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     code, out, _ = probprompt("list", "benchmarks")
-    assert code == 0 and "cifar100" in out and "name the folder of datasets with PROBPROMPT_DATA" in out
+    assert code == 0 and "cifar100" in out and "Set PROBPROMPT_DATA" in out

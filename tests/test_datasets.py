@@ -72,7 +72,7 @@ def test_emoji_r_has_twenty_classes_on_both_sides() -> None:
 
 
 def test_a_name_that_cannot_be_found_is_met_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*class folders .Did you mean 'emoji-r'"):
+    with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*class folders. Did you mean 'emoji-r'"):
         find("emoji_r")
     with pytest.raises(UserError, match=r"neither a benchmark nor a folder.*Expected one of: .*emoji-r"):
         find("/no/such/place")
@@ -401,5 +401,5 @@ def test_classes_without_images_are_named(settings: Settings, tmp_path: Path, si
         lines = [f"{name}/{index:02}.png" for name in listed for index in indices]
         (tmp_path / "imagenet-r" / f"{which}.txt").write_text("\n".join(lines))
     data = {"benchmark": "imagenet-r", "root": str(tmp_path / "imagenet-r"), "tasks": 3}
-    with pytest.raises(UserError, match=rf"imagenet-r has no {words} images of .*: add some, or take"):
+    with pytest.raises(UserError, match=rf"imagenet-r has no {words} images of .*. Add some, or remove"):
         prepare(parse_config(settings(data=data)), CPU, ProgressCallback())

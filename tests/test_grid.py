@@ -139,7 +139,9 @@ def test_methods_without_the_preset_are_left_out(spec: Spec, tmp_path: Path) -> 
     grid = Grid(spec(presets=["flagship", "custom"], seeds=[0]), tmp_path)
     row = "pictures/{}/{}/seed-0".format
     assert names(grid) == [row("flagship", "probprompt"), row("custom", "probprompt"), row("custom", "linear-probe")]
-    assert grid.left_out.startswith("flagship on pictures for linear-probe (the preset 'flagship' is for probprompt")
+    assert grid.left_out.startswith(
+        "flagship on pictures for linear-probe (The preset 'flagship' supports only probprompt"
+    )
     with pytest.raises(UserError, match="no runs: flagship on pictures"):
         Grid(spec(presets=["flagship"], methods=["linear-probe"]), tmp_path)
 
@@ -359,10 +361,10 @@ def test_options_override_the_file(tmp_path: Path, pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "assignments", "vary", "message"),
     [
-        ({"seeds": ["a"]}, [], [], "not 'a'"),
-        ({"seeds": ["4-1"]}, [], [], "not '4-1'"),
-        ({}, ["epochs"], [], "--set takes key=value, not 'epochs'"),
-        ({}, [], ["epochs="], "--vary takes key=value, not 'epochs='"),
+        ({"seeds": ["a"]}, [], [], "got 'a'"),
+        ({"seeds": ["4-1"]}, [], [], "got '4-1'"),
+        ({}, ["epochs"], [], "KEY=VALUE, got 'epochs'"),
+        ({}, [], ["epochs="], "KEY=VALUE, got 'epochs='"),
         ({}, [], [], "The grid has no methods.*\nThe grid has no benchmarks"),
     ],
 )

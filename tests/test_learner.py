@@ -360,7 +360,7 @@ def test_images_cut_out_within_a_step_are_those_cut_before_it(
 ) -> None:
     chosen, found = settings(training={"epochs": 1, "batch_size": 16, "flip": flip}), list[Weights]()
     for within in (False, True):
-        monkeypatch.setattr(Preprocessor, "cuts", lambda *_, within=within: within)
+        monkeypatch.setattr(Preprocessor, "is_one_kernel", lambda *_, within=within: within)
         found.append(weights_of(teach(build(chosen), 1).model.head))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

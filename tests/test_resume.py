@@ -366,8 +366,8 @@ CHANGES: dict[str, tuple[Callable[[Stopped], object], str]] = {
         "have changed since the run",
     ),
     "class": (lambda run: shutil.copytree(run.images / "class3", run.images / "class9"), "The tasks of"),
-    "no weights": (lambda run: run.weights.unlink(), "there is no file"),
-    "weights": (lambda run: save_weights(run.weights, seed=2), "other weights"),
+    "no weights": (lambda run: run.weights.unlink(), "not found"),
+    "weights": (lambda run: save_weights(run.weights, seed=2), "SHA-256 mismatch"),
     "preprocessing": (
         lambda run: run.weights.with_suffix(".json").write_text(json.dumps({"preprocessing": PREPROCESSING})),
         "(mean [0.5, 0.5, 0.5], now [0.0, 0.0, 0.0]; std",
@@ -414,7 +414,7 @@ def test_new_pixels(stopped: Stopped, tmp_path: Path, probprompt: Command, monke
     data["train"]["pixels_sha256"] = "a" * 64
     run.update(data=data)
     with monkeypatch.context() as cached:
-        cached.setattr(ImageCache, "usual", lambda: ImageCache(tmp_path / "cache", worth=0))
+        cached.setattr(ImageCache, "default", lambda: ImageCache(tmp_path / "cache", worth=0))
         message = refused(probprompt, run)
         assert re.search(r"The pixels of the train images of .* \(hash a{12}, now [0-9a-f]{12}\)", message)
     assert outcome(train.resume(run.folder)) == stopped.expected  # without a cache, there is no hash to compare

@@ -241,7 +241,7 @@ def test_invalid_lessons_get_a_reason(served: Any, emoji: Emoji) -> None:
         ([image], "distinct class names"),
         ([("names", "a"), ("names", "A"), image], "distinct class names"),
         ([("names", " \n"), image], "0 characters"),
-        ([("names", "a\u202eb"), image], "printable"),
+        ([("names", "a\u202eb"), image], "visible"),
         ([("names", "x" * 101), image], "101 characters"),
         ([("names", "a")], "No image"),
         (two, "fields 'of'"),
@@ -397,7 +397,7 @@ def test_invalid_arguments_are_reported(
     for arguments, token, words in (
         ((), "", "does not exist"),
         (("--host", "256.1.1.1"), "", "256.1.1.1 port 0"),
-        (("--token-file", "missing"), "", "cannot be read"),
+        (("--token-file", "missing"), "", "token from missing"),
         ((), "secret", "6 characters"),
     ):
         monkeypatch.setenv("PROBPROMPT_TOKEN", token)

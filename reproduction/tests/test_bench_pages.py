@@ -254,7 +254,7 @@ def test_pages_are_filled_and_plots_drawn_from_measurements(reproduction: Comman
     ("arguments", "words"),
     [
         (("one.json",), "--page FILE"),
-        (("absent.json", "--page", "page.md"), "cannot be read"),
+        (("absent.json", "--page", "page.md"), "absent.json"),
         (("one.json", "one.json", "--plot", "growth.png"), "growth of 0"),
         (("one.json", "--page", "nowhere/page.md"), "does not exist"),
         (("one.json", "--page", "latin.md"), "Markdown file"),

@@ -184,7 +184,7 @@ def test_own_settings_need_the_same_images_and_weights(cifar: paper.Table, tmp_p
 
 def test_images_are_compared_by_pixels(cifar: paper.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ImageCache(tmp_path / "cache", worth=0)
-    monkeypatch.setattr(ImageCache, "usual", lambda: cache)
+    monkeypatch.setattr(ImageCache, "default", lambda: cache)
     reproduce.run_missing(_plan(cifar, tmp_path, **SMALL), tmp_path / "book", "cpu")
     (entry,) = results.read_entries(tmp_path / "book")
     recorded = entry.content["data"]["train"]
@@ -236,7 +236,7 @@ def test_the_plan_shows_settings_and_images(cifar: paper.Table, reproduction: Co
     answer = reproduction("run", "samples")
     assert answer.code == 0 and "the paper's weights, images and settings" in answer.out
     before, _, after = answer.out.partition("add --yes")
-    assert "published images: cifar100: train: 24 images, published are 50000" in before and after
+    assert "published images: cifar100: train: 24 images, published: 50000" in before and after
     answer = reproduction("run", "samples", *OPTIONS)
     assert "the paper's weights, images and settings" not in answer.out and "your settings" in answer.out
     assert "cifar100, 3 tasks, test_vit" in answer.out
@@ -304,7 +304,7 @@ def test_symbols_of_the_paper_keep_their_case(reproduction: Command, study: str,
         ({"name": "sup1k"}, None),  # is downloaded
         ({"name": "sup1k", "weights": "nowhere.safetensors"}, ["nowhere.safetensors is not a file"]),
         ({"name": "ibot1k"}, ["checkpoint_teacher.pth", "--weights ibot1k=FILE"]),
-        ({"name": "vit_base_patch16_224"}, ["does not say which weights", "--set backbone.weights=FILE"]),
+        ({"name": "vit_base_patch16_224"}, ["has no default weights", "--set backbone.weights=FILE"]),
     ],
 )
 def test_missing_weights_are_reported_with_a_remedy(backbone: dict[str, Any], words: list[str] | None) -> None:
