@@ -166,9 +166,9 @@ def test_incomplete_and_missing_datasets(tmp_path: Path, check: Check) -> None:
     out = check(1, tmp_path)
     assert f"PROBLEM: {root}: the lists" in out
     assert f"probprompt data get imagenet-r --dir {tmp_path}" in out
-    assert "PROBLEM: cub200 is not on this machine" in check(1, "cub200")
+    assert "PROBLEM: cub200 not found" in check(1, "cub200")
     out = check(1, tmp_path, "--benchmark", "tu-berlin")
-    assert f"PROBLEM: {tmp_path} holds nothing that looks like tu-berlin" in out and "not on this machine" not in out
+    assert f"PROBLEM: {tmp_path} does not contain tu-berlin" in out and "not on this machine" not in out
 
 
 @pytest.mark.parametrize(
