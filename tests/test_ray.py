@@ -238,7 +238,10 @@ def test_ctrl_c_stops_and_the_same_command_resumes(
         time.sleep(0.02)
     os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all that belong to the command
     out, err = begun.communicate(timeout=60)
-    assert (begun.returncode, err) == (130, "Interrupted. 0 of 1 runs are finished. Run the same command to continue.\n")
+    assert (begun.returncode, err) == (
+        130,
+        "Interrupted. 0 of 1 runs are finished. Run the same command to continue.\n",
+    )
     assert out.startswith("Ray: capacity for ") and out.count("\n") == 1, "Ray itself says nothing"
     deadline = time.monotonic() + 20
     while processes(begun.pid) and time.monotonic() < deadline:
