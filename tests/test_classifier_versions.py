@@ -130,7 +130,7 @@ def test_other_preprocessing_is_refused_and_weights_may_come_along(tmp_path: Pat
         file.rename(folder / file.name)
     assert answers(load(folder)) == answers(made)
     (folder / weights.name).unlink()
-    with pytest.raises(UserError, match=r"mine.safetensors.*put it into .*classifier"):
+    with pytest.raises(UserError, match=r"mine.safetensors.*copy it to .*classifier"):
         answers(load(folder))
 
 
